@@ -1,0 +1,337 @@
+"""The configuration: one dataclass per subject, one field per key.
+
+Names are Megatron-LM's where it has one. Keys are unique across the sections, so a YAML file may list them flat or
+under their section's name. A field that is None after reading is derived in `resolve`, after every override.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The GPT that is trained (megatron.core.models.gpt.GPTModel)."""
+
+    num_layers: int = 0
+    """Transformer layers of the whole model. Required."""
+    hidden_size: int = 0
+    """Width of the residual stream. Required."""
+    num_attention_heads: int = 0
+    """Query heads of the whole model. Required."""
+    seq_length: int = 0
+    """Tokens per sequence. Required."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; default 4 * hidden_size (with swiglu: 2/3 of that, rounded up to a multiple of 64, as Megatron)."""
+    num_query_groups: int | None = None
+    """Key/value heads (grouped-query attention); default num_attention_heads."""
+    kv_channels: int | None = None
+    """Channels of one head; default hidden_size / num_attention_heads."""
+    max_position_embeddings: int | None = None
+    """Rows of a learned position table; default seq_length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: int = 10000
+    """Base period of rotary embeddings."""
+    rotary_percent: float = 1.0
+    """Share of a head's channels that is rotated."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of every norm."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance in a norm."""
+    swiglu: bool = False
+    """Gated SiLU MLP instead of GELU."""
+    squared_relu: bool = False
+    """Squared ReLU MLP instead of GELU."""
+    add_bias_linear: bool = True
+    """Biases on linear layers (Megatron's flag: --disable-bias-linear)."""
+    add_qkv_bias: bool = False
+    """A bias on the QKV projection alone."""
+    qk_layernorm: bool = False
+    """Norms on queries and keys."""
+    untie_embeddings_and_output_weights: bool = False
+    """Separate input embedding and output head."""
+    attention_dropout: float = 0.1
+    """Dropout probability on attention weights."""
+    hidden_dropout: float = 0.1
+    """Dropout probability on the residual stream."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    vocab_size: int | None = None
+    """Rows of the vocabulary before padding; default: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers, or the modules of recompute_modules."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full recompute: which layers. Default uniform."""
+    recompute_num_layers: int | None = None
+    """Layers per recomputed unit (uniform) or recomputed layers per chunk (block). Default 1 with full recompute."""
+    recompute_modules: list[str] | None = None
+    """With selective recompute: the modules; default Megatron's (core_attn)."""
+    num_experts: int | None = None
+    """Routed experts per MoE layer; None is a dense model."""
+    moe_layer_freq: int | list[int] = 1
+    """An MoE layer every n layers, or a 0/1 list with one entry per layer."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert; default ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Total width of the shared experts; None for none."""
+    moe_router_topk: int = 2
+    """Experts per token."""
+    moe_router_load_balancing_type: str = "aux_loss"
+    """aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts for group-limited routing."""
+    moe_router_group_topk: int | None = None
+    """Groups that a token may use."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the routing weights."""
+    moe_router_enable_expert_bias: bool = False
+    """Aux-loss-free balancing by a bias per expert."""
+    moe_router_pre_softmax: bool = False
+    """Softmax before the top-k selection."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the router z-loss."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    """How tokens reach their experts."""
+    moe_grouped_gemm: bool = False
+    """One grouped GEMM over a rank's experts."""
+    multi_latent_attention: bool = False
+    """DeepSeek's multi-latent attention."""
+    q_lora_rank: int | None = None
+    """Rank of the query's low-rank projection (MLA)."""
+    kv_lora_rank: int = 32
+    """Rank of the key/value low-rank projection (MLA)."""
+    qk_head_dim: int = 128
+    """Unrotated channels of a query/key head (MLA)."""
+    qk_pos_emb_head_dim: int = 64
+    """Rotated channels of a query/key head (MLA)."""
+    v_head_dim: int = 128
+    """Channels of a value head (MLA)."""
+    mtp_num_layers: int | None = None
+    """Multi-token-prediction layers; None for none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the multi-token-prediction loss."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layer spec: Transformer Engine's where it is installed and a GPU is there (auto), or one by name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How the model is cut over ranks. world = tp * cp * pp * dp."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix (tp)."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages' ranks (pp)."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per rank (vpp) for the interleaved schedule."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Another way to say vpp: layers per chunk."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence (cp)."""
+    expert_model_parallel_size: int = 1
+    """Ranks over which experts are spread (ep); a part of tp * cp * dp."""
+    expert_tensor_parallel_size: int | None = None
+    """Tensor parallelism inside experts; default tensor_model_parallel_size."""
+    sequence_parallel: bool = False
+    """Split norms and dropout along the sequence over the tp ranks."""
+    schedule: Literal["auto", "none", "1f1b", "interleaved"] = "auto"
+    """Pipeline schedule; auto: none at pp 1, interleaved when vpp is set, else 1f1b."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Consecutive micro-batches of one chunk in the interleaved schedule; default pp."""
+    overlap_p2p_comm: bool | None = None
+    """Overlap stage-to-stage traffic with compute (interleaved). Default: as Megatron-LM, on for the interleaved schedule."""
+    batch_p2p_comm: bool | None = None
+    """Send and receive in one batched call. Default: the opposite of overlap_p2p_comm."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage when stages are uneven."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage when stages are uneven."""
+    pipeline_model_parallel_layout: str | None = None
+    """Explicit layers per stage, in Megatron's notation (Et*3|(tt|)*29,m|L)."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that waits longer than this ends the run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchConfig:
+    """The batch and how it is split. What is left None is derived; what is given twice must agree."""
+
+    micro_batch_size: int | None = None
+    """Sequences in one pipeline micro-batch on one data-parallel rank."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all ranks."""
+    device_batch_size: int | None = None
+    """Sequences a data-parallel rank takes in per accumulation step (dbs)."""
+    num_chunks: int | None = None
+    """Pipeline micro-batches that one device batch is cut into (pp_microbatches)."""
+    grad_accum_steps: int | None = None
+    """Device batches per optimizer step (ga)."""
+    flush: Literal["merged", "per_round"] = "merged"
+    """One pipeline flush of ga * num_chunks micro-batches, or one flush per accumulation round."""
+    loss_norm: Literal["token", "microbatch"] = "token"
+    """Divide the loss by the step's unmasked tokens, or take the mean over ga * num_chunks micro-batches of means."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ShardingConfig:
+    """Who holds parameters, gradients and optimizer state, and in which precision."""
+
+    boundary: Literal["deepspeed", "ddp"] = "deepspeed"
+    """What shards and reduces: a DeepSpeed engine, or torch DistributedDataParallel."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """DeepSpeed ZeRO stage."""
+    sync: Literal["auto", "resident"] = "auto"
+    """resident: parameters gathered once per step, gradients reduced once per step."""
+    reduce_bucket_size: int = 500_000_000
+    """Elements reduced in one collective."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where DeepSpeed keeps optimizer state and runs the optimizer."""
+    bf16: bool = False
+    """BF16 parameters and activations, FP32 master weights."""
+    fp16: bool = False
+    """FP16 parameters and activations with loss scaling, FP32 master weights."""
+    params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
+    """Another way to say it; fp64 only with the ddp boundary. Default fp32, or what bf16 / fp16 say."""
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients of micro-batches are added."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients cross ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its schedule (Megatron's OptimizerParamScheduler)."""
+
+    lr: float = 0.0
+    """Peak learning rate. Required."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay."""
+    lr_decay_iters: int | None = None
+    """Steps until min_lr; default train_iters."""
+    lr_warmup_iters: int | None = None
+    """Steps of linear warm-up."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of lr_decay_iters; instead of lr_warmup_iters."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at step 0."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the final anneal of WSD."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the anneal of WSD."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices (biases and norms have none)."""
+    start_weight_decay: float | None = None
+    """Weight decay at step 0; default weight_decay."""
+    end_weight_decay: float | None = None
+    """Weight decay at the last step; default weight_decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay moves between the two."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient; 0 is off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Where samples come from (megatron.core.datasets)."""
+
+    data_path: list[str] = field(default_factory=lambda: ["embedded"])
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text that ships with megaaccum."""
+    train_data_path: list[str] | None = None
+    """Prefixes for training alone; instead of data_path and split."""
+    valid_data_path: list[str] | None = None
+    """Prefixes for validation alone."""
+    test_data_path: list[str] | None = None
+    """Prefixes for testing alone."""
+    split: str = "969,30,1"
+    """Shares of train, valid, test in data_path."""
+    tokenizer_model: str | None = None
+    """A Hugging Face tokenizers file (tokenizer.json), or a folder with one; default: the one beside the dataset."""
+    data_cache_path: str | None = None
+    """Folder for the index files that the dataset builds; default: a cache folder inside save or output_dir."""
+    mmap_bin_files: bool = True
+    """Map the .bin files into memory rather than read them."""
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+    reset_position_ids: bool = False
+    """Restart positions after an end-of-document token."""
+    reset_attention_mask: bool = False
+    """Keep attention inside documents."""
+    num_workers: int = 2
+    """Micro-batches that are prepared ahead, off the critical path; 0 prepares them when they are asked for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """The run: how long, what is written, when it stops."""
+
+    train_iters: int = 0
+    """Optimizer steps of the whole run; the learning-rate schedule is laid out over them. Required."""
+    max_steps: int | None = None
+    """Stop after this many steps of this start, whatever train_iters says (the schedule stays as it is)."""
+    eval_interval: int = 1000
+    """Steps between evaluations; 0 is off."""
+    eval_iters: int = 100
+    """Global batches per evaluation."""
+    output_dir: str = "runs/default"
+    """Folder of logs, pictures and, unless save is set, checkpoints."""
+    save: str | None = None
+    """Folder of checkpoints; default output_dir/checkpoints."""
+    load: str | None = None
+    """Folder to resume from; default: save, when it holds a checkpoint."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0 is off."""
+    save_at_end: bool = True
+    """A checkpoint when the run ends or is told to stop (not with save_interval 0)."""
+    keep_last: int = 2
+    """Checkpoints kept; 0 keeps all."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+    no_load: bool = False
+    """Start afresh even if a checkpoint is there."""
+    seed: int = 1234
+    """Seed of weights, dropout and sample order."""
+    log_interval: int = 10
+    """Steps between progress lines."""
+    tensorboard_dir: str | None = None
+    """Write TensorBoard events here."""
+    wandb_project: str | None = None
+    """Write to this Weights & Biases project."""
+    csv_dir: str | None = None
+    """Write CSV metrics here."""
+    step_timeout_seconds: float = 0.0
+    """A step that takes longer ends the run with every rank's stack; 0 is off."""
+    num_threads: int | None = None
+    """CPU threads per rank in the CPU lane; default: cores / local ranks."""
+    nproc_per_node: int | None = None
+    """Local ranks that `megaaccum train` starts; default: the GPUs, or tp * cp * pp on a machine without."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Everything a run needs. Build one with `megaaccum.config.load`, not by hand."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    deepspeed: dict[str, object] = field(default_factory=dict)
+    """The user's own DeepSpeed JSON; what it says about batch, precision and clipping must agree with the keys above."""

@@ -1,0 +1,36 @@
+"""Errors that a user meets. Each says what is wrong, with the numbers, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MegaaccumError(Exception):
+    """Base of every error that megaaccum raises for a user. The command line prints its text without a traceback."""
+
+
+class ConfigError(MegaaccumError, ValueError):
+    """One or more keys of the configuration cannot be honoured.
+
+    `problems` holds one text per mistake, so that a user sees all of them at once.
+    """
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(MegaaccumError):
+    """A dataset, tokenizer or corpus is missing, truncated or contradicts itself."""
+
+
+class CheckpointError(MegaaccumError):
+    """A checkpoint cannot be written, read, or does not fit this model."""
+
+
+class LaunchError(MegaaccumError):
+    """Ranks could not be started, or one of them ended early."""
+
+
+class RankDisagreement(MegaaccumError):
+    """Ranks that have to do the same thing were about to do different things."""
