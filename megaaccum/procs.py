@@ -1,0 +1,296 @@
+"""Rank processes on this machine: started from this process, watched, ended, and their end put in words.
+
+A rank is a fork of the process that starts it, so that whatever was imported before is there at once; a rank that needs
+a fresh interpreter replaces itself by one. Linux only: process file descriptors and the parent-death signal are used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
+
+LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """One rank, a child of this process and the leader of a session of its own.
+
+    `status` is None while it runs, then its exit code, or minus the number of the signal that ended it.
+    `ended_at` is the time.monotonic() at which its end was seen, in seconds.
+    """
+
+    rank: int
+    pid: int
+    pidfd: int
+    status: int | None = None
+    ended_at: float = field(default=0.0)
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to the rank alone; nothing happens when it has ended."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signum)
+
+    def kill(self) -> None:
+        """Ends the rank and every process that it started in its session, at once."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.send(signal.SIGKILL)  # a rank that does not lead its session yet is no process group
+
+    def reap(self) -> None:
+        """Takes the exit status of a rank that has ended; blocks while it runs."""
+        _, status = os.waitpid(self.pid, 0)
+        self.status = os.waitstatus_to_exitcode(status)
+        self.ended_at = time.monotonic()
+        os.close(self.pidfd)
+
+
+@dataclass(slots=True)
+class RankError:
+    """What a rank wrote about the exception that ended it.
+
+    `kind` is the class name, `text` what a user reads, `traceback` None when `text` says it all (MegaaccumError).
+    """
+
+    kind: str
+    text: str
+    traceback: str | None
+    exit_code: int
+
+    @classmethod
+    def of(cls, error: BaseException) -> RankError:
+        code = exit_code_of(error)
+        if isinstance(error, MegaaccumError):
+            return cls(type(error).__name__, str(error), None, code)
+        lines = traceback.format_exception(error)
+        return cls(type(error).__name__, "".join(traceback.format_exception_only(error)).strip(), "".join(lines), code)
+
+    def write(self, path: Path) -> None:
+        """Writes the file in one piece: a reader sees all of it or nothing."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> RankError | None:
+        """None when the rank wrote no such file."""
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that this exception ends: 2 for ConfigError, 130 for Ctrl-C, else 1."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def describe_status(status: int) -> str:
+    """'exit code 3', or 'SIGKILL' for a rank that a signal ended."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+def listen(port: int = 0) -> socket.socket:
+    """A listening socket on the loopback address; port 0 takes a free one.
+
+    The ranks' store is given this very socket, so nobody can take the port between the choice and its use.
+    Raises LaunchError when the port cannot be had.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((LOOPBACK, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        why = getattr(error, "strerror", None) or error
+        raise LaunchError(
+            f"--master_port {port}: this port of {LOOPBACK} cannot be used ({why}). "
+            "Leave the option out to take a free one, or name another."
+        ) from error
+    return sock
+
+
+def serve_store(sock: socket.socket) -> object:
+    """The store at which ranks meet (a torch TCPStore), served on `sock` until the object returned is dropped.
+
+    Call it after the ranks are forked: it runs a thread, and a fork should have one thread only. Ranks that ask
+    earlier wait in the socket's queue.
+    """
+    from torch.distributed import TCPStore
+
+    port = sock.getsockname()[1]
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+
+
+def rank_environment(rank: int, world_size: int, port: int, num_threads: int) -> dict[str, str]:
+    """The variables by which torch, DeepSpeed and Megatron find their rank on this one machine.
+
+    TORCHELASTIC_USE_AGENT_STORE tells torch that the store at MASTER_PORT is served by the parent: every rank is a
+    client of it (torch/distributed/rendezvous.py).
+    """
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    variables = {name: str(number) for name, number in numbers.items()}
+    return variables | {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+
+
+def start(
+    rank: int, body: Callable[[], None], *, env: Mapping[str, str], output: Path | None, error: Path
+) -> RankProcess:
+    """Forks a rank that runs `body` and exits: with 0 when it returns, with `exit_code_of` its exception otherwise.
+
+    `output` takes the rank's stdout and stderr; None leaves them where this process has them.
+    `error` is the file to which the rank writes a RankError when an exception ends it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    # A signal that arrives between the fork and the reset of the handlers would run the parent's handler in the child.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(parent, mask, body, env, output, error)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return RankProcess(rank, pid, os.pidfd_open(pid))
+
+
+def _become_rank(
+    parent: int,
+    mask: Iterable[int],
+    body: Callable[[], None],
+    env: Mapping[str, str],
+    output: Path | None,
+    error: Path,
+) -> NoReturn:
+    """Runs in the child; never returns into the parent's code."""
+    code = 1
+    try:
+        atexit._clear()  # the parent's exit handlers are the parent's
+        _detach(parent, output)
+        os.environ.update(env)
+        _reset_signals(mask)
+        code = run_and_report(body, error)
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe is no reason to lose the exit code
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _detach(parent: int, output: Path | None) -> None:
+    """A session of its own, so that Ctrl-C in the terminal reaches the rank through its parent only, and only once."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the line above
+        os._exit(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if output is None:
+        return
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _reset_signals(mask: Iterable[int]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def run_and_report(body: Callable[[], None], error_file: Path) -> int:
+    """Runs `body` and returns the exit code of this process; an exception goes to `error_file` as a RankError."""
+    try:
+        body()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        RankError("SystemExit", str(stop.code), None, 1).write(error_file)
+        return 1
+    except BaseException as error:
+        report = RankError.of(error)
+        report.write(error_file)
+        return report.exit_code
+    return 0
+
+
+def wait(processes: Sequence[RankProcess], timeout: float | None, *, also: Sequence[int] = ()) -> list[RankProcess]:
+    """The ranks that ended since the last call, reaped, in the order of `processes`.
+
+    Returns as soon as one has ended, one of the file descriptors `also` is readable or closed, or `timeout` seconds
+    have passed.
+    """
+    poller = select.poll()
+    for process in processes:
+        if process.status is None:
+            poller.register(process.pidfd, select.POLLIN)
+    for fd in also:
+        poller.register(fd, select.POLLIN)
+    ready = {fd for fd, _ in poller.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))}
+    ended = [process for process in processes if process.status is None and process.pidfd in ready]
+    for process in ended:
+        process.reap()
+    return ended
+
+
+def wait_all(processes: Sequence[RankProcess], timeout: float) -> bool:
+    """Waits until all have ended, at most `timeout` seconds; True when they have."""
+    deadline = time.monotonic() + timeout
+    while any(process.status is None for process in processes):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        wait(processes, left)
+    return True
+
+
+def end(processes: Sequence[RankProcess], *, grace: float) -> list[RankProcess]:
+    """Ends what still runs: SIGTERM, `grace` seconds later SIGKILL. Returns the ranks that had to be ended."""
+    running = [process for process in processes if process.status is None]
+    if grace > 0:
+        for process in running:
+            process.send(signal.SIGTERM)
+        wait_all(running, grace)
+    for process in running:
+        process.kill()
+    for process in running:
+        if process.status is None:
+            process.reap()
+    return running
