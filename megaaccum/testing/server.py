@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megaaccum import procs
+from megaaccum.testing import tensors
 from megaaccum.testing.protocol import Outcome, Reply, Request
 
 GRACE_SECONDS = 3.0
@@ -165,7 +166,7 @@ def _body(request: Request, rank: int) -> None:
         _init_gloo(rank, request)
     result = fn(*args, **kwargs)
     part = request.result_file(rank).with_suffix(".part")
-    part.write_bytes(pickle.dumps(result))
+    part.write_bytes(tensors.dumps(result))
     part.replace(request.result_file(rank))
     if request.init:
         _destroy()

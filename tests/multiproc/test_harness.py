@@ -58,6 +58,23 @@ def test_ranks_start_with_the_libraries_and_the_cpu_lane():
     assert run_ranks(imported, 1, init=False) == [(True, True, "cpu")]
 
 
+def tensors():
+    import torch
+
+    whole = torch.arange(1000)
+    return {"view": whole[3:5], "bf16": torch.ones(2, 3, dtype=torch.bfloat16), "scalar": torch.tensor(1.5)}
+
+
+def test_tensors_come_back_as_they_were():
+    import torch
+
+    (result,) = run_ranks(tensors, 1, init=False)
+    assert torch.equal(result["view"], torch.tensor([3, 4]))
+    assert result["view"].untyped_storage().nbytes() == 16
+    assert torch.equal(result["bf16"], torch.ones(2, 3, dtype=torch.bfloat16))
+    assert result["scalar"].shape == ()
+
+
 def leave_a_mark():
     import torch
 
