@@ -23,7 +23,7 @@ class ModelConfig:
     seq_length: int = 0
     """Tokens per sequence. Required."""
     ffn_hidden_size: int | None = None
-    """Width of the MLP; default 4 * hidden_size (with swiglu: 2/3 of that, rounded up to a multiple of 64, as Megatron)."""
+    """Width of the MLP; default 4 * hidden_size, with swiglu 2/3 of that rounded down to a multiple of 64."""
     num_query_groups: int | None = None
     """Key/value heads (grouped-query attention); default num_attention_heads."""
     kv_channels: int | None = None
@@ -147,7 +147,7 @@ class ParallelConfig:
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive micro-batches of one chunk in the interleaved schedule; default pp."""
     overlap_p2p_comm: bool | None = None
-    """Overlap stage-to-stage traffic with compute (interleaved). Default: as Megatron-LM, on for the interleaved schedule."""
+    """Overlap stage-to-stage traffic with compute; default: on for the interleaved schedule, as Megatron-LM."""
     batch_p2p_comm: bool | None = None
     """Send and receive in one batched call. Default: the opposite of overlap_p2p_comm."""
     decoder_first_pipeline_num_layers: int | None = None
@@ -251,7 +251,7 @@ class DataConfig:
     """Where samples come from (megatron.core.datasets)."""
 
     data_path: list[str] = field(default_factory=lambda: ["embedded"])
-    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text that ships with megaaccum."""
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text that comes along."""
     train_data_path: list[str] | None = None
     """Prefixes for training alone; instead of data_path and split."""
     valid_data_path: list[str] | None = None
@@ -334,4 +334,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: dict[str, object] = field(default_factory=dict)
-    """The user's own DeepSpeed JSON; what it says about batch, precision and clipping must agree with the keys above."""
+    """The user's own DeepSpeed JSON; its batch, precision and clipping must agree with the keys above."""
+    origin: dict[str, str] = field(default_factory=dict)
+    """Who wrote each key that somebody wrote: a file's name or 'command line'. `load` fills it; not a key."""
+    notes: list[str] = field(default_factory=list)
+    """What `load` set aside because the command line says otherwise. Not a key."""

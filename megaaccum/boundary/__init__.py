@@ -1,0 +1,26 @@
+"""Boundaries: what reduces the gradients of an accumulated step, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megaaccum.boundary.base import Boundary, GradShard, fill_hooks
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaaccum.config import Plan
+    from megaaccum.groups import Groups
+
+__all__ = ["Boundary", "GradShard", "build", "fill_hooks"]
+
+
+def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer) -> Boundary:
+    """The boundary that `plan.config.sharding.boundary` names, its hooks filled into the chunks' configuration."""
+    if plan.config.sharding.boundary == "ddp":
+        from megaaccum.boundary.ddp import DdpBoundary as kind
+    else:
+        from megaaccum.boundary.deepspeed import DeepSpeedBoundary as kind  # type: ignore[assignment]
+    boundary = kind(plan, groups, chunks, optimizer)
+    fill_hooks(boundary, chunks)
+    return boundary

@@ -1,0 +1,86 @@
+"""What a boundary is: the object that fills Megatron's five hooks for one way of sharding.
+
+A boundary decides when parameters are gathered, in which backward gradients are reduced, and what this rank's part of
+the reduced gradient is. It does not divide (loss.py), take norms (grad_norm.py) or decide about a step (step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GradShard:
+    """This rank's part of one parameter's reduced gradient, after `finalize`.
+
+    name: the parameter's name in the whole model. grad: flat view, in the precision that the optimizer reads; writing
+    to it changes what the optimizer sees. start: offset of the part in the flattened parameter, in elements.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    grad: torch.Tensor
+    start: int
+
+
+class Boundary(Protocol):
+    """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group."""
+
+    reduction_divisor: int
+    """By how much the reduction divides the sum over ranks (data-parallel averaging); loss.py takes it back."""
+
+    replicated_over_dp: bool
+    """Whether every data-parallel rank holds the whole reduced gradient (else each holds its own part)."""
+
+    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+        """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by
+        `begin_step` for every other schedule; a second call finds nothing to do."""
+
+    def no_sync_func(self) -> AbstractContextManager[None]:
+        """Around all but a chunk's last backward: gradients are only added up on this rank."""
+
+    grad_sync_func: Callable | None
+    """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute."""
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        """After the flush: finish the reduction, then the sums over tp and over the two copies of a tied embedding."""
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        """Scale of the loss in the backward pass (FP16); the identity elsewhere."""
+
+    def begin_step(self) -> None:
+        """Parameters are whole after this on every rank, and gradients empty."""
+
+    def gather(self) -> None:
+        """Parameters are whole after this on every rank (evaluation)."""
+
+    def set_last_flush(self, last: bool) -> None:
+        """Whether the next flush is the step's last, the one whose last backward reduces."""
+
+    def shards(self) -> Iterator[GradShard]:
+        """This rank's parts of the reduced gradient."""
+
+    def step(self) -> None:
+        """Run the optimizer on the gradients as they are now."""
+
+    def discard(self) -> None:
+        """Drop the gradients of this step, leaving weights and optimizer state as they were."""
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The optimizer's parameter groups, for the learning-rate schedule."""
+
+
+def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
+    """Put the boundary's five hooks into the chunks' Megatron configuration."""
+    for config in {id(chunk.config): chunk.config for chunk in chunks}.values():
+        config.no_sync_func = boundary.no_sync_func
+        config.param_sync_func = boundary.param_sync_func
+        config.grad_sync_func = boundary.grad_sync_func
+        config.grad_scale_func = boundary.grad_scale_func
+        config.finalize_model_grads_func = boundary.finalize_model_grads_func

@@ -1,0 +1,97 @@
+"""The boundary for torch DistributedDataParallel: nothing is sharded, gradients are all-reduced once per step.
+
+It keeps whatever precision the parameters have, float64 included, which makes it the lane in which the mathematics of
+schedule, divisor and sums is checked to 1e-12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from megaaccum import model, private
+from megaaccum.boundary.base import GradShard
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.groups import Groups
+
+
+class DdpBoundary:
+    """Fills Megatron's five hooks for one torch DDP per chunk.
+
+    The schedules call the bare chunks; DDP contributes its reducer, which is told before a chunk's last backward that
+    the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
+    """
+
+    grad_sync_func = None
+    replicated_over_dp = True
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self._groups = groups
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
+        self.reduction_divisor = groups.dp_cp.size()
+        self._last_flush = True
+        self._waiting: list[DistributedDataParallel] = []
+
+    def param_sync_func(self, params) -> None:
+        """Nothing to do: parameters are whole."""
+
+    @contextmanager
+    def no_sync_func(self):
+        """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
+        try:
+            yield
+        finally:
+            if self._last_flush and self._waiting:
+                private.ddp_expect_gradients(self._waiting.pop())
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        if not self._last_flush:
+            return
+        assert not self._waiting, "a chunk's last backward ran without the reduction"
+        if self._groups.tp.size() > 1:
+            self._sum([s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)], self._groups.tp)
+        if self._groups.embedding.size() > 1:
+            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], self._groups.embedding)
+
+    @staticmethod
+    def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        for grad in grads:
+            dist.all_reduce(grad, group=group)
+
+    def begin_step(self) -> None:
+        self._waiting = list(self._ddp)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def gather(self) -> None:
+        """Nothing to do: parameters are whole."""
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        """The whole gradient of every parameter, equal on all data-parallel ranks."""
+        for name, param in model.named_parameters(self._chunks):
+            assert param.grad is not None, f"{name} has no gradient"
+            yield GradShard(name, param, param.grad.view(-1), 0)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self._optimizer.param_groups

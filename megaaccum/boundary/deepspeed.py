@@ -1,0 +1,186 @@
+"""The boundary for DeepSpeed ZeRO-1, -2 and -3, policy `resident`.
+
+Parameters are gathered once per step and stay whole through the flush; gradients of all micro-batches are added up on
+the rank, in `grad_accum_dtype`, and reduced once: bucket by bucket, inside each chunk's last backward. The forward and
+backward go through the bare modules, never through `engine.forward` or `engine.backward`: both would divide
+(ours is loss.py) and would count micro-batches that the pipeline has interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from megaaccum import model, private
+from megaaccum.boundary.base import GradShard
+from megaaccum.groups import Mpu
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.groups import Groups
+
+
+class DeepSpeedBoundary:
+    """Fills Megatron's five hooks for a DeepSpeed engine over all of this rank's chunks.
+
+    optimizer: a torch optimizer over the chunks' parameters (unsharded); DeepSpeed replaces them by its partitions.
+    Collective over the world. Raises what deepspeed.initialize raises.
+    """
+
+    grad_sync_func = None
+    replicated_over_dp = False
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self._groups = groups
+        self._names = {id(param): name for name, param in model.named_parameters(chunks)}
+        self._chunks = chunks
+        _mark_model_parallel(chunks, groups)
+        self.engine, *_ = deepspeed.initialize(
+            model=torch.nn.ModuleList(chunks),
+            optimizer=optimizer,
+            config=plan.deepspeed_config(),
+            mpu=Mpu(groups),
+            dist_init_required=False,
+        )
+        self.parts = private.deepspeed_parts(self.engine)
+        self.reduction_divisor = groups.dp_cp.size()
+        # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
+        self._reduce_in_backward = not any(model.is_expert(param) for param in self.parts.params)
+        self._syncing = self._reducing = False
+        self._last_flush = True
+        accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
+        for param in self.parts.params:
+            if param.dtype != accumulate_in:
+                param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
+            private.on_gradient(param, self._on_gradient)
+
+    # --- Megatron's five hooks ---
+
+    def param_sync_func(self, params) -> None:
+        """All-gather a chunk's parameters over the data-parallel ranks, those that are not whole yet."""
+        self.parts.gather([param for param in params if param.requires_grad])
+
+    @contextmanager
+    def no_sync_func(self):
+        """Gradients of the backwards inside stay on this rank; the first backward after it reduces."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = self._last_flush and self._reduce_in_backward
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        """After the step's last flush: reduce what is left, then the sums that no data-parallel reduction makes."""
+        self._syncing = False
+        if not self._last_flush:
+            return
+        self._reduce_rest()
+        self.parts.finish_reduction()
+        self._reducing = False
+        self._sum_over_tp()
+        self._sum_tied_partitions()
+
+    # --- the step ---
+
+    def begin_step(self) -> None:
+        self.gather()
+        self._syncing = self._reducing = False
+        for param in self.parts.params:
+            param.grad = None
+
+    def gather(self) -> None:
+        """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
+        self.parts.gather(self.parts.params)
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        for param, grad, start in self.parts.shards():
+            yield GradShard(self._names[id(param)], param, grad, start)
+
+    def step(self) -> None:
+        """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
+        self.engine.step()
+
+    def discard(self) -> None:
+        self.parts.discard()
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.engine.optimizer.param_groups
+
+    # --- gradients ---
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if self._syncing and not self._waits_for_its_copy(param):
+            self._reduce(param)
+
+    def _reduce(self, param: torch.nn.Parameter) -> None:
+        if not self._reducing:
+            self.parts.begin_reduction()
+            self._reducing = True
+        self.parts.reduce(param)
+
+    def _reduce_rest(self) -> None:
+        """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
+        did not use (their gradient may be all zero) and, at ZeRO-1 and -2, tied embeddings."""
+        done = self.parts.handed_over() if self._reducing else set()
+        for param in self.parts.params:
+            if id(param) in done:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
+            if self._waits_for_its_copy(param):
+                dist.all_reduce(param.grad, group=self._groups.embedding)
+            self._reduce(param)
+
+    def _waits_for_its_copy(self, param: torch.nn.Parameter) -> bool:
+        """At ZeRO-1 and -2 the two copies of a tied embedding are cut at different places, so their gradients are
+        added whole, before the reduction."""
+        return self._has_copy(param) and not isinstance(self.parts, private.Zero3)
+
+    def _has_copy(self, param: torch.nn.Parameter) -> bool:
+        return model.is_tied(param) and self._groups.embedding.size() > 1
+
+    def _sum_over_tp(self) -> None:
+        """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
+        if self._groups.tp.size() > 1:
+            partial = [s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)]
+            _all_reduce_together(partial, self._groups.tp)
+
+    def _sum_tied_partitions(self) -> None:
+        """At ZeRO-3 the two copies of a tied embedding are cut alike: add only this rank's partitions."""
+        if isinstance(self.parts, private.Zero3):
+            tied = [s.grad for s in self.shards() if self._has_copy(s.param)]
+            _all_reduce_together(tied, self._groups.embedding)
+
+
+def _all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over `group`, all in one collective."""
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return
+    flat = torch.cat([t.view(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.view(-1).copy_(total)
+
+
+def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
+    """Make DeepSpeed count each parameter once in the norm that it takes for itself.
+
+    It counts a parameter on ranks other than 0 of the model-parallel group (tp x pp) only if it is marked, so that
+    unmarked norms and biases of later stages would drop out.
+    """
+    for _, param in model.named_parameters(chunks):
+        counted = groups.tp.rank() == 0 or model.is_sharded_over_tp(param)
+        param.model_parallel = counted and not model.is_tied_copy(param)  # type: ignore[attr-defined]

@@ -1,0 +1,155 @@
+"""From what a file or a command line holds to the type that a key is annotated with."""
+
+from __future__ import annotations
+
+import ast
+import types
+import typing
+from typing import Literal
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class NotOfType(Exception):
+    """The value cannot be read as the key's type; the text says what was expected."""
+
+
+def coerce(value: object, annotation: object) -> object:
+    """`value` as the annotated type. Text is parsed; numbers are never cut and booleans never taken for numbers.
+
+    Raises:
+        NotOfType: with the text of what was expected.
+    """
+    origin = typing.get_origin(annotation)
+    if origin is types.UnionType or origin is typing.Union:
+        return _coerce_union(value, typing.get_args(annotation))
+    if origin is Literal:
+        return _coerce_literal(value, typing.get_args(annotation))
+    if origin is list:
+        return _coerce_list(value, typing.get_args(annotation)[0])
+    return _SCALARS[annotation](value)
+
+
+def _coerce_union(value: object, members: tuple[object, ...]) -> object:
+    optional = types.NoneType in members
+    if value is None and optional:
+        return None
+    expected: list[str] = []
+    for member in members:
+        if member is types.NoneType:
+            continue
+        try:
+            return coerce(value, member)
+        except NotOfType as error:
+            expected.append(str(error))
+    # Tried last: 'none' is a word of its own for some keys.
+    if optional and isinstance(value, str) and value.lower() in ("none", "null"):
+        return None
+    raise NotOfType(" or ".join(expected))
+
+
+def _coerce_literal(value: object, choices: tuple[object, ...]) -> object:
+    if isinstance(value, bool):
+        raise NotOfType(f"one of {', '.join(map(str, choices))}")
+    for choice in choices:
+        if value == choice or str(value).lower() == str(choice).lower():
+            return choice
+    if value is None and "none" in choices:
+        return "none"
+    raise NotOfType(f"one of {', '.join(map(str, choices))}")
+
+
+def _coerce_list(value: object, member: object) -> list[object]:
+    if isinstance(value, str):
+        value = _list_from_text(value, member)
+    if not isinstance(value, list | tuple):
+        raise NotOfType(f"a list of {'whole numbers' if member is int else 'names'}")
+    return [coerce(item, member) for item in value]
+
+
+def _list_from_text(text: str, member: object) -> object:
+    if member is int:
+        return evaluate_int_list(text)
+    return text.replace(",", " ").split() if "," in text else [text]
+
+
+def evaluate_int_list(text: str) -> list[int]:
+    """A list of whole numbers written with [], + and *: '([0]*3+[1]*58)', as Megatron-LM's --moe-layer-freq.
+
+    Raises:
+        NotOfType: the text is anything else. Nothing in it is executed.
+    """
+    try:
+        result = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        raise NotOfType("a list of whole numbers such as [0]*3+[1]*58") from None
+    if not isinstance(result, list):
+        raise NotOfType("a list of whole numbers such as [0]*3+[1]*58")
+    return result
+
+
+_LONGEST_LIST = 10_000
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_evaluate(item) for item in node.elts]
+        if numbers := [item for item in items if isinstance(item, int)]:
+            if len(numbers) == len(items):
+                return numbers
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if len(left) * right <= _LONGEST_LIST:
+                return left * right
+    raise ValueError(ast.dump(node))
+
+
+def _to_int(value: object) -> int:
+    number = _number(value, "a whole number")
+    if number != int(number):
+        raise NotOfType("a whole number")
+    return int(number)
+
+
+def _to_float(value: object) -> float:
+    return float(_number(value, "a number"))
+
+
+def _number(value: object, expected: str) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise NotOfType(expected)
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-4 as text, and shells pass nothing else.
+        for parse in (int, float):
+            try:
+                value = parse(value)
+                break
+            except ValueError:
+                continue
+    if isinstance(value, str) or value != value or value in (float("inf"), float("-inf")):
+        raise NotOfType(expected)
+    return value
+
+
+def _to_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
+        return value.lower() in _TRUE
+    raise NotOfType("true or false")
+
+
+def _to_str(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise NotOfType("text")
+
+
+_SCALARS = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str}

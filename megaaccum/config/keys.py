@@ -1,0 +1,88 @@
+"""The keys that a configuration may hold: every field of the schema's sections, and other names for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from megaaccum.config import schema
+
+SECTIONS: dict[str, type] = {
+    "model": schema.ModelConfig,
+    "parallel": schema.ParallelConfig,
+    "batch": schema.BatchConfig,
+    "sharding": schema.ShardingConfig,
+    "optimizer": schema.OptimizerConfig,
+    "data": schema.DataConfig,
+    "run": schema.RunConfig,
+}
+
+ALIASES: dict[str, str] = {
+    "dbs": "device_batch_size",
+    "ga": "grad_accum_steps",
+    "gradient_accumulation_steps": "grad_accum_steps",
+    "grad_accumulation_steps": "grad_accum_steps",
+    "pp_microbatches": "num_chunks",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "save_every": "save_interval",
+    "eval_every": "eval_interval",
+    "log_every": "log_interval",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "learning_rate": "lr",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "warmup_iters": "lr_warmup_iters",
+    "max_iters": "train_iters",
+    "num_moe_experts": "num_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "num_key_value_heads": "num_query_groups",
+}
+"""Other names that users write, by Megatron-core, DeepSpeed or habit, and the key that each stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: its section, and the type that its values must have (with None where it may be derived)."""
+
+    name: str
+    section: str
+    annotation: object
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """Every key by name, in the schema's order. Names are unique across the sections."""
+    keys: dict[str, Key] = {}
+    for section, cls in SECTIONS.items():
+        hints = typing.get_type_hints(cls)
+        for item in dataclasses.fields(cls):
+            assert item.name not in keys, f"{item.name} is in two sections"
+            keys[item.name] = Key(item.name, section, hints[item.name])
+    return keys
+
+
+def canonical(name: str) -> str | None:
+    """The key that `name` means (dashes or underscores, an alias, `section.key`), or None if there is none."""
+    plain = name.replace("-", "_")
+    section, _, rest = plain.partition(".")
+    if section in SECTIONS and rest in all_keys() and all_keys()[rest].section == section:
+        return rest
+    plain = ALIASES.get(plain, plain)
+    return plain if plain in all_keys() else None
+
+
+def did_you_mean(name: str, extra: Iterable[str] = ()) -> str:
+    """'; did you mean lr or lr_decay_iters?' for an unknown name, or '' when nothing is near."""
+    known = [*all_keys(), *ALIASES, *extra]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

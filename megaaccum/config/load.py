@@ -1,0 +1,108 @@
+"""Reading a configuration: a file, then the command line over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.keys import all_keys
+from megaaccum.config.schema import Config
+from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, read_file
+from megaaccum.errors import ConfigError
+
+UNREADABLE = "unreadable"
+"""The origin of a key whose value could not be read, so that nobody reports it as missing too."""
+
+RIVALS: tuple[frozenset[str], ...] = (
+    frozenset({"lr_warmup_iters", "lr_warmup_fraction"}),
+    frozenset({"bf16", "fp16", "params_dtype"}),
+    frozenset(
+        {
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "pipeline_model_parallel_layout",
+        }
+    ),
+    frozenset({"data_path", "train_data_path"}),
+)
+"""Keys that say the same thing in different ways: one on the command line sets aside the others of a file."""
+
+
+def load(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, as written: nothing is derived yet (see `resolve`).
+
+    Args:
+        path: a YAML or JSON file of keys (flat, or under their section's name), or a file of Megatron flags.
+        overrides: command-line arguments, which outrank the file.
+
+    Raises:
+        ConfigError: with every key that is unknown, repeated or of the wrong type, in both sources.
+    """
+    config, problems = read(path, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """As `load`, but gives back what could be read together with the problems.
+
+    Raises:
+        ConfigError: the file cannot be opened at all.
+    """
+    sources = [read_file(path)] if path is not None else []
+    if overrides:
+        sources.append(read_command_line(overrides))
+    config = Config()
+    problems: list[str] = []
+    for source in sources:
+        problems += source.problems
+        if source.name == COMMAND_LINE:
+            _set_aside_rivals(config, source)
+        problems += _apply(config, source)
+    return config, problems
+
+
+def _apply(config: Config, source: Source) -> list[str]:
+    problems = []
+    for name, value in source.values.items():
+        key = all_keys()[name]
+        try:
+            typed = coerce(value, key.annotation)
+        except NotOfType as error:
+            config.origin[name] = UNREADABLE
+            problems.append(f"{source.places[name]}: {name} must be {error}, not {value!r}.")
+        else:
+            setattr(getattr(config, key.section), name, typed)
+            config.origin[name] = source.name
+    if source.deepspeed is not None:
+        config.deepspeed = source.deepspeed
+        config.origin["deepspeed"] = source.name
+    return problems
+
+
+def _set_aside_rivals(config: Config, source: Source) -> None:
+    for group in RIVALS:
+        winners = sorted(group & source.values.keys())
+        for loser in sorted(group - source.values.keys()) if winners else ():
+            if loser in config.origin:
+                _reset(config, loser)
+                config.notes.append(f"{loser} of the file is set aside: the command line gives {winners[0]}.")
+
+
+def _reset(config: Config, name: str) -> None:
+    """Put a key back to its default, as if nobody had written it."""
+    section = getattr(config, all_keys()[name].section)
+    setattr(section, name, getattr(type(section)(), name))
+    config.origin.pop(name, None)
+
+
+def given(config: Config, name: str) -> bool:
+    """Whether somebody wrote this key: `load` saw it, or the value of a Config built in code is not the default."""
+    if name in config.origin:
+        return True
+    section = getattr(config, all_keys()[name].section)
+    return getattr(section, name) != getattr(type(section)(), name)
+
+

@@ -1,0 +1,93 @@
+"""What `resolve` makes of a configuration: every key settled, the ranks laid out, the batch cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megaaccum.batch import BatchPlan
+from megaaccum.config import deepspeed_json
+from megaaccum.config.schema import Config
+
+RANK_LOCAL = frozenset(
+    {
+        "output_dir", "save", "load", "tensorboard_dir", "csv_dir", "wandb_project", "data_cache_path",
+        "data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model",
+        "num_threads", "nproc_per_node", "num_workers", "mmap_bin_files",
+    }
+)  # fmt: skip
+"""Keys that may differ between hosts without changing what is computed: paths, and how a host does its part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the ranks are cut: world_size = tp * cp * pp * dp. The same on every rank."""
+
+    world_size: int
+    """Ranks of the run."""
+    tp: int
+    """Ranks that share each matrix."""
+    pp: int
+    """Pipeline ranks."""
+    vpp: int
+    """Model chunks per pipeline rank; 1 unless the schedule is interleaved."""
+    cp: int
+    """Ranks that share each sequence."""
+    ep: int
+    """Ranks over which experts are spread."""
+    etp: int
+    """Ranks that share each expert's matrices."""
+    dp: int
+    """Ranks that see different sequences."""
+    schedule: Literal["none", "1f1b", "interleaved"]
+    """Pipeline schedule."""
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts: world_size / (etp * ep * pp)."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A configuration settled for a number of ranks. Build one with `resolve`; it is the same on every rank."""
+
+    config: Config
+    """A copy of what was read with every key that can be derived filled in. Not to be changed any more."""
+    batch: BatchPlan
+    """How the optimizer step's batch is cut."""
+    layout: Layout
+    """How the ranks are cut."""
+    notes: list[str] = field(default_factory=list)
+    """What was derived or set aside in a way that a reader may want to know, one sentence each."""
+
+    def digest(self) -> str:
+        """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
+
+        Paths and keys that only concern one host (`RANK_LOCAL`) do not enter.
+        """
+        settled = {
+            section.name: {k: v for k, v in values.items() if k not in RANK_LOCAL}
+            for section in dataclasses.fields(self.config)
+            if isinstance(values := _as_dict(getattr(self.config, section.name)), dict)
+            and section.name not in ("origin", "notes")
+        }
+        facts = [settled, dataclasses.asdict(self.batch), dataclasses.asdict(self.layout)]
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def deepspeed_config(self) -> dict[str, object]:
+        """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
+
+        DeepSpeed sees one batch of `num_microbatches * micro_batch_size` sequences per data-parallel rank and one
+        accumulation step: accumulation, the loss divisor and clipping have their one owner outside it. The whole
+        batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
+        """
+        return deepspeed_json.write(self.config, self.batch)
+
+
+def _as_dict(section: object) -> object:
+    return dataclasses.asdict(section) if dataclasses.is_dataclass(section) else section  # type: ignore[arg-type]

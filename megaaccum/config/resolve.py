@@ -1,0 +1,82 @@
+"""Settling a configuration for a number of ranks: derive what is open, hold every rule, cut the batch."""
+
+from __future__ import annotations
+
+import copy
+
+from megaaccum.batch import BatchPlan, interleaved_problems
+from megaaccum.config import deepspeed_json
+from megaaccum.config.batch_keys import settle
+from megaaccum.config.derive import derive
+from megaaccum.config.plan import Layout, Plan
+from megaaccum.config.rules import Subject, broken_rules
+from megaaccum.config.schema import Config
+from megaaccum.errors import ConfigError
+
+
+def resolve(config: Config, *, world_size: int) -> Plan:
+    """The plan of a run on `world_size` ranks. Needs no process group and gives the same on every rank.
+
+    Args:
+        config: as `load` gives it; not changed.
+        world_size: ranks over all hosts.
+
+    Raises:
+        ConfigError: with one text per broken rule, all at once.
+    """
+    settled = copy.deepcopy(config)
+    notes = list(config.notes)
+    problems = deepspeed_json.adopt(settled, notes)
+    written = copy.deepcopy(settled)
+    derive(settled, notes)
+    problems += broken_rules(Subject(config=settled, written=written, world_size=world_size))
+    dp = _data_parallel_size(settled, world_size)
+    batch = _cut_batch(settled, dp, notes, problems) if dp else None
+    if batch is None or problems:
+        raise ConfigError(problems)
+    return Plan(config=settled, batch=batch, layout=_layout(settled, world_size, dp), notes=notes)
+
+
+def _data_parallel_size(config: Config, world_size: int) -> int:
+    """dp = world / (tp * cp * pp), or 0 where that is no whole number (a rule of its own says so)."""
+    parallel = config.parallel
+    model = (
+        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    )
+    return world_size // model if model > 0 and world_size % model == 0 else 0
+
+
+def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -> BatchPlan | None:
+    """Solve the batch, write it back into `config`, and check what the schedule asks of it."""
+    try:
+        batch = settle(config, dp, notes)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "num_chunks", "grad_accum_steps"):
+        setattr(config.batch, name, getattr(batch, name))
+    parallel = config.parallel
+    if parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size > 1:
+        group = parallel.microbatch_group_size_per_vp_stage
+        assert group is not None, "derive fills the group size of an interleaved schedule"
+        problems += interleaved_problems(
+            batch.microbatches_per_flush, parallel.pipeline_model_parallel_size, group
+        )
+    problems += deepspeed_json.batch_problems(config, batch)
+    return batch
+
+
+def _layout(config: Config, world_size: int, dp: int) -> Layout:
+    parallel = config.parallel
+    assert parallel.schedule != "auto" and parallel.expert_tensor_parallel_size is not None
+    return Layout(
+        world_size=world_size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        vpp=parallel.virtual_pipeline_model_parallel_size or 1,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+        dp=dp,
+        schedule=parallel.schedule,
+    )

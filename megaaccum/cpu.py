@@ -1,0 +1,147 @@
+"""The CPU lane: what Megatron-core needs in order to run where there is no accelerator.
+
+Megatron-core 0.19 names CUDA in a few places (receive buffers of the pipeline, the token counter of the schedules, the
+random-number tracker, `.cuda()` when tied embeddings are made equal). `install()` gives those places a CPU answer. It
+does nothing where a GPU is found, and nothing else in the package knows about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+
+_installed = False
+
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like")
+
+
+def has_accelerator() -> bool:
+    """True where torch finds a CUDA device. Initialises no CUDA context."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def device():
+    """The torch.device that this rank computes on."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if has_accelerator() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend of this lane."""
+    return "nccl" if has_accelerator() else "gloo"
+
+
+def install() -> None:
+    """Prepare this process for the CPU lane; call it before Megatron or DeepSpeed is imported. No-op with a GPU."""
+    global _installed
+    if _installed or has_accelerator():
+        return
+    _hide_gpu_extensions()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _redirect_factories()
+    _redirect_cuda_module()
+    _redirect_rng()
+    _installed = True
+
+
+def _hide_gpu_extensions() -> None:
+    """Make Megatron take its own layers: Transformer Engine's and apex's optimizers and kernels fail on a CPU."""
+    loaded = [name for name in ("transformer_engine", "apex") if sys.modules.get(name) is not None]
+    if loaded:
+        raise RuntimeError(f"megaaccum.cpu.install() has to run before {', '.join(loaded)} is imported")
+    for name in ("transformer_engine", "apex"):
+        sys.modules[name] = None  # type: ignore[assignment]  # import then raises ModuleNotFoundError
+
+
+def _on_cpu(factory):
+    """`factory` with a CUDA device argument read as the CPU."""
+    import torch
+
+    @functools.wraps(factory)
+    def make(*args, device=None, **kwargs):
+        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            device = "cpu"
+        return factory(*args, device=device, **kwargs)
+
+    return make
+
+
+def _redirect_factories() -> None:
+    import torch
+
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+class _Stream:
+    """A stream on a device that has only one order of execution."""
+
+    def wait_stream(self, other) -> None: ...
+
+    def wait_event(self, event) -> None: ...
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args, **kwargs): ...
+
+    def record(self, stream=None) -> None: ...
+
+    def wait(self, stream=None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _redirect_cuda_module() -> None:
+    import torch
+
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment]
+    cuda.default_stream = lambda device=None: _Stream()  # type: ignore[assignment]
+    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    cuda.Stream = lambda *args, **kwargs: _Stream()  # type: ignore[assignment,misc]
+    cuda.Event = _Event  # type: ignore[assignment,misc]
+
+
+def _redirect_rng() -> None:
+    """Let Megatron's tracker of CUDA random states track the CPU's, which is the one that dropout draws from here.
+
+    `torch.manual_seed` calls `torch.cuda.manual_seed_all`, so the stand-in seeds the generator itself.
+    """
+    import torch
+
+    def get_state(device=None):
+        return torch.default_generator.get_state()
+
+    def set_state(state, device=None):
+        torch.default_generator.set_state(state)
+
+    def seed(value):
+        torch.default_generator.manual_seed(value)
+
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = get_state  # type: ignore[assignment]
+        module.set_rng_state = set_state  # type: ignore[assignment]
+        module.manual_seed = seed  # type: ignore[assignment]
+
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: set_state(state)

@@ -1,0 +1,157 @@
+"""Floating-point operations: what a step costs on paper, and what a device can do per second at best.
+
+Model FLOPs are those of the mathematics alone: recomputed activations do not count, so the utilisation that follows is
+MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplication of an m x n by an n x k matrix counts
+2mnk in the forward pass and twice that in the backward pass (Megatron-LM, arXiv 2104.04473, appendix).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Protocol
+
+from megaaccum.config.schema import Config, ModelConfig
+
+FLOPS_PER_MAC = 2
+"""A multiplication and an addition."""
+
+PASSES = 3
+"""Forward, gradient of the input, gradient of the weight."""
+
+NVIDIA_A100 = 312.0e12
+"""FLOP/s, dense BF16. NVIDIA A100 datasheet: 312 TFLOPS, SXM and PCIe."""
+NVIDIA_H100_SXM = 989.5e12
+"""FLOP/s, dense BF16. NVIDIA H100, H200 and GH200 datasheets: 1,979 TFLOPS with sparsity, half of it without."""
+NVIDIA_H100_PCIE = 756.5e12
+"""FLOP/s, dense BF16. NVIDIA H100 PCIe datasheet: 1,513 TFLOPS with sparsity."""
+NVIDIA_HOPPER_NVL = 835.5e12
+"""FLOP/s, dense BF16. NVIDIA H100 NVL and H200 NVL datasheets: 1,671 TFLOPS per GPU with sparsity."""
+NVIDIA_B200 = 2250.0e12
+"""FLOP/s, dense BF16. NVIDIA HGX B200: 36 PFLOPS with sparsity for 8 GPUs."""
+NVIDIA_GB200 = 2500.0e12
+"""FLOP/s, dense BF16. NVIDIA GB200 NVL72: 360 PFLOPS with sparsity for 72 GPUs."""
+AMD_MI300X = 1307.4e12
+"""FLOP/s, dense BF16. AMD Instinct MI300X and MI325X datasheets: 1,307.4 TFLOPS."""
+
+PEAKS: tuple[tuple[frozenset[str], float], ...] = (
+    (frozenset({"a100"}), NVIDIA_A100),
+    (frozenset({"h100", "pcie"}), NVIDIA_H100_PCIE),
+    (frozenset({"h100", "nvl"}), NVIDIA_HOPPER_NVL),
+    (frozenset({"h100", "hbm3"}), NVIDIA_H100_SXM),
+    (frozenset({"h200", "nvl"}), NVIDIA_HOPPER_NVL),
+    (frozenset({"h200"}), NVIDIA_H100_SXM),
+    (frozenset({"gh200"}), NVIDIA_H100_SXM),
+    (frozenset({"b200"}), NVIDIA_B200),
+    (frozenset({"gb200"}), NVIDIA_GB200),
+    (frozenset({"mi300x"}), AMD_MI300X),
+    (frozenset({"mi325x"}), AMD_MI300X),
+)
+"""Words that a device's name must hold, and its peak. The first match counts, so the narrower name comes first."""
+
+
+class Batch(Protocol):
+    """What is needed of a BatchPlan."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def seq_length(self) -> int: ...
+
+
+def step_flops(config: Config, batch: Batch) -> float:
+    """Model FLOPs of one optimizer step over all ranks: forward and backward of `global_batch_size` sequences.
+
+    `config` is a resolved one, with the vocabulary's size filled in. The attention mask is causal, so half of the
+    score matrix counts; an MoE layer counts the experts that a token visits (`moe_router_topk`) and the shared ones.
+    Masked tokens count like any other: they are computed. Equal to `num_floating_point_operations` of
+    megatron.training 0.19; without GQA, SwiGLU and MoE it is 72 B s l h^2 (1 + s / 12h + V / 12lh), which is formula
+    (3) of arXiv 2104.04473 less the recomputed forward pass and the masked half of the scores.
+    """
+    model = config.model
+    projections, scores_per_key = _mla_macs(model) if model.multi_latent_attention else _attention_macs(model)
+    num_extra = model.mtp_num_layers or 0
+    num_layers = model.num_layers + num_extra
+    per_token = (
+        projections * num_layers
+        + _mlp_macs(model)
+        + _mtp_projection_macs(model) * num_extra
+        + model.hidden_size * padded_vocab_size(config) * (1 + num_extra)
+    )
+    tokens = batch.global_batch_size * batch.seq_length
+    scores = scores_per_key * num_layers * tokens * batch.seq_length / 2
+    return float(PASSES * FLOPS_PER_MAC * (per_token * tokens + scores))
+
+
+def padded_vocab_size(config: Config) -> int:
+    """Rows of the embedding: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp, as in Megatron."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None, "model.vocab_size has to be filled in from the tokenizer first"
+    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def peak_flops(device_name: str | None, dtype: str) -> float | None:
+    """FLOP/s that a device reaches at best on dense matrices, or None where no datasheet figure is known.
+
+    `device_name` is what `torch.cuda.get_device_name()` says, None for a CPU. `dtype` is "bf16" or "fp16", which are
+    equally fast on every device listed. FP32 has no figure, as it depends on whether TF32 is allowed; nor has a MIG
+    slice, whose name tells the whole GPU's.
+    """
+    if device_name is None or dtype not in ("bf16", "fp16"):
+        return None
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if "mig" in words:
+        return None
+    return next((peak for needed, peak in PEAKS if needed <= words), None)
+
+
+def _attention_macs(model: ModelConfig) -> tuple[int, int]:
+    """Multiply-adds of one grouped-query attention: of its projections per token; of its scores per token and key."""
+    assert model.kv_channels is not None, "the config is not resolved"
+    assert model.num_query_groups is not None, "the config is not resolved"
+    query_width = model.kv_channels * model.num_attention_heads
+    key_value_width = 2 * model.kv_channels * model.num_query_groups
+    return model.hidden_size * (query_width + key_value_width) + query_width * model.hidden_size, 2 * query_width
+
+
+def _mla_macs(model: ModelConfig) -> tuple[int, int]:
+    """The same of one multi-latent attention. The 1 is the norm on a latent, which Megatron counts."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    query_head = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.q_lora_rank is None:
+        query = hidden * heads * query_head
+    else:
+        query = model.q_lora_rank * (hidden + heads * query_head + 1)
+    key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
+    rotated_key = hidden * model.qk_pos_emb_head_dim
+    output = heads * model.v_head_dim * hidden
+    return query + key_value + rotated_key + output, heads * (query_head + model.v_head_dim)
+
+
+def _mlp_macs(model: ModelConfig) -> int:
+    """Multiply-adds per token of the MLPs of all layers, those of multi-token prediction included."""
+    assert model.ffn_hidden_size is not None, "the config is not resolved"
+    num_matrices = 3 if model.swiglu else 2
+    is_moe = _moe_pattern(model)
+    dense = model.ffn_hidden_size
+    visited = (model.moe_ffn_hidden_size or model.ffn_hidden_size) * model.moe_router_topk
+    sparse = visited + (model.moe_shared_expert_intermediate_size or 0)
+    return num_matrices * model.hidden_size * sum(sparse if moe else dense for moe in is_moe)
+
+
+def _moe_pattern(model: ModelConfig) -> list[bool]:
+    """For every layer whether it is an MoE layer; layers of multi-token prediction are built like the last one."""
+    if model.num_experts is None:
+        pattern = [False] * model.num_layers
+    elif isinstance(model.moe_layer_freq, int):
+        pattern = [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
+    else:
+        pattern = [bool(entry) for entry in model.moe_layer_freq]
+    assert len(pattern) == model.num_layers, "moe_layer_freq lists one entry per layer"
+    return pattern + pattern[-1:] * (model.mtp_num_layers or 0)
+
+
+def _mtp_projection_macs(model: ModelConfig) -> int:
+    """Multiply-adds per token of what joins two embeddings before a multi-token-prediction layer, with its norms."""
+    return 2 * model.hidden_size * model.hidden_size + 3 * model.hidden_size

@@ -1,0 +1,46 @@
+"""The norm of the model's gradient, the verdict on it, and clipping: over the whole model, each parameter once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megaaccum import model
+
+if TYPE_CHECKING:
+    from megaaccum.boundary import Boundary, GradShard
+    from megaaccum.groups import Groups
+
+
+def global_norm(boundary: Boundary, groups: Groups) -> float:
+    """L2 norm of the whole model's gradient, the same number on every rank; not finite if any gradient is not.
+
+    Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
+    tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
+    """
+    grads = [shard.grad for shard in boundary.shards() if shard.grad.numel() and _counts_here(shard, boundary, groups)]
+    square = torch.zeros((), dtype=torch.float64)
+    if grads:
+        square = torch.nn.utils.get_total_norm(grads).double() ** 2
+    square = square.to(grads[0].device if grads else "cpu")
+    dist.all_reduce(square)
+    return float(square.sqrt())
+
+
+def _counts_here(shard: GradShard, boundary: Boundary, groups: Groups) -> bool:
+    """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
+    if boundary.replicated_over_dp and groups.dp_cp.rank() != 0:
+        return False
+    if model.is_tied_copy(shard.param):
+        return False
+    return groups.tp.rank() == 0 or model.is_sharded_over_tp(shard.param)
+
+
+def clip(boundary: Boundary, norm: float, max_norm: float) -> None:
+    """Scale the gradient by max_norm / (norm + 1e-6) if the norm is larger (torch's and Megatron's rule); 0 is off."""
+    coefficient = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
+    if coefficient < 1.0:
+        for shard in boundary.shards():
+            shard.grad.mul_(coefficient)

@@ -1,0 +1,147 @@
+"""Process groups: built once from Megatron's own partition of the ranks, passed on by keyword, never looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megaaccum.config import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """This rank's place in every parallel dimension.
+
+    `collection` is what Megatron's models and schedules take as `pg_collection`. Sizes are numbers of ranks.
+    """
+
+    layout: Layout
+    collection: ProcessGroupCollection
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        """Ranks that share each matrix."""
+        return self.collection.tp
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        """Ranks of one pipeline."""
+        return self.collection.pp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same dense parameters and different tokens: data parallel x context parallel."""
+        return self.collection.dp_cp
+
+    @property
+    def embedding(self) -> dist.ProcessGroup:
+        """First and last stage of this pipeline: the two copies of a tied embedding."""
+        return self.collection.embd
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def last_stage_global_rank(self) -> int:
+        """Global rank of the last stage of this rank's pipeline; losses live there."""
+        return dist.get_global_rank(self.pp, self.pp.size() - 1)
+
+
+def build(layout: Layout, *, timeout_minutes: float) -> Groups:
+    """Build all process groups of `layout` (collective over the world; torch.distributed has to be initialised).
+
+    tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_minutes,  # type: ignore[arg-type]  # a timedelta takes a float as well
+        create_gloo_process_groups=False,
+    )
+    return Groups(layout=layout, collection=ProcessGroupCollection.use_mpu_process_groups())
+
+
+def destroy() -> None:
+    """Forget the groups of this process, so that others can be built (tests, a changed layout)."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+class Mpu:
+    """The `mpu` argument of deepspeed.initialize.
+
+    DeepSpeed reduces gradients, partitions parameters and averages over the data-parallel group. Its norm and its
+    overflow verdict it reduces over the *model-parallel* group as well, so that has to be tp x pp: with the tensor group
+    alone each pipeline stage clips by its own norm and skips on its own.
+    """
+
+    def __init__(self, groups: Groups):
+        self._groups = groups
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.dp_cp
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.dp_cp.rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.dp_cp.size()
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.collection.mp
+
+    def get_model_parallel_rank(self) -> int:
+        return self._groups.collection.mp.rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.collection.mp.size()
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.tp
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._groups.tp.rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._groups.tp.size()
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        return dist.get_global_rank(self._groups.tp, 0)
+
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.pp
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self._groups.pp.rank()
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._groups.pp.size()
+
+
+def control_group(timeout_minutes: float) -> dist.ProcessGroup:
+    """A gloo group over all ranks for small host-side facts (token counts, digests, verdict texts).
+
+    On gloo this is the world group; on NCCL a second group, so that no host fact waits for the device.
+    """
+    if dist.get_backend() == "gloo":
+        return dist.group.WORLD  # type: ignore[return-value]
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))

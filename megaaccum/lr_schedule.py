@@ -1,0 +1,215 @@
+"""Learning rate and weight decay over the run, by Megatron's own scheduler, and the parameter groups they apply to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megaaccum.config.schema import Config
+from megaaccum.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+ParamGroup = dict[str, Any]
+
+KEY_OF_STATE = {
+    "max_lr": "lr",
+    "min_lr": "min_lr",
+    "lr_warmup_steps": "lr_warmup_iters",
+    "lr_decay_steps": "lr_decay_iters",
+    "lr_decay_style": "lr_decay_style",
+    "start_wd": "start_weight_decay",
+    "end_wd": "end_weight_decay",
+    "wd_incr_steps": "train_iters",
+    "wd_incr_style": "weight_decay_incr_style",
+    "init_lr": "lr_warmup_init",
+    "wsd_decay_steps": "lr_wsd_decay_iters",
+    "lr_wsd_decay_style": "lr_wsd_decay_style",
+}
+"""Which key of the configuration decides each number of the schedule's state."""
+
+IN_SAMPLES = frozenset({"lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "wsd_decay_steps"})
+"""State that counts samples where the configuration counts steps."""
+
+
+class HasParamGroups(Protocol):
+    """An optimizer, or a DeepSpeed engine's: all that the schedule touches is its groups."""
+
+    @property
+    def param_groups(self) -> list[ParamGroup]: ...
+
+
+class _Groups:
+    """Groups without an optimizer, in the shape that Megatron's scheduler reads."""
+
+    def __init__(self, param_groups: list[ParamGroup]):
+        self.param_groups = param_groups
+
+
+class LrSchedule:
+    """Megatron's OptimizerParamScheduler, advanced by one committed optimizer step at a time.
+
+    It counts samples, not steps, because Megatron-LM does: the same flags then give the same learning rates to the
+    last bit (the inverse square root is one of samples), and a batch size that ramps up does not bend the schedule.
+    The rate of the first step is `lr_warmup_init` where there is a warm-up. Same on every rank.
+    """
+
+    def __init__(self, scheduler: OptimizerParamScheduler, global_batch_size: int):
+        self._scheduler = scheduler
+        self._global_batch_size = global_batch_size
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, for groups without a rate of their own."""
+        return float(self._scheduler.get_lr({}))
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay of the next step, for groups that decay."""
+        return float(self._scheduler.get_wd())
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all steps that were committed."""
+        return self._scheduler.num_steps
+
+    def step(self, num_samples: int | None = None) -> None:
+        """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
+        group. `num_samples` is that step's global batch, default `global_batch_size`."""
+        self._scheduler.step(increment=self._global_batch_size if num_samples is None else num_samples)
+
+    def state_dict(self) -> dict[str, int | float | str | None]:
+        """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""
+        state = dict(self._scheduler.state_dict())
+        # Megatron leaves these three out, so a checkpoint of its own would not notice that they changed.
+        for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
+            state[name] = getattr(self._scheduler, name)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the position of `state` and set every group.
+
+        Raises CheckpointError, and changes nothing, when the configuration lays out another schedule than the one that
+        `state` comes from: each number that differs is named with the key that decides it.
+        """
+        problems = self._differences(state)
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        # Megatron's own load adds the position to the present one, which is right only on a schedule that never moved.
+        self._scheduler.num_steps = 0
+        self._scheduler.step(increment=int(state["num_steps"]))
+
+    def _differences(self, state: dict[str, Any]) -> list[str]:
+        mine = self.state_dict()
+        missing = sorted(mine.keys() - state.keys())
+        if missing:
+            return [f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}: it is damaged or not ours"]
+        return [
+            self._difference(name, state[name], mine[name])
+            for name in KEY_OF_STATE
+            if state[name] != mine[name] and self._matters(name)
+        ]
+
+    def _matters(self, name: str) -> bool:
+        if name == "wd_incr_steps":
+            return self._scheduler.wd_incr_style != "constant"
+        if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
+            return self._scheduler.lr_decay_style == "WSD"
+        return True
+
+    def _difference(self, name: str, saved: Any, now: Any) -> str:
+        key = KEY_OF_STATE[name]
+        if name not in IN_SAMPLES:
+            return f"{key}: the checkpoint was made with {saved}, the configuration says {now}; set {key} to {saved}"
+        steps = saved / self._global_batch_size if saved is not None else None
+        remedy = f"set {key} to {steps:g}" if steps is not None and steps == int(steps) else "set both as they were"
+        return (
+            f"{key} * global_batch_size: the checkpoint's schedule has {saved} samples, the configuration gives {now}"
+            f" (global_batch_size {self._global_batch_size}); {remedy}"
+        )
+
+
+def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config) -> LrSchedule:
+    """The schedule that Megatron-LM builds from the same flags, in front of the first step: every group of the
+    optimizer (or of the list) has its `lr` and `weight_decay` set.
+
+    `config` is a resolved one: train_iters, lr and global_batch_size are there, and the rules of
+    `megaaccum.config.rules` hold. Imports megatron.core and so torch.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
+    scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config))
+    return LrSchedule(scheduler, _global_batch_size(config))
+
+
+def scheduler_arguments(config: Config) -> dict[str, Any]:
+    """What Megatron-LM 0.19 gives its scheduler for iteration-based training (get_optimizer_param_scheduler of
+    megatron.training): spans of steps become spans of samples."""
+    optimizer, batch_size = config.optimizer, _global_batch_size(config)
+    assert config.run.train_iters > 0, "the config is not resolved"
+    decay_samples = (optimizer.lr_decay_iters or config.run.train_iters) * batch_size
+    if optimizer.lr_warmup_fraction is not None:
+        warmup_samples: float = optimizer.lr_warmup_fraction * decay_samples
+    else:
+        warmup_samples = (optimizer.lr_warmup_iters or 0) * batch_size
+    anneal_steps = optimizer.lr_wsd_decay_iters
+    start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay
+    return {
+        "init_lr": optimizer.lr_warmup_init,
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr_warmup_steps": warmup_samples,
+        "lr_decay_steps": decay_samples,
+        "lr_decay_style": optimizer.lr_decay_style,
+        "start_wd": optimizer.weight_decay if start_wd is None else start_wd,
+        "end_wd": optimizer.weight_decay if end_wd is None else end_wd,
+        "wd_incr_steps": config.run.train_iters * batch_size,
+        "wd_incr_style": optimizer.weight_decay_incr_style,
+        "wsd_decay_steps": None if anneal_steps is None else anneal_steps * batch_size,
+        "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
+    }
+
+
+def _global_batch_size(config: Config) -> int:
+    batch_size = config.batch.global_batch_size
+    assert batch_size is not None, "the config is not resolved"
+    return batch_size
+
+
+def param_groups(named_params: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
+    """The optimizer's groups: what decays, then what does not; within each, dense parameters, then experts.
+
+    Megatron's default rule: biases (names ending in `.bias`) and one-dimensional parameters (norms) do not decay,
+    all others do, embeddings included. Frozen parameters are left out, and so is a group without members, so ranks may
+    differ in the number of groups. Inside a group parameters keep the order of `named_params`, and `param_names` lists
+    their names in that order (the key under which torch's optimizers keep names). `wd_mult` is what the schedule
+    multiplies the weight decay by; `is_expert_parallel` tells which groups hold experts. A parameter that ZeRO-3 has
+    partitioned is judged by its whole shape.
+    """
+    members: dict[tuple[float, bool], list[tuple[str, torch.nn.Parameter]]] = {
+        (wd_mult, is_expert): [] for wd_mult in (1.0, 0.0) for is_expert in (False, True)
+    }
+    for name, param in named_params:
+        if param.requires_grad:
+            is_expert = not getattr(param, "allreduce", True)
+            members[0.0 if _never_decays(name, param) else 1.0, is_expert].append((name, param))
+    return [
+        {
+            "params": [param for _, param in named],
+            "param_names": [name for name, _ in named],
+            "weight_decay": weight_decay * wd_mult,
+            "wd_mult": wd_mult,
+            "is_expert_parallel": is_expert,
+        }
+        for (wd_mult, is_expert), named in members.items()
+        if named
+    ]
+
+
+def _never_decays(name: str, param: torch.nn.Parameter) -> bool:
+    # ZeRO-3 leaves an empty one-dimensional tensor in place of a partitioned parameter; ds_shape is what it stands for.
+    shape = getattr(param, "ds_shape", param.shape)
+    return name.endswith(".bias") or len(shape) == 1

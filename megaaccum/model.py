@@ -1,0 +1,263 @@
+"""The Megatron GPT of a run: its TransformerConfig, this rank's chunks, layout-independent weights and global names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megaaccum import cpu
+from megaaccum.errors import ConfigError
+from megaaccum.norm import with_own_norms
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.groups import Groups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# Fields of ModelConfig that a TransformerConfig holds under the same name and meaning.
+_SAME_NAME = (
+    "num_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups kv_channels normalization "
+    "add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std recompute_granularity "
+    "recompute_method recompute_num_layers recompute_modules moe_layer_freq moe_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size moe_router_topk moe_router_load_balancing_type moe_router_score_function "
+    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
+    "moe_router_pre_softmax moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type moe_grouped_gemm "
+    "mtp_num_layers mtp_loss_scaling_factor"
+).split()
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_base")
+
+
+def uses_transformer_engine(plan: Plan) -> bool:
+    """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
+    wanted = plan.config.model.transformer_impl
+    if wanted == "auto":
+        from megatron.core.extensions import transformer_engine
+
+        return cpu.has_accelerator() and bool(getattr(transformer_engine, "HAVE_TE", False))
+    return wanted == "transformer_engine"
+
+
+def transformer_config(plan: Plan) -> TransformerConfig:
+    """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
+    model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
+    dtype = DTYPES[sharding.params_dtype or "fp32"]
+    on_gpu = cpu.has_accelerator()
+    keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
+    keys |= dict(
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=_activation(model),
+        num_moe_experts=model.num_experts,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=plan.config.parallel.sequence_parallel,
+        num_layers_in_first_pipeline_stage=plan.config.parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=plan.config.parallel.decoder_last_pipeline_num_layers,
+        pipeline_model_parallel_layout=plan.config.parallel.pipeline_model_parallel_layout,
+        microbatch_group_size_per_vp_stage=plan.config.parallel.microbatch_group_size_per_vp_stage,
+        overlap_p2p_comm=bool(plan.config.parallel.overlap_p2p_comm),
+        batch_p2p_comm=bool(plan.config.parallel.batch_p2p_comm),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        # loss.py divides, and nothing else: this tells Megatron's schedules not to.
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        batch_p2p_sync=on_gpu,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=on_gpu and uses_transformer_engine(plan),
+        masked_softmax_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and not model.squared_relu,
+        bias_dropout_fusion=on_gpu,
+        attention_softmax_in_fp32=dtype is not torch.float64,
+    )
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    if model.multi_latent_attention:
+        keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True}
+    known = {field.name for field in fields(kind)}
+    assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
+    try:
+        return kind(**{name: value for name, value in keys.items() if value is not None})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"megatron-core refuses this model: {error}") from error
+
+
+def _activation(model):
+    if model.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        return squared_relu
+    return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
+
+
+def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTModel]:
+    """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
+    `seed` and a parameter's global name alone: the same model under every layout.
+
+    vocab_size: tokens of the vocabulary before padding.
+    """
+    config = transformer_config(plan)
+    chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
+    for chunk in chunks:
+        chunk.to(cpu.device())
+        initialize(chunk, groups, seed=plan.config.run.seed)
+    return chunks
+
+
+def padded_vocab_size(plan: Plan, vocab_size: int) -> int:
+    """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by * tp (Megatron's rule)."""
+    multiple = plan.config.model.make_vocab_size_divisible_by * plan.layout.tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
+    model = plan.config.model
+    last_chunk = chunk == plan.layout.vpp - 1
+    vp_stage = chunk if plan.layout.vpp > 1 else None
+    spec = _block_spec(plan, config, vp_stage)
+    mtp = None
+    if model.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, uses_transformer_engine(plan), vp_stage=vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(plan, vocab_size),
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=groups.is_first_stage and chunk == 0,
+        post_process=groups.is_last_stage and last_chunk,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        mtp_block_spec=mtp,
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+    )
+
+
+def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
+    """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
+    with_te = uses_transformer_engine(plan)
+    spec = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
+    return spec if with_te else with_own_norms(spec)
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def global_name(chunk: GPTModel, local_name: str) -> str:
+    """A parameter's name in the whole model: layers are numbered over all stages, and the head's copy of a tied
+    embedding has the embedding's name."""
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
+    if match:
+        layer = chunk.decoder.layers[int(match[1])]
+        return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+    if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    return local_name
+
+
+def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(global name, parameter) of every parameter on this rank, in a fixed order."""
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            yield global_name(chunk, name), param
+
+
+def is_tied_copy(param: torch.nn.Parameter) -> bool:
+    """Whether this is the last stage's copy of a tied embedding: it gets the same update as the first stage's
+    original, and is not counted again in a norm."""
+    return bool(getattr(param, "shared_embedding", False)) and bool(getattr(param, "shared", False))
+
+
+def is_tied(param: torch.nn.Parameter) -> bool:
+    """Whether the embedding and the head share this weight."""
+    return bool(getattr(param, "shared_embedding", False))
+
+
+def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
+    """Whether each tp rank holds a piece of its own of this parameter (else all hold the same)."""
+    return bool(getattr(param, "tensor_model_parallel", False))
+
+
+def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
+    """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
+    under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
+    return bool(getattr(param, "sequence_parallel", False)) or "q_layernorm" in name or "k_layernorm" in name
+
+
+def is_expert(param: torch.nn.Parameter) -> bool:
+    """Whether this is a parameter of routed experts, spread over the expert-parallel ranks."""
+    return not getattr(param, "allreduce", True)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
+    """Draw every weight matrix from a generator seeded by (seed, global name).
+
+    Matrices are drawn whole in FP32 and sliced to this tp rank's part, so that the model is the same at every tp, pp and
+    vpp. Distributions are Megatron's (`init_method`, and `output_layer_init_method` for the projections that end a
+    residual branch); biases start at 0 and norms at 1.
+    """
+    config = chunk.config
+    for name, param in chunk.named_parameters():
+        leaf = name.rsplit(".", 1)[-1]
+        if param.dim() < 2:
+            param.fill_(1.0 if leaf.endswith("weight") and "norm" in name else 0.0)
+            continue
+        unique = global_name(chunk, name)
+        scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
+        init = config.output_layer_init_method if scaled else config.init_method
+        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups, _is_gated(config, name)))
+
+
+def _is_gated(config: TransformerConfig, name: str) -> bool:
+    return bool(config.gated_linear_unit) and "linear_fc1" in name
+
+
+def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
+    shape = list(param.shape)
+    if is_sharded_over_tp(param):
+        shape[param.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+    return shape
+
+
+def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
+    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it."""
+    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=param.device)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    devices = [param.device] if param.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        init(full)
+    return full
+
+
+def _own_part(full: torch.Tensor, param, groups: Groups, gated: bool) -> torch.Tensor:
+    """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
+    if not is_sharded_over_tp(param):
+        return full
+    axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
+    if gated and axis == 0:
+        gate, up = full.chunk(2, dim=0)
+        return torch.cat([gate.chunk(size, dim=0)[rank], up.chunk(size, dim=0)[rank]])
+    return full.chunk(size, dim=axis)[rank]

@@ -1,0 +1,43 @@
+"""Norm layers for Megatron's local layer spec.
+
+Megatron's own wrapper of the torch norms (`WrappedTorchNorm`, megatron-core 0.19) refuses sequence parallelism. A torch
+norm works there as it is; what is missing is the mark on its parameters, which says that each tp rank sees only its
+part of the sequence, so that their gradients have to be summed over tp.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+_KINDS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+
+class Norm:
+    """Builds the torch norm that `config.normalization` names, its parameters marked `sequence_parallel`.
+
+    Takes what Megatron gives a norm: config, hidden_size (features), eps.
+    """
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused):
+        norm = _KINDS[config.normalization](hidden_size, eps=eps)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """`spec` (a block of local layers) with every torch norm built by `Norm`."""
+    _replace(spec)
+    for layer in spec.layer_specs or []:
+        _replace(layer.submodules)
+    return spec
+
+
+def _replace(submodules) -> None:
+    for name, value in vars(submodules).items():
+        if value is WrappedTorchNorm:
+            setattr(submodules, name, Norm)
+        elif getattr(value, "submodules", None) is not None:
+            _replace(value.submodules)

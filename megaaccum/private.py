@@ -1,0 +1,220 @@
+"""The one place that touches private names of DeepSpeed and Megatron-core.
+
+Written against deepspeed 0.19.8 and megatron-core 0.19.2. Each function says what it does that no public name does.
+`check()` looks every name up, so that another version fails at start with a list instead of in the middle of a step.
+
+Why private names at all: ZeRO's own hooks assume that each backward follows its forward. They trace the order of
+modules, gather and release per module, and count gradients per backward; in a pipeline several micro-batches are in
+flight and all three go wrong (the first root forward even waits for ranks of another stage). The reducer, the
+partitions and the optimizer under those hooks are sound, and those are what is driven here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+
+import torch
+
+_STAGE3 = (
+    "_get_fp32_grad_state_partition",
+    "independent_gradient_partition_epilogue",
+    "reduce_independent_p_g_buckets_and_remove_grads",
+    "set_gradient_accumulation_boundary",
+)
+_STAGE12 = (
+    "independent_gradient_partition_epilogue",
+    "reduce_independent_p_g_buckets_and_remove_grads",
+    "set_gradient_accumulation_boundary",
+    "setup_buckets",
+    "_fill_param_grad_accum_attribute",
+)
+_STAGE3_ATTRIBUTES = ("_grad_acc_hooks", "parameter_offload", "micro_step_id", "averaged_gradients", "grad_position")
+_STAGE12_ATTRIBUTES = (
+    "_grad_acc_hooks",
+    "averaged_gradients",
+    "params_in_partition",
+    "use_grad_accum_attribute",
+    "grad_start_offset",
+    "grad_position",
+    "single_partition_of_fp32_groups",
+)
+
+
+def check() -> list[str]:
+    """Names that this version of DeepSpeed or Megatron-core lacks, as sentences; empty when all is well."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    problems = []
+    for cls, methods, attributes in (
+        (DeepSpeedZeroOptimizer_Stage3, _STAGE3, _STAGE3_ATTRIBUTES),
+        (DeepSpeedZeroOptimizer, _STAGE12, _STAGE12_ATTRIBUTES),
+        (DeepSpeedZeRoOffload, ("_remove_module_hooks",), ()),
+    ):
+        source = inspect.getsource(cls)
+        problems += [f"{cls.__name__}.{name} is missing" for name in methods if not hasattr(cls, name)]
+        problems += [f"{cls.__name__}.{name} is missing" for name in attributes if f"self.{name}" not in source]
+    return problems
+
+
+class Zero3:
+    """The parts of a ZeRO-3 engine that the boundary drives: gather, reduce, and this rank's gradient partitions."""
+
+    def __init__(self, engine):
+        self.optimizer = engine.optimizer
+        self.params = [param for param in engine.module.parameters() if param.requires_grad]
+        _remove_hooks(self.optimizer)
+        self.optimizer.parameter_offload._remove_module_hooks()
+        self._handed_over: set[int] = set()
+
+    def gather(self, params: list[torch.nn.Parameter]) -> None:
+        """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+        if missing:
+            missing[0].all_gather_coalesced(missing).wait()  # type: ignore[attr-defined]
+
+    def begin_reduction(self) -> None:
+        """Let the next gradients start a new sum (`micro_step_id` 0 copies into the partitions, above 0 adds)."""
+        self._handed_over.clear()
+        self.optimizer.micro_step_id = 0
+        self.optimizer.set_gradient_accumulation_boundary(True)
+
+    def reduce(self, param: torch.nn.Parameter) -> None:
+        """Hand `param.grad` to the bucket; a full bucket is reduce-scattered and averaged over the group."""
+        self._handed_over.add(id(param))
+        self.optimizer.reduce_independent_p_g_buckets_and_remove_grads(param)
+
+    def handed_over(self) -> set[int]:
+        """ids of the parameters whose gradient was handed over since begin_reduction."""
+        return self._handed_over
+
+    def discard(self) -> None:
+        """Drop this step's gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.averaged_gradients = {}
+
+    def finish_reduction(self) -> None:
+        """Reduce the last bucket and give the optimizer its partitions."""
+        self.optimizer.independent_gradient_partition_epilogue()
+        for param, shard, _ in self._padded_shards():
+            # DeepSpeed pads the last rank's share with uninitialised memory, which its own norm and Adam then read.
+            shard[self._real_numel(param) :].zero_()
+
+    def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements)."""
+        for param, shard, start in self._padded_shards():
+            yield param, shard[: self._real_numel(param)], start
+
+    def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        for param in self.params:
+            shard, _ = self.optimizer._get_fp32_grad_state_partition(param, release_swap_buffers=True)
+            rank = torch.distributed.get_rank(param.ds_process_group)  # type: ignore[attr-defined]
+            yield param, shard.view(-1), rank * param.partition_numel()  # type: ignore[attr-defined]
+
+    def _real_numel(self, param) -> int:
+        rank = torch.distributed.get_rank(param.ds_process_group)
+        return max(0, min(param.partition_numel(), param.ds_numel - rank * param.partition_numel()))
+
+    @staticmethod
+    def numel(param: torch.nn.Parameter) -> int:
+        return param.ds_numel  # type: ignore[attr-defined]
+
+
+class Zero12:
+    """The same for ZeRO-1 and ZeRO-2, whose parameters are whole on every rank."""
+
+    def __init__(self, engine):
+        self.optimizer = engine.optimizer
+        self.params = [param for param in engine.module.parameters() if param.requires_grad]
+        self._handed_over: set[int] = set()
+        self._group_of = {id(p): i for i, group in enumerate(self.optimizer.bit16_groups) for p in group}
+        _remove_hooks(self.optimizer)
+        if self.optimizer.gradient_accumulation_dtype != self.optimizer.dtype:
+            # Stage 2 would round the FP32 sum of the micro-batches to 16 bit on its way into the bucket; stage 1 keeps
+            # it in `grad_accum`, and stage 2 does the same when told to.
+            self.optimizer.use_grad_accum_attribute = True
+            for param in self.params:
+                param.grad_accum = None  # type: ignore[attr-defined]
+
+    def gather(self, params: list[torch.nn.Parameter]) -> None:
+        """Nothing to do: ZeRO-1 and -2 gather the new parameters at the end of the optimizer's step."""
+
+    def begin_reduction(self) -> None:
+        self._handed_over.clear()
+        self.optimizer.set_gradient_accumulation_boundary(True)
+        self.optimizer.setup_buckets()
+
+    def handed_over(self) -> set[int]:
+        """ids of the parameters whose gradient was handed over since begin_reduction."""
+        return self._handed_over
+
+    def reduce(self, param: torch.nn.Parameter) -> None:
+        """Hand `param.grad` to the bucket; a full bucket is reduced to its owner and averaged over the group."""
+        self._handed_over.add(id(param))
+        if self.optimizer.use_grad_accum_attribute:
+            self.optimizer._fill_param_grad_accum_attribute(param)
+        self.optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, self._group_of[id(param)])
+
+    def finish_reduction(self) -> None:
+        self.optimizer.independent_gradient_partition_epilogue()
+
+    def discard(self) -> None:
+        """Drop this step's gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.averaged_gradients:
+            self.optimizer.averaged_gradients[group] = None
+            self.optimizer.all_grad_tensors[group] = None
+
+    def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        """As Zero3.shards. A rank owns a contiguous run of each parameter group, so most parameters are whole on one
+        rank and absent on the others."""
+        read = self._offloaded if self.optimizer.cpu_offload else self._on_device
+        for group in range(len(self.optimizer.bit16_groups)):
+            yield from read(group)
+
+    def _on_device(self, group: int) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        pieces = [g for g in self.optimizer.averaged_gradients[group] if not getattr(g, "_zero_padding", False)]
+        rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
+        starts = self.optimizer.grad_start_offset[group][rank]
+        for param, piece in zip(self.optimizer.params_in_partition[group], pieces, strict=False):
+            yield param, piece.view(-1), int(starts[self.optimizer.get_param_id(param)])
+
+    def _offloaded(self, group: int) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        flat = self.optimizer.single_partition_of_fp32_groups[group].grad
+        for param in self.optimizer.params_in_partition[group]:
+            _, start, position, count = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+            yield param, flat.view(-1).narrow(0, int(position), int(count)), int(start)
+
+    @staticmethod
+    def numel(param: torch.nn.Parameter) -> int:
+        return param.numel()
+
+
+def _remove_hooks(optimizer) -> None:
+    """Take DeepSpeed's gradient hooks off: the boundary's own decide in which backward a gradient is final."""
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+
+
+def deepspeed_parts(engine) -> Zero3 | Zero12:
+    """The driver that fits the engine's ZeRO stage."""
+    return Zero3(engine) if engine.zero_optimization_stage() == 3 else Zero12(engine)
+
+
+def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Tell torch DDP's reducer that the next backward brings the final gradients.
+
+    DDP does that in its forward, which a pipeline has long passed when the last backward comes. (Read in torch 2.13:
+    torch.distributed.pipelining does the same.)
+    """
+    ddp.reducer.prepare_for_backward([])
+
+
+def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
+    """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
+    return param.register_post_accumulate_grad_hook(call)

@@ -1,0 +1,147 @@
+"""The FLOPs formula against Megatron's own count and the papers' closed forms; the table of devices."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, fields
+
+import pytest
+
+from megaaccum.config.schema import Config, ModelConfig, ParallelConfig
+from megaaccum.flops import PEAKS, padded_vocab_size, peak_flops, step_flops
+
+
+@dataclass
+class Batch:
+    global_batch_size: int = 8
+    seq_length: int = 256
+
+
+def resolved(**keys) -> Config:
+    """A config with what `resolve` would have derived."""
+    dense = dict(num_layers=6, hidden_size=384, num_attention_heads=6, vocab_size=1000)
+    model = ModelConfig(**(dense | keys))
+    model.ffn_hidden_size = model.ffn_hidden_size or 4 * model.hidden_size
+    model.num_query_groups = model.num_query_groups or model.num_attention_heads
+    model.kv_channels = model.kv_channels or model.hidden_size // model.num_attention_heads
+    return Config(model=model, parallel=ParallelConfig(tensor_model_parallel_size=2))
+
+
+def megatron_flops(config: Config, batch: Batch) -> float:
+    """Megatron's own count for the same model."""
+    training = pytest.importorskip("megatron.training.training")
+    model = config.model
+    args = Namespace(**{f.name: getattr(model, f.name) for f in fields(model)})
+    args.group_query_attention = model.num_query_groups != model.num_attention_heads
+    args.padded_vocab_size = padded_vocab_size(config)
+    args.seq_length = batch.seq_length
+    args.moe_latent_size = args.experimental_attention_variant = args.hybrid_layer_pattern = None
+    args.attention_output_gate = args.is_hybrid_model = False
+    return training.num_floating_point_operations(args, batch.global_batch_size)
+
+
+MODELS = {
+    "dense": {},
+    "gqa": dict(num_query_groups=2),
+    "wide heads": dict(kv_channels=128),
+    "swiglu": dict(swiglu=True, ffn_hidden_size=1024),
+    "moe": dict(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512),
+    "moe every second layer": dict(num_experts=8, moe_layer_freq=2, swiglu=True),
+    "moe by list, shared expert": dict(
+        num_experts=8, moe_layer_freq=[0, 1, 1, 0, 1, 1], moe_shared_expert_intermediate_size=512, moe_router_topk=4
+    ),
+    "mla": dict(multi_latent_attention=True),
+    "mla with a query latent, mtp": dict(
+        multi_latent_attention=True, q_lora_rank=64, kv_lora_rank=48, v_head_dim=96, mtp_num_layers=2, num_experts=4
+    ),
+    "mtp after a dense layer": dict(mtp_num_layers=1, num_experts=4, moe_layer_freq=[1, 1, 1, 1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
+def test_equals_megatrons_count(keys):
+    config, batch = resolved(**keys), Batch()
+    assert step_flops(config, batch) == pytest.approx(megatron_flops(config, batch), rel=1e-14)
+
+
+def test_equals_the_papers_closed_form():
+    """arXiv 2104.04473: 96 B s l h^2 (1 + s/6h + V/16lh) with recompute; here 3 passes of 4, half the scores."""
+    config, batch = resolved(), Batch()
+    B, s, layers, h, V = 8, 256, 6, 384, 1024
+    assert step_flops(config, batch) == pytest.approx(
+        72 * B * s * layers * h**2 * (1 + s / (12 * h) + V / (12 * layers * h)), rel=1e-14
+    )
+
+
+def test_six_flops_per_parameter_and_token():
+    """PaLM's rule of thumb, exact for the matrices: 6 N per token plus the scores."""
+    config, batch = resolved(num_query_groups=2, swiglu=True, ffn_hidden_size=1024), Batch()
+    h, query, key_value, ffn = 384, 384, 2 * 128, 1024
+    matrices = 6 * (h * (query + key_value) + query * h + 3 * h * ffn) + h * padded_vocab_size(config)
+    scores = 6 * 2 * query * batch.seq_length / 2
+    assert step_flops(config, batch) == 6 * (matrices + scores) * batch.global_batch_size * batch.seq_length
+
+
+def test_an_idle_expert_costs_nothing_and_a_busy_one_does():
+    keys = dict(num_experts=8, moe_ffn_hidden_size=512)
+    one = step_flops(resolved(**keys), Batch())
+    assert step_flops(resolved(**keys | dict(num_experts=64)), Batch()) == one
+    assert step_flops(resolved(**keys | dict(moe_router_topk=4)), Batch()) > one
+
+
+def test_recompute_does_not_count():
+    assert step_flops(resolved(recompute_granularity="full"), Batch()) == step_flops(resolved(), Batch())
+
+
+def test_the_vocabulary_is_padded_per_tensor_parallel_rank():
+    config = resolved(vocab_size=1025)
+    assert padded_vocab_size(config) == 1280
+    config.parallel.tensor_model_parallel_size = 1
+    assert padded_vocab_size(config) == 1152
+
+
+def test_an_unresolved_config_is_our_mistake():
+    with pytest.raises(AssertionError, match="vocab_size"):
+        step_flops(resolved(vocab_size=None), Batch())
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_peak_of_a_named_device(name, teraflops):
+    assert peak_flops(name, "bf16") == pytest.approx(teraflops * 1e12, rel=1e-12)
+    assert peak_flops(name, "fp16") == peak_flops(name, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (None, "bf16"),
+        ("NVIDIA A10", "bf16"),
+        ("NVIDIA GeForce RTX 4090", "bf16"),
+        ("NVIDIA H100", "bf16"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+        ("NVIDIA H100 80GB HBM3", "fp32"),
+        ("NVIDIA H100 80GB HBM3", "fp64"),
+    ],
+)
+def test_no_peak_where_none_is_known(name, dtype):
+    assert peak_flops(name, dtype) is None
+
+
+def test_a_narrower_name_is_not_shadowed_by_a_wider_one():
+    for index, (words, _) in enumerate(PEAKS):
+        assert not any(earlier <= words for earlier, _ in PEAKS[:index])
