@@ -8,9 +8,9 @@ Written here with numpy alone, because importing Megatron takes ten seconds; a t
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,8 @@ def open_pair(prefix: str | Path) -> IndexedPair:
     """Reads the header of a pair and compares it with the sizes of both files, in constant time.
 
     Raises:
-        DataError: a file is missing; the .idx is not Megatron's, of another version, of no integer type or cut short; the
-            .bin is shorter or longer than the .idx says; or there is no token in it.
+        DataError: a file is missing; the .idx is not Megatron's, of another version, of no integer type or cut short;
+            the .bin is shorter or longer than the .idx says; or there is no token in it.
     """
     prefix = Path(prefix)
     idx_bytes, bin_bytes = (_size(prefix, suffix) for suffix in (".idx", ".bin"))
@@ -161,14 +161,16 @@ def check_tables(pair: IndexedPair) -> None:
     path = with_suffix(pair.prefix, ".idx")
     lengths = pair.lengths
     _refuse_first(lengths < 0, lengths, path, "length {} of sequence {} is negative")
-    expected = np.zeros(pair.num_sequences, dtype=np.int64)
-    np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
-    expected *= pair.dtype.itemsize
-    _refuse_first(pair.offsets != expected, pair.offsets, path, "offset {} of sequence {} is not the end of the one before")
+    expected = _offsets(lengths, pair.dtype)
+    _refuse_first(
+        pair.offsets != expected, pair.offsets, path, "offset {} of sequence {} is not the end of the one before"
+    )
     bounds = pair.bounds
     if pair.num_bounds < 1 or bounds[0] != 0 or bounds[-1] != pair.num_sequences:
         ends = [int(bounds[0]), int(bounds[-1])] if pair.num_bounds else []
-        raise DataError(f"{path}: document bounds run {ends}, not from 0 to {pair.num_sequences} sequences; build it again")
+        raise DataError(
+            f"{path}: document bounds run {ends}, not from 0 to {pair.num_sequences} sequences; build it again"
+        )
     _refuse_first(np.diff(bounds) < 0, bounds, path, "document bound {} at {} is larger than the next one")
 
 
@@ -198,8 +200,9 @@ def check_ids(pair: IndexedPair, vocab_size: int, *, num_blocks: int = 64, block
         if wrong.any():
             at = int(wrong.argmax())
             raise DataError(
-                f"{with_suffix(pair.prefix, '.bin')}: token {int(start) + at:,} has id {int(block[at])}, but the vocabulary "
-                f"has {vocab_size} entries. The dataset was built with another tokenizer: set tokenizer_model to that one"
+                f"{with_suffix(pair.prefix, '.bin')}: token {int(start) + at:,} has id {int(block[at])}, but the "
+                f"vocabulary has {vocab_size} entries. The dataset was built with another tokenizer: name it in "
+                f"tokenizer_model"
             )
 
 
@@ -209,17 +212,16 @@ def id_type(vocab_size: int) -> np.dtype[Any]:
 
 
 class PairWriter:
-    """Writes a pair, one document after the other; `prefix`.idx appears when `close` is called.
+    """Writes a pair, one document after the other. A context manager: the .idx is written at the end of its block.
 
-    Raises:
-        OSError: from any method, when the disk does not take the bytes.
+    When the block raises, the .bin is closed and no .idx is written. Every method lets an OSError of the disk through.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]):
         self._prefix = prefix
         self._dtype = dtype
         self._lengths = array("i")
-        self._bin = open(with_suffix(prefix, ".bin"), "wb")  # noqa: SIM115 - closed by `close` and `abandon`
+        self._bin = open(with_suffix(prefix, ".bin"), "wb")  # noqa: SIM115 - __exit__ closes it
 
     @property
     def num_documents(self) -> int:
@@ -232,20 +234,28 @@ class PairWriter:
         self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).tobytes())
         self._lengths.extend(lengths)
 
-    def close(self) -> None:
-        """Ends the .bin and writes the .idx."""
-        self._bin.close()
+    def __enter__(self) -> PairWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._bin.close()
+            self._write_index()
+            return
+        with suppress(OSError):  # the last bytes may not fit either; the error on its way says so already
+            self._bin.close()
+
+    def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        offsets = np.zeros(len(lengths), dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
-        offsets *= self._dtype.itemsize
         bounds = np.arange(len(lengths) + 1, dtype=np.int64)
         header = _HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype.name], len(lengths), len(bounds))
         with open(with_suffix(self._prefix, ".idx"), "wb") as stream:
-            for part in (header, lengths.tobytes(), offsets.tobytes(), bounds.tobytes()):
+            for part in (header, lengths.tobytes(), _offsets(lengths, self._dtype).tobytes(), bounds.tobytes()):
                 stream.write(part)
 
-    def abandon(self) -> None:
-        """Closes the .bin without an .idx; what was written stays for the caller to remove."""
-        os.close(os.dup(self._bin.fileno())) if False else None
-        self._bin.close()
+
+def _offsets(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
+    """Byte at which each sequence starts, when they lie back to back."""
+    offsets = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+    return offsets * dtype.itemsize
