@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megaaccum import procs
+from megaaccum import preload, procs
 from megaaccum.testing import tensors
 from megaaccum.testing.protocol import Outcome, Reply, Request
 
@@ -33,7 +33,7 @@ def main(fd: int) -> None:
     """Serves requests that arrive on the socket `fd` until its other end is closed."""
     connection = Connection(fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then closes the connection
-    preload()
+    preload.libraries()
     connection.send("ready")
     while True:
         try:
@@ -41,19 +41,6 @@ def main(fd: int) -> None:
         except EOFError:
             return
         connection.send(run(request, connection))
-
-
-def preload() -> None:
-    """Imports what takes long; ranks find it in place. Nothing here may start a thread: ranks are forked later."""
-    from megaaccum import cpu
-
-    cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
-    import deepspeed  # noqa: F401
-    import megatron.core.models.gpt
-    import megatron.core.pipeline_parallel.schedules  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def run(request: Request, connection: Connection) -> Reply:

@@ -1,0 +1,127 @@
+"""Keeps back messages of libraries that a user of megaaccum cannot act on: each one by name, with the reason.
+
+A message that is not listed here is shown. Nothing is kept back when MEGAACCUM_VERBOSE=1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
+    (
+        r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to",
+        UserWarning,
+        r"megatron\.core\.",
+        "Megatron's fallbacks are the layers that megaaccum chose; `megaaccum doctor` says what could be installed.",
+    ),
+    (r"invalid escape sequence", SyntaxWarning, r".*megatron", "A docstring of Megatron-core 0.19."),
+    (
+        r"full scope is deprecated",
+        UserWarning,
+        r"megatron\.core\.transformer\.transformer_config",
+        "Megatron-core 0.19 warns of its own default; CUDA graphs are off.",
+    ),
+    (
+        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+        FutureWarning,
+        r"torch\.distributed",
+        "DeepSpeed 0.19 and Megatron-core 0.19 call it; the pinned torch has it.",
+    ),
+    (
+        r"The following imports from `dynamic_context\.py` will be removed",
+        DeprecationWarning,
+        r"megatron\.core\.inference",
+        "Megatron-core imports its own deprecated module.",
+    ),
+    (
+        r"`torch\.jit\.script(_method)?` is deprecated",
+        DeprecationWarning,
+        r"torch\.jit",
+        "Megatron-core and DeepSpeed script their fused functions when they are imported.",
+    ),
+    (
+        r"This process .* is multi-threaded, use of fork\(\) may lead to deadlocks",
+        DeprecationWarning,
+        r"megaaccum\.procs",
+        "The other threads at that point are the idle ones of a BLAS library, which handles forks itself.",
+    ),
+)
+"""(message, category, module, reason): regular expressions as in warnings.filterwarnings."""
+
+LOG_LINES: tuple[tuple[str, str, str], ...] = (
+    ("torch.utils.cpp_extension", "No CUDA runtime is found", "The CPU lane needs none."),
+    (
+        "DeepSpeed",
+        "Setting accelerator to CPU. If you have GPU or other accelerator",
+        "`megaaccum train` says itself on what it computes.",
+    ),
+    (
+        "megatron.core.models.gpt.gpt_model",
+        "GPTModel IS DEPRECATED",
+        "GPTModel is what megaaccum is written against; Megatron-core 0.19 has it.",
+    ),
+)
+"""(logger, start of the message, reason)."""
+
+PRINTS: tuple[tuple[str, str, str], ...] = (
+    (
+        "deepspeed.comm.torch",
+        "DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully",
+        "Printed by every rank, each time the shared-memory operator is loaded.",
+    ),
+)
+"""(module, start of the line, reason): lines that a module prints rather than logs."""
+
+
+def install() -> None:
+    """Call before torch, DeepSpeed and Megatron are imported. May be called again."""
+    if _verbose():
+        return
+    for message, category, module, _ in WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category, module=module)
+    for name, start, _ in LOG_LINES:
+        logging.getLogger(name).addFilter(_StartsWith(start))
+
+
+def hush_prints() -> None:
+    """Gives the modules of PRINTS a `print` that leaves their known lines out. Call after they are imported."""
+    import sys
+
+    if _verbose():
+        return
+    for name, start, _ in PRINTS:
+        module = sys.modules.get(name)
+        if module is not None:
+            module.__dict__["print"] = _print_without(start)
+
+
+def _verbose() -> bool:
+    return os.environ.get("MEGAACCUM_VERBOSE", "") == "1"
+
+
+class _StartsWith(logging.Filter):
+    """Drops the log lines that start with `start`."""
+
+    def __init__(self, start: str):
+        super().__init__()
+        self.start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.start)
+
+    def __eq__(self, other: object) -> bool:  # addFilter adds an equal filter once
+        return isinstance(other, _StartsWith) and other.start == self.start
+
+    def __hash__(self) -> int:
+        return hash(self.start)
+
+
+def _print_without(start: str) -> Any:
+    def filtered(*values: object, **options: Any) -> None:
+        if not (values and str(values[0]).startswith(start)):
+            print(*values, **options)
+
+    return filtered
