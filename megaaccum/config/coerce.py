@@ -27,6 +27,7 @@ def coerce(value: object, annotation: object) -> object:
         return _coerce_literal(value, typing.get_args(annotation))
     if origin is list:
         return _coerce_list(value, typing.get_args(annotation)[0])
+    assert isinstance(annotation, type)
     return _SCALARS[annotation](value)
 
 
@@ -96,17 +97,21 @@ def _evaluate(node: ast.expr) -> int | list[int]:
         return node.value
     if isinstance(node, ast.List):
         items = [_evaluate(item) for item in node.elts]
-        if numbers := [item for item in items if isinstance(item, int)]:
-            if len(numbers) == len(items):
-                return numbers
+        if (numbers := [item for item in items if isinstance(item, int)]) and len(numbers) == len(items):
+            return numbers
     if isinstance(node, ast.BinOp):
         left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            if len(left) * right <= _LONGEST_LIST:
-                return left * right
+            return _repeated(left, right)
     raise ValueError(ast.dump(node))
+
+
+def _repeated(items: list[int], times: int) -> list[int]:
+    if len(items) * times > _LONGEST_LIST:
+        raise ValueError(f"more than {_LONGEST_LIST} entries")
+    return items * times
 
 
 def _to_int(value: object) -> int:

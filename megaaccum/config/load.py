@@ -104,5 +104,3 @@ def given(config: Config, name: str) -> bool:
         return True
     section = getattr(config, all_keys()[name].section)
     return getattr(section, name) != getattr(type(section)(), name)
-
-

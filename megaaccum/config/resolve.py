@@ -40,9 +40,7 @@ def resolve(config: Config, *, world_size: int) -> Plan:
 def _data_parallel_size(config: Config, world_size: int) -> int:
     """dp = world / (tp * cp * pp), or 0 where that is no whole number (a rule of its own says so)."""
     parallel = config.parallel
-    model = (
-        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    )
+    model = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
     return world_size // model if model > 0 and world_size % model == 0 else 0
 
 
@@ -59,16 +57,15 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
     if parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size > 1:
         group = parallel.microbatch_group_size_per_vp_stage
         assert group is not None, "derive fills the group size of an interleaved schedule"
-        problems += interleaved_problems(
-            batch.microbatches_per_flush, parallel.pipeline_model_parallel_size, group
-        )
-    problems += deepspeed_json.batch_problems(config, batch)
+        problems += interleaved_problems(batch.microbatches_per_flush, parallel.pipeline_model_parallel_size, group)
+    problems += deepspeed_json.batch_problems(config, batch, notes)
     return batch
 
 
 def _layout(config: Config, world_size: int, dp: int) -> Layout:
     parallel = config.parallel
-    assert parallel.schedule != "auto" and parallel.expert_tensor_parallel_size is not None
+    assert parallel.schedule != "auto"
+    assert parallel.expert_tensor_parallel_size is not None
     return Layout(
         world_size=world_size,
         tp=parallel.tensor_model_parallel_size,

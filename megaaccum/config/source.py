@@ -109,9 +109,7 @@ def _read_section(loader: yaml.SafeLoader, section: str, node: yaml.MappingNode,
         source.put(name, loader.construct_object(value_node, deep=True), place)
 
 
-def _pairs(
-    loader: yaml.SafeLoader, node: yaml.MappingNode, source: Source
-) -> Iterable[tuple[str, yaml.Node, str]]:
+def _pairs(loader: yaml.SafeLoader, node: yaml.MappingNode, source: Source) -> Iterable[tuple[str, yaml.Node, str]]:
     """(key, value node, place) of a mapping; a key written twice, which YAML forbids and PyYAML takes, is a problem."""
     loader.flatten_mapping(node)
     seen: dict[str, str] = {}

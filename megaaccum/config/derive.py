@@ -1,0 +1,120 @@
+"""Filling in the keys that nobody wrote. Never fails: where a value it needs is wrong, a rule says so."""
+
+from __future__ import annotations
+
+import os
+
+from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
+from megaaccum.config.stage_layout import parse_layout
+
+
+def derive(config: Config, notes: list[str]) -> None:
+    """Fill every None of `config` that other keys decide, in place. Batch sizes and vocab_size stay open.
+
+    What is neither Megatron-LM's default nor obvious is told in `notes`.
+    """
+    _derive_attention(config.model)
+    _derive_mlp(config.model)
+    _derive_recompute(config.model)
+    _derive_schedule(config, notes)
+    _derive_precision(config.sharding)
+    _derive_optimizer(config.optimizer, config.run.train_iters)
+    _derive_run(config.run)
+    if config.data.data_cache_path is None:
+        config.data.data_cache_path = os.path.join(config.run.output_dir, "cache")
+    if config.sharding.sync == "auto":
+        config.sharding.sync = "resident"
+
+
+def _derive_attention(model: ModelConfig) -> None:
+    if model.num_query_groups is None:
+        model.num_query_groups = model.num_attention_heads
+    if model.kv_channels is None and model.num_attention_heads > 0:
+        model.kv_channels = model.hidden_size // model.num_attention_heads
+    if model.max_position_embeddings is None:
+        model.max_position_embeddings = model.seq_length
+
+
+def _derive_mlp(model: ModelConfig) -> None:
+    if model.ffn_hidden_size is None:
+        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments.
+        gated = int(4 * model.hidden_size * 2 / 3) // 64 * 64
+        model.ffn_hidden_size = gated if model.swiglu else 4 * model.hidden_size
+    if model.num_experts is not None and model.moe_ffn_hidden_size is None:
+        model.moe_ffn_hidden_size = model.ffn_hidden_size
+    if model.add_bias_linear:
+        # Megatron-LM keeps the two in step: biases everywhere include the QKV projection's.
+        model.add_qkv_bias = True
+
+
+def _derive_recompute(model: ModelConfig) -> None:
+    if model.recompute_granularity == "full":
+        model.recompute_method = model.recompute_method or "uniform"
+        if model.recompute_num_layers is None:
+            model.recompute_num_layers = 1
+    elif model.recompute_granularity == "selective" and model.recompute_modules is None:
+        model.recompute_modules = ["core_attn"]
+
+
+def _derive_schedule(config: Config, notes: list[str]) -> None:
+    parallel = config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    _derive_vpp(parallel, config.model.num_layers, notes)
+    if parallel.schedule == "auto":
+        many = parallel.virtual_pipeline_model_parallel_size is not None
+        parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
+    interleaved = parallel.schedule == "interleaved"
+    if interleaved and parallel.microbatch_group_size_per_vp_stage is None:
+        parallel.microbatch_group_size_per_vp_stage = pp
+    if parallel.overlap_p2p_comm is None:
+        parallel.overlap_p2p_comm = interleaved and not parallel.batch_p2p_comm
+    if parallel.batch_p2p_comm is None:
+        parallel.batch_p2p_comm = not parallel.overlap_p2p_comm
+    if parallel.expert_tensor_parallel_size is None:
+        parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+
+
+def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:
+    """Model chunks per rank from whichever key says it; one chunk is said as None, as in Megatron."""
+    pp = parallel.pipeline_model_parallel_size
+    vpp, why = parallel.virtual_pipeline_model_parallel_size, ""
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if vpp is None and per_chunk and pp > 0 and num_layers % (pp * per_chunk) == 0:
+        vpp = num_layers // (pp * per_chunk)
+        why = f"num_layers {num_layers} / (pp {pp} * num_layers_per_virtual_pipeline_stage {per_chunk})"
+    if vpp is None and parallel.pipeline_model_parallel_layout is not None and pp > 0:
+        try:
+            stages = len(parse_layout(parallel.pipeline_model_parallel_layout))
+        except ValueError:
+            stages = 0
+        if stages and stages % pp == 0:
+            vpp, why = stages // pp, f"{stages} stages of pipeline_model_parallel_layout / pp {pp}"
+    if why and vpp != 1:
+        notes.append(f"virtual_pipeline_model_parallel_size {vpp} = {why}.")
+    parallel.virtual_pipeline_model_parallel_size = None if vpp == 1 else vpp
+
+
+def _derive_precision(sharding: ShardingConfig) -> None:
+    if sharding.params_dtype is None:
+        sharding.params_dtype = "bf16" if sharding.bf16 else "fp16" if sharding.fp16 else "fp32"
+    elif not sharding.bf16 and not sharding.fp16:
+        sharding.bf16 = sharding.params_dtype == "bf16"
+        sharding.fp16 = sharding.params_dtype == "fp16"
+
+
+def _derive_optimizer(optimizer: OptimizerConfig, train_iters: int) -> None:
+    if optimizer.lr_decay_iters is None:
+        optimizer.lr_decay_iters = train_iters
+    # A fraction stays a fraction: Megatron-LM multiplies it by samples and may end the warm-up inside a step.
+    if optimizer.lr_warmup_iters is None and optimizer.lr_warmup_fraction is None:
+        optimizer.lr_warmup_iters = 0
+    if optimizer.weight_decay_incr_style == "constant":
+        if optimizer.start_weight_decay is None:
+            optimizer.start_weight_decay = optimizer.weight_decay
+        if optimizer.end_weight_decay is None:
+            optimizer.end_weight_decay = optimizer.weight_decay
+
+
+def _derive_run(run: RunConfig) -> None:
+    if run.save is None:
+        run.save = os.path.join(run.output_dir, "checkpoints")

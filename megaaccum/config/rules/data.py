@@ -1,0 +1,63 @@
+"""Rules on data keys. Whether the files are there and whole is for whoever opens them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+
+_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+
+
+def one_source(subject: Subject) -> Iterator[str]:
+    """Either one data_path that is split, or a path per split."""
+    per_split = subject.given(*_PER_SPLIT)
+    if per_split and subject.given("data_path"):
+        yield f"data_path and {', '.join(per_split)} are both given: use data_path with split, or a path per split."
+    if per_split and subject.given("split"):
+        yield f"split cuts data_path, and {', '.join(per_split)} is given: leave split out."
+    if per_split and "train_data_path" not in per_split:
+        yield f"{', '.join(per_split)} needs train_data_path beside it: set it."
+
+
+def split_shares(subject: Subject) -> Iterator[str]:
+    """Up to three shares, none negative, some for training."""
+    text = subject.data.split
+    try:
+        shares = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
+        yield f"split is {text!r}: it must be shares of train, valid and test, the first above 0, such as 969,30,1."
+
+
+def blends(subject: Subject) -> Iterator[str]:
+    """A blend alternates weights and prefixes."""
+    for name in ("data_path", *_PER_SPLIT):
+        parts = getattr(subject.data, name)
+        if parts is not None and not parts:
+            yield f"{name} is empty: give a prefix, or weight prefix weight prefix ..."
+        elif parts and len(parts) > 1 and (problem := _blend_problem(parts)):
+            yield f"{name} {' '.join(parts)}: {problem}."
+
+
+def _blend_problem(parts: list[str]) -> str | None:
+    weights = [_as_weight(part) for part in parts[::2]]
+    if all(weight is None for weight in map(_as_weight, parts)):
+        # Prefixes alone: Megatron weighs them by their sizes.
+        return None
+    if len(parts) % 2 or None in weights or any(_as_weight(part) is not None for part in parts[1::2]):
+        return "a blend alternates weights and prefixes (0.7 first 0.3 second), or lists prefixes alone"
+    if any(weight <= 0 for weight in weights if weight is not None):
+        return "weights must be more than 0"
+    return None
+
+
+def _as_weight(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+RULES: tuple[Rule, ...] = (one_source, split_shares, blends)

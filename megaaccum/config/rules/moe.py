@@ -1,0 +1,153 @@
+"""Rules on mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.nearest import either, nearest_divisors, nearest_multiples
+
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+
+_NEED_EXPERTS = (
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_router_pre_softmax", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_grouped_gemm", "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+
+
+def needs_experts(subject: Subject) -> Iterator[str]:
+    """Keys of experts do nothing in a dense model."""
+    if subject.model.num_experts is None and (names := subject.given(*_NEED_EXPERTS)):
+        # Spelling out a size of 1, as launch scripts do, says nothing about experts.
+        names = [n for n in names if getattr(subject.parallel, n, None) != 1]
+        if names:
+            yield f"{', '.join(names)} only count in a mixture of experts: set num_experts, or leave them out."
+
+
+def layer_pattern(subject: Subject) -> Iterator[str]:
+    """A list of which layers hold experts covers every layer."""
+    pattern, layers = subject.model.moe_layer_freq, subject.model.num_layers
+    if isinstance(pattern, int):
+        if pattern < 1:
+            yield f"moe_layer_freq is {pattern}: it must be at least 1 (1 puts experts into every layer)."
+        return
+    if len(pattern) != layers:
+        yield f"moe_layer_freq lists {len(pattern)} layers, and num_layers is {layers}: give one entry per layer."
+    if set(pattern) - {0, 1}:
+        yield f"moe_layer_freq holds {sorted(set(pattern) - {0, 1})}: entries are 1 (experts) or 0 (dense)."
+
+
+def router(subject: Subject) -> Iterator[str]:
+    """What the router picks from, and how it scores."""
+    model, experts = subject.model, subject.model.num_experts
+    if experts is None:
+        return
+    if model.moe_router_topk > experts:
+        yield f"moe_router_topk {model.moe_router_topk} is more than num_experts {experts}: set it to {experts} or less."
+    if model.moe_router_load_balancing_type not in BALANCING:
+        yield (
+            f"moe_router_load_balancing_type is {model.moe_router_load_balancing_type!r}: it must be one of"
+            f" {', '.join(BALANCING)}."
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield "moe_router_enable_expert_bias needs moe_router_score_function sigmoid, not softmax: set it to sigmoid."
+    softmax_after_topk = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if model.moe_router_topk == 1 and softmax_after_topk and model.moe_router_load_balancing_type != "sinkhorn":
+        yield (
+            "moe_router_topk 1 with the softmax after the selection always gives weight 1, and the router learns"
+            " nothing: set moe_router_pre_softmax to true."
+        )
+
+
+def balancing_coefficient(subject: Subject) -> Iterator[str]:
+    """A coefficient needs the loss it multiplies."""
+    model = subject.model
+    if model.num_experts and model.moe_aux_loss_coeff > 0 and "aux_loss" not in model.moe_router_load_balancing_type:
+        yield (
+            f"moe_aux_loss_coeff {model.moe_aux_loss_coeff} has no effect with moe_router_load_balancing_type"
+            f" {model.moe_router_load_balancing_type}: set that to aux_loss or seq_aux_loss, or the coefficient to 0."
+        )
+
+
+def router_groups(subject: Subject) -> Iterator[str]:
+    """Group-limited routing: equal groups, no more of them per token than there are, and top-k spread over them."""
+    model, experts = subject.model, subject.model.num_experts
+    groups, per_token = model.moe_router_num_groups, model.moe_router_group_topk
+    if (groups is None) != (per_token is None):
+        yield "moe_router_num_groups and moe_router_group_topk go together: set both, or neither."
+    if experts is None or not groups or not per_token:
+        return
+    if experts % groups:
+        yield (
+            f"num_experts {experts} is not divisible by moe_router_num_groups {groups}: set moe_router_num_groups to"
+            f" {either(nearest_divisors(groups, experts))}."
+        )
+    if per_token > groups:
+        yield f"moe_router_group_topk {per_token} is more than moe_router_num_groups {groups}: set it to {groups}."
+    elif model.moe_router_topk % per_token:
+        yield (
+            f"moe_router_topk {model.moe_router_topk} is not divisible by moe_router_group_topk {per_token}, the groups"
+            f" that share it: set moe_router_topk to {either(nearest_multiples(model.moe_router_topk, per_token))}."
+        )
+
+
+def expert_parallel(subject: Subject) -> Iterator[str]:
+    """Experts divide over their ranks, and their ranks over the world: world % (etp * ep * pp) == 0."""
+    experts, parallel = subject.model.num_experts, subject.parallel
+    ep, etp, pp = (
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size or 1,
+        parallel.pipeline_model_parallel_size,
+    )
+    if experts is None or min(ep, etp, pp, experts) < 1:
+        return
+    if experts % ep:
+        yield (
+            f"num_experts {experts} is not divisible by expert_model_parallel_size {ep}: set"
+            f" expert_model_parallel_size to {either(nearest_divisors(ep, experts))}."
+        )
+    if subject.world_size % (etp * ep * pp):
+        yield (
+            f"world size {subject.world_size} is not divisible by expert_tensor_parallel_size {etp} *"
+            f" expert_model_parallel_size {ep} * pipeline_model_parallel_size {pp} = {etp * ep * pp}: set the world"
+            f" size to {either(nearest_multiples(subject.world_size, etp * ep * pp))}, or change one of the factors."
+        )
+
+
+def experts_with_tensor_parallel(subject: Subject) -> Iterator[str]:
+    """Megatron-core's MoE layer refuses to train under tensor parallelism without sequence parallelism."""
+    tp = subject.parallel.tensor_model_parallel_size
+    if subject.model.num_experts and tp > 1 and not subject.parallel.sequence_parallel:
+        yield f"num_experts with tensor_model_parallel_size {tp} needs sequence_parallel: set it to true."
+
+
+def expert_widths(subject: Subject) -> Iterator[str]:
+    """Tensor parallelism cuts experts' widths evenly."""
+    model, parallel = subject.model, subject.parallel
+    if model.num_experts is None:
+        return
+    for name, width, key, ranks in (
+        ("moe_ffn_hidden_size", model.moe_ffn_hidden_size, "expert_tensor_parallel_size",
+         parallel.expert_tensor_parallel_size),
+        ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size,
+         "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
+    ):  # fmt: skip
+        if width and ranks and ranks > 0 and width % ranks:
+            yield (
+                f"{name} {width} is not divisible by {key} {ranks}: set {name} to"
+                f" {either(nearest_multiples(width, ranks))}."
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    needs_experts,
+    layer_pattern,
+    router,
+    balancing_coefficient,
+    router_groups,
+    expert_parallel,
+    experts_with_tensor_parallel,
+    expert_widths,
+)

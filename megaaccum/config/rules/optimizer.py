@@ -1,0 +1,71 @@
+"""Rules on the optimizer's schedule (what Megatron's OptimizerParamScheduler asserts, and what it takes silently)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+
+
+def rates(subject: Subject) -> Iterator[str]:
+    """The rate rises from lr_warmup_init to lr and falls to min_lr."""
+    optimizer = subject.optimizer
+    if optimizer.lr <= 0:
+        return
+    for name in ("min_lr", "lr_warmup_init"):
+        value = getattr(optimizer, name)
+        if value > optimizer.lr:
+            yield f"{name} {value:g} is more than lr {optimizer.lr:g}: set {name} to at most {optimizer.lr:g}."
+
+
+def warm_up(subject: Subject) -> Iterator[str]:
+    """One way to say how long the warm-up is, and a decay that is longer."""
+    optimizer = subject.optimizer
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        yield (
+            f"lr_warmup_iters {optimizer.lr_warmup_iters} and lr_warmup_fraction {optimizer.lr_warmup_fraction} both"
+            " say how long the warm-up is: leave one of them out."
+        )
+    decay, warm = optimizer.lr_decay_iters or 0, optimizer.lr_warmup_iters or 0
+    if decay > 0 and warm >= decay:
+        yield (
+            f"lr_warmup_iters {warm} leaves nothing of lr_decay_iters {decay} (default train_iters): set"
+            f" lr_warmup_iters to at most {decay - 1}, or lr_decay_iters to at least {warm + 1}."
+        )
+
+
+def stable_then_decay(subject: Subject) -> Iterator[str]:
+    """WSD needs the length of its anneal, which lies inside the decay."""
+    optimizer = subject.optimizer
+    anneal, decay = optimizer.lr_wsd_decay_iters, optimizer.lr_decay_iters or 0
+    if optimizer.lr_decay_style == "WSD":
+        if anneal is None:
+            yield "lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final anneal: set it."
+        elif decay > 0 and anneal > decay:
+            yield f"lr_wsd_decay_iters {anneal} is more than lr_decay_iters {decay}: set it to at most {decay}."
+    elif names := subject.given("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+        yield f"{', '.join(names)} only counts with lr_decay_style WSD, not {optimizer.lr_decay_style}: leave it out."
+
+
+def weight_decay(subject: Subject) -> Iterator[str]:
+    """A weight decay that moves has two ends; one that does not has one value."""
+    optimizer, names = subject.optimizer, subject.given("start_weight_decay", "end_weight_decay")
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        for name in names:
+            value = getattr(optimizer, name)
+            if value != optimizer.weight_decay:
+                yield (
+                    f"{name} {value} contradicts weight_decay {optimizer.weight_decay} with weight_decay_incr_style"
+                    f" constant: leave {name} out, or set weight_decay_incr_style to linear or cosine."
+                )
+    elif len(names) < 2:
+        yield (
+            f"weight_decay_incr_style {optimizer.weight_decay_incr_style} needs start_weight_decay and"
+            " end_weight_decay: set both."
+        )
+    elif start is not None and end is not None and end < start:
+        yield f"end_weight_decay {end} is less than start_weight_decay {start}, and it can only grow: swap them."
+
+
+RULES: tuple[Rule, ...] = (rates, warm_up, stable_then_decay, weight_decay)

@@ -1,0 +1,88 @@
+"""Rules on how the world and the matrices are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.nearest import either, nearest, nearest_divisors, nearest_multiples
+
+
+def world_factors(subject: Subject) -> Iterator[str]:
+    """world = tp * cp * pp * dp, all whole."""
+    parallel, world = subject.parallel, subject.world_size
+    tp, cp, pp = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    if min(tp, cp, pp, world) >= 1 and world % (tp * cp * pp):
+        yield (
+            f"world size {world} is not divisible by tensor_model_parallel_size {tp} * context_parallel_size {cp} *"
+            f" pipeline_model_parallel_size {pp} = {tp * cp * pp}: run on"
+            f" {either(nearest_multiples(world, tp * cp * pp))} ranks, or change one of the three."
+        )
+
+
+def tensor_parallel(subject: Subject) -> Iterator[str]:
+    """Tensor parallelism gives every rank whole heads and equal slices of the MLP."""
+    model, tp = subject.model, subject.parallel.tensor_model_parallel_size
+    if tp < 1:
+        return
+    for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_hidden_size)):
+        if value and value % tp:
+            yield (
+                f"{name} {value} is not divisible by tensor_model_parallel_size {tp}: set tensor_model_parallel_size to"
+                f" {either(nearest_divisors(tp, value))}, or {name} to {either(nearest_multiples(value, tp))}."
+            )
+
+
+def query_groups(subject: Subject) -> Iterator[str]:
+    """Megatron spreads key/value heads over tp ranks or repeats them: one count divides the other."""
+    groups, tp = subject.model.num_query_groups, subject.parallel.tensor_model_parallel_size
+    if groups and min(groups, tp) > 0 and groups % tp and tp % groups:
+        legal = nearest(groups, lambda g: g % tp == 0 or tp % g == 0, highest=groups + tp)
+        yield (
+            f"num_query_groups {groups} neither divides nor is divided by tensor_model_parallel_size {tp}: set"
+            f" num_query_groups to {either(legal)}, or tensor_model_parallel_size to"
+            f" {either(nearest_divisors(tp, groups))}."
+        )
+
+
+def sequence_parallel(subject: Subject) -> Iterator[str]:
+    """Sequence parallelism is over the tp ranks; without them Megatron-LM turns it off and says little."""
+    tp, cp = subject.parallel.tensor_model_parallel_size, subject.parallel.context_parallel_size
+    length = subject.model.seq_length
+    if not subject.parallel.sequence_parallel:
+        return
+    if tp == 1:
+        yield (
+            "sequence_parallel needs tensor_model_parallel_size above 1, over whose ranks it splits the sequence"
+            " (Megatron-LM would switch it off silently): set sequence_parallel to false."
+        )
+    elif min(tp, cp, length) > 0 and length % (tp * cp):
+        by_cp = f" * context_parallel_size {cp} = {tp * cp}" if cp > 1 else ""
+        yield (
+            f"seq_length {length} is not divisible by tensor_model_parallel_size {tp}{by_cp}"
+            f" as sequence_parallel needs: set seq_length to {either(nearest_multiples(length, tp * cp))}."
+        )
+
+
+def context_parallel(subject: Subject) -> Iterator[str]:
+    """Context parallelism gives each rank one piece from the front and one from the back, so that work is even."""
+    cp, length = subject.parallel.context_parallel_size, subject.model.seq_length
+    if cp <= 1:
+        return
+    if length % (2 * cp):
+        yield (
+            f"seq_length {length} is not divisible by 2 * context_parallel_size {cp} = {2 * cp}: set seq_length to"
+            f" {either(nearest_multiples(length, 2 * cp))}."
+        )
+    if subject.model.transformer_impl == "local":
+        yield (
+            f"context_parallel_size {cp} needs Transformer Engine's attention, and transformer_impl is local: set"
+            " transformer_impl to auto, or context_parallel_size to 1."
+        )
+
+
+RULES: tuple[Rule, ...] = (world_factors, tensor_parallel, query_groups, sequence_parallel, context_parallel)

@@ -1,0 +1,197 @@
+"""Rules on stages, model chunks and the traffic between them. The batch's side of it is megaaccum.batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.stage_layout import layout_problems, parse_layout
+from megaaccum.nearest import either, nearest_divisors, nearest_multiples
+
+_UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
+
+
+def schedule(subject: Subject) -> Iterator[str]:
+    """The schedule fits the number of stages."""
+    parallel = subject.parallel
+    pp, vpp, name = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.schedule,
+    )
+    if vpp is not None and pp == 1:
+        yield (
+            f"virtual_pipeline_model_parallel_size {vpp} needs pipeline_model_parallel_size above 1: set it to 2 or"
+            " more, or leave virtual_pipeline_model_parallel_size out."
+        )
+    elif name == "none" and pp > 1:
+        yield f"schedule none needs pipeline_model_parallel_size 1, not {pp}: set schedule to auto."
+    elif name != "none" and pp == 1:
+        yield f"schedule {name} needs pipeline_model_parallel_size above 1: set schedule to auto."
+    elif name == "interleaved" and vpp is None:
+        yield "schedule interleaved needs virtual_pipeline_model_parallel_size: set it to 2 or more, or schedule to 1f1b."
+    elif name == "1f1b" and vpp is not None:
+        yield (
+            f"schedule 1f1b has one model chunk per rank, and virtual_pipeline_model_parallel_size is {vpp}: set"
+            " schedule to interleaved, or leave virtual_pipeline_model_parallel_size out."
+        )
+
+
+def group_size(subject: Subject) -> Iterator[str]:
+    """A group size belongs to the interleaved schedule."""
+    if subject.parallel.schedule != "interleaved" and subject.given("microbatch_group_size_per_vp_stage"):
+        yield (
+            "microbatch_group_size_per_vp_stage only counts in the interleaved schedule: leave it out, or set"
+            " virtual_pipeline_model_parallel_size."
+        )
+
+
+def chunk_count(subject: Subject) -> Iterator[str]:
+    """The ways to say how many model chunks a rank holds agree."""
+    written = subject.written.parallel
+    vpp, per_chunk = written.virtual_pipeline_model_parallel_size, written.num_layers_per_virtual_pipeline_stage
+    pp, layers = written.pipeline_model_parallel_size, subject.model.num_layers
+    if not per_chunk or per_chunk < 1 or min(pp, layers) < 1:
+        return
+    if uneven := subject.given(*_UNEVEN):
+        yield (
+            f"num_layers_per_virtual_pipeline_stage does not go with {', '.join(uneven)}: give"
+            " virtual_pipeline_model_parallel_size instead."
+        )
+    elif layers % (pp * per_chunk):
+        yield (
+            f"num_layers {layers} is not divisible by pipeline_model_parallel_size {pp} *"
+            f" num_layers_per_virtual_pipeline_stage {per_chunk} = {pp * per_chunk}: set num_layers to"
+            f" {either(nearest_multiples(layers, pp * per_chunk))}, or choose another number of layers per chunk."
+        )
+    elif vpp and vpp * per_chunk * pp != layers:
+        yield (
+            f"num_layers_per_virtual_pipeline_stage {per_chunk} makes {layers // (pp * per_chunk)} chunks per rank, and"
+            f" virtual_pipeline_model_parallel_size is {vpp}: leave one of them out."
+        )
+
+
+def even_stages(subject: Subject) -> Iterator[str]:
+    """Without an uneven layout every chunk of every rank has the same number of layers."""
+    pp, vpp = subject.parallel.pipeline_model_parallel_size, subject.parallel.virtual_pipeline_model_parallel_size or 1
+    layers = subject.model.num_layers
+    if subject.given(*_UNEVEN, "num_layers_per_virtual_pipeline_stage") or min(layers, pp, vpp) < 1:
+        return
+    if layers % (pp * vpp):
+        by = f"pipeline_model_parallel_size {pp}"
+        if vpp > 1:
+            by += f" * virtual_pipeline_model_parallel_size {vpp} = {pp * vpp}"
+        yield (
+            f"num_layers {layers} is not divisible by {by}: set num_layers to"
+            f" {either(nearest_multiples(layers, pp * vpp))}, pipeline_model_parallel_size to"
+            f" {either(nearest_divisors(pp, layers))}, or give decoder_first_pipeline_num_layers or"
+            " pipeline_model_parallel_layout."
+        )
+
+
+def uneven_ends(subject: Subject) -> Iterator[str]:
+    """With a first or last stage of its own size, the stages between share the rest evenly, and chunks do so too."""
+    parallel, layers = subject.parallel, subject.model.num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    ends = {name: value for name in _UNEVEN[:2] if (value := getattr(parallel, name)) is not None}
+    if not ends or min(*ends.values(), pp, vpp, layers) < 1:
+        return
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield f"{', '.join(ends)} does not go with pipeline_model_parallel_layout: leave one of them out."
+        return
+    named = ", ".join(f"{name} {value}" for name, value in ends.items())
+    for name, value in ends.items():
+        if value % vpp:
+            yield (
+                f"{name} {value} is not divisible by virtual_pipeline_model_parallel_size {vpp}: set it to"
+                f" {either(nearest_multiples(value, vpp))}."
+            )
+    middle, stages = layers - sum(ends.values()), pp - len(ends)
+    if stages < 0 or (stages == 0) != (middle == 0) or middle < 0:
+        yield f"num_layers {layers} less {named} leaves {middle} layers for {stages} stages between."
+    elif stages and middle % (stages * vpp):
+        unit = f"{stages} stages" + (f" of {vpp} chunks" if vpp > 1 else "")
+        yield (
+            f"num_layers {layers} less {named} leaves {middle} layers, which do not divide over the {unit} between:"
+            f" make it {either(nearest_multiples(middle, stages * vpp))} layers."
+        )
+
+
+def explicit_layout(subject: Subject) -> Iterator[str]:
+    """A layout in Megatron's notation describes this model on these stages."""
+    parallel, model, key = subject.parallel, subject.model, "pipeline_model_parallel_layout"
+    text, pp = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+    if text is None or pp < 1:
+        return
+    try:
+        stages = parse_layout(text)
+    except ValueError as error:
+        yield f"{key} {text!r} cannot be read: {error}; the notation is Et*3|(tt|)*29,m|L."
+        return
+    for problem in layout_problems(
+        stages, num_layers=model.num_layers, mtp_num_layers=model.mtp_num_layers or 0, pp=pp
+    ):
+        yield f"{key} {text!r}: {problem}."
+    vpp = parallel.virtual_pipeline_model_parallel_size or 1
+    if len(stages) % pp == 0 and len(stages) != pp * vpp:
+        yield (
+            f"{key} {text!r} makes {len(stages) // pp} chunks per rank, and virtual_pipeline_model_parallel_size is"
+            f" {vpp}: leave the latter out."
+        )
+
+
+def block_recompute(subject: Subject) -> Iterator[str]:
+    """Recompute in blocks counts layers of one chunk, of which there are only so many."""
+    model, parallel = subject.model, subject.parallel
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if model.recompute_granularity != "full" or subject.given(*_UNEVEN) or min(pp, vpp) < 1:
+        return
+    per_chunk, asked = model.num_layers // (pp * vpp), model.recompute_num_layers or 1
+    if per_chunk and asked > per_chunk:
+        yield (
+            f"recompute_num_layers {asked} is more than the {per_chunk} layers of a chunk (num_layers"
+            f" {model.num_layers} / (pp {pp} * vpp {vpp})): set it to at most {per_chunk}."
+        )
+
+
+def traffic(subject: Subject) -> Iterator[str]:
+    """Overlapped and batched stage-to-stage traffic exclude each other; only the interleaved schedule overlaps."""
+    parallel = subject.parallel
+    if parallel.overlap_p2p_comm and parallel.batch_p2p_comm:
+        yield (
+            "overlap_p2p_comm and batch_p2p_comm are both true, and Megatron-core does one or the other: set"
+            " batch_p2p_comm to false."
+        )
+    elif parallel.overlap_p2p_comm and parallel.schedule != "interleaved":
+        yield (
+            f"overlap_p2p_comm needs the interleaved schedule, and this one is {parallel.schedule}: leave it out, or"
+            " set virtual_pipeline_model_parallel_size."
+        )
+
+
+def interleaved_on_two_ranks(subject: Subject) -> Iterator[str]:
+    """With two pipeline ranks the next and the previous are the same one, and batched messages swap.
+
+    Megatron-core runs that without an error and with wrong gradients; megatron.training refuses it, and so do we.
+    """
+    parallel = subject.parallel
+    on_two = parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size == 2
+    if on_two and (parallel.batch_p2p_comm or not parallel.overlap_p2p_comm):
+        yield (
+            "the interleaved schedule at pipeline_model_parallel_size 2 gives wrong gradients unless overlap_p2p_comm"
+            " is true and batch_p2p_comm is false (both neighbours of a rank are the same rank, and activations and"
+            " gradients swap): leave both keys out, or set pipeline_model_parallel_size to 4."
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    schedule,
+    group_size,
+    chunk_count,
+    even_stages,
+    uneven_ends,
+    explicit_layout,
+    block_recompute,
+    traffic,
+    interleaved_on_two_ranks,
+)

@@ -1,0 +1,66 @@
+"""Rules on precision and sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+
+
+def one_precision(subject: Subject) -> Iterator[str]:
+    """bf16, fp16 and params_dtype say the same."""
+    written = subject.written.sharding
+    if written.bf16 and written.fp16:
+        yield "bf16 and fp16 are both true: a run has one precision; leave one of them out."
+    said = "bf16" if written.bf16 else "fp16" if written.fp16 else None
+    if said and written.params_dtype not in (None, said):
+        yield f"{said} is true and params_dtype is {written.params_dtype}: leave one of them out."
+    for name in ("bf16", "fp16"):
+        if name in subject.written.origin and not getattr(written, name) and written.params_dtype == name:
+            yield f"{name} is false and params_dtype is {name}: leave one of them out."
+
+
+def no_fp16(subject: Subject) -> Iterator[str]:
+    """FP16 needs a loss scale that all stages share and that is saved; there is none yet."""
+    if subject.sharding.fp16:
+        yield (
+            "fp16 needs dynamic loss scaling with one scale and one overflow verdict over all stages, which this"
+            " version does not have: set bf16 to true and leave fp16 out (BF16 has FP32's range and needs no loss scale)."
+        )
+
+
+def double_precision(subject: Subject) -> Iterator[str]:
+    """DeepSpeed's engine takes FP32, FP16 and BF16 parameters only."""
+    if subject.sharding.params_dtype == "fp64" and subject.sharding.boundary != "ddp":
+        yield (
+            f"params_dtype fp64 needs boundary ddp, as a DeepSpeed engine takes no float64 parameters, and boundary is"
+            f" {subject.sharding.boundary}: set boundary to ddp, or params_dtype to fp32."
+        )
+
+
+def low_precision_sums(subject: Subject) -> Iterator[str]:
+    """Adding gradients in BF16 only makes sense for BF16 gradients."""
+    sharding = subject.sharding
+    if sharding.grad_accum_dtype == "bf16" and not sharding.bf16:
+        yield (
+            f"grad_accum_dtype bf16 would round gradients of {sharding.params_dtype} parameters while adding them: set"
+            " grad_accum_dtype to fp32, or bf16 to true."
+        )
+
+
+def deepspeed_only(subject: Subject) -> Iterator[str]:
+    """Keys that only a DeepSpeed engine reads."""
+    if subject.sharding.boundary == "deepspeed":
+        return
+    names = subject.given("zero_stage", "offload_optimizer", "reduce_bucket_size", "grad_accum_dtype")
+    names += subject.given("grad_reduce_dtype")
+    for name in names:
+        yield (
+            f"{name} needs boundary deepspeed, and boundary is {subject.sharding.boundary}: leave {name} out, or set"
+            " boundary to deepspeed."
+        )
+    if subject.config.deepspeed:
+        yield "a deepspeed block needs boundary deepspeed: leave the block out, or set boundary to deepspeed."
+
+
+RULES: tuple[Rule, ...] = (one_precision, no_fp16, double_precision, low_precision_sums, deepspeed_only)

@@ -1,0 +1,60 @@
+"""What a rule is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megaaccum.config.load import given
+from megaaccum.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ShardingConfig,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A configuration under examination."""
+
+    config: Config
+    """With every derivable key filled in."""
+    written: Config
+    """As the user wrote it, the DeepSpeed JSON's values taken over."""
+    world_size: int
+    """Ranks of the run."""
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        return self.config.sharding
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return self.config.optimizer
+
+    @property
+    def data(self) -> DataConfig:
+        return self.config.data
+
+    @property
+    def run(self) -> RunConfig:
+        return self.config.run
+
+    def given(self, *names: str) -> list[str]:
+        """Those of `names` that the user wrote."""
+        return [name for name in names if given(self.written, name)]
+
+
+Rule = Callable[[Subject], Iterator[str]]
