@@ -35,6 +35,11 @@ class Groups:
         return self.collection.pp
 
     @property
+    def dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters and different sequences."""
+        return self.collection.dp
+
+    @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold the same dense parameters and different tokens: data parallel x context parallel."""
         return self.collection.dp_cp

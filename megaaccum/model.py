@@ -112,12 +112,25 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
 
     vocab_size: tokens of the vocabulary before padding.
     """
+    seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
     for chunk in chunks:
         chunk.to(cpu.device())
+        for param in chunk.parameters():
+            param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
     return chunks
+
+
+def seed_dropout(groups: Groups, *, seed: int) -> None:
+    """Give every stage and data-parallel rank dropout of its own, and the ranks of a tp group what they must share
+    (Megatron's tracker keeps both kinds of random state)."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    own = seed + 10_007 * groups.pp.rank() + 100_003 * groups.dp_cp.rank()
+    torch.manual_seed(own)
+    model_parallel_cuda_manual_seed(own)
 
 
 def padded_vocab_size(plan: Plan, vocab_size: int) -> int:

@@ -1,0 +1,99 @@
+"""The one place that divides the loss.
+
+The schedules are told to divide nothing (`calculate_per_token_loss`), DeepSpeed's accumulation is 1, and data-parallel
+averaging is taken back here. So the gradient of a step is
+
+    loss_norm token:       sum over all unmasked tokens of d loss_token, divided by their number in the whole step
+    loss_norm microbatch:  mean over all ga * num_chunks * dp micro-batches of d (mean loss of the micro-batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megaaccum.batch import BatchPlan
+    from megaaccum.groups import Groups
+
+
+class StepLoss:
+    """The divisor of one step, fixed before its first backward.
+
+    masks: loss mask of each of this rank's micro-batches, [micro_batch_size, seq_length], 1 where a token counts; on
+    the CPU. Collective over dp x cp: one all-reduce of a row of integers. `reduction_divisor`: by how much the
+    boundary's reduction divides the sum over ranks.
+
+    `num_tokens` is the number of unmasked tokens of the step over all ranks. A step without any has no gradient;
+    its divisor is 1, so that it is zero rather than not a number.
+    """
+
+    def __init__(self, masks: Sequence[torch.Tensor], *, batch: BatchPlan, groups: Groups, reduction_divisor: int):
+        self._per_token = batch.loss_norm == "token"
+        self._counts = _count(masks, groups)
+        self._loss_microbatches = batch.num_microbatches * groups.layout.dp
+        total = self._counts.sum().reshape(1)
+        dist.all_reduce(total, group=groups.dp)
+        self.num_tokens = int(total)
+        divisor = max(self.num_tokens, 1) if self._per_token else self._loss_microbatches
+        self._scale = reduction_divisor / divisor
+
+    def of_microbatch(self, index: int):
+        """The `loss_func` that Megatron's schedule calls with the model's output of micro-batch `index`:
+        per-token losses [micro_batch_size, seq_length] -> (loss to differentiate, tokens, what is reported)."""
+        return partial(self._loss, index)
+
+    def _loss(self, index: int, mask: torch.Tensor, output: torch.Tensor):
+        # Half precision would lose the sum; float64 stays what it is.
+        losses = output if output.dtype is torch.float64 else output.float()
+        total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
+        weight = 1.0 if self._per_token else 1.0 / max(int(self._counts[index]), 1)
+        # Cloned: what is reported must not change if somebody scales the loss in place.
+        report = (total.detach() * weight).clone()
+        return total * (weight * self._scale), torch.zeros((), dtype=torch.int, device=output.device), report
+
+    def aux_scale(self, rows: int) -> float:
+        """Scale of an auxiliary loss (MoE load balancing, z) so that its coefficient means the same at any split: the
+        mean over all micro-batches of the step.
+
+        rows: tokens of a micro-batch that this rank's router sees. Megatron multiplies the loss by them when the
+        schedule does not divide (megatron-core 0.19: TopKRouter.attach_and_log_load_balancing_loss).
+        """
+        return (
+            self._scale
+            * (max(self.num_tokens, 1) if self._per_token else self._loss_microbatches)
+            / (self._loss_microbatches * rows)
+        )
+
+    @property
+    def scale(self) -> float:
+        """What a sum of per-token losses is multiplied by (multi-token prediction takes the same)."""
+        return self._scale
+
+    def mean(self, reports: Sequence[torch.Tensor], groups: Groups) -> float:
+        """The step's loss as a user reads it, the same on every rank: `reports` are those that the last stage's
+        schedule returned (elsewhere empty). Collective over dp x cp, then over the pipeline."""
+        total = torch.stack([r.double() for r in reports]).sum() if reports else torch.zeros((), dtype=torch.float64)
+        total = total.to(device=reports[0].device if reports else _device()).reshape(1)
+        if groups.is_last_stage:
+            dist.all_reduce(total, group=groups.dp_cp)
+        dist.broadcast(total, src=groups.last_stage_global_rank, group=groups.pp)
+        return float(total) / (max(self.num_tokens, 1) if self._per_token else self._loss_microbatches)
+
+
+def _device() -> torch.device:
+    from megaaccum import cpu
+
+    return cpu.device()
+
+
+def _count(masks: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
+    """Unmasked tokens of each micro-batch, int64 [num_microbatches], over the ranks that share its sequences (cp)."""
+    counts = torch.stack([mask.count_nonzero() for mask in masks]).to(_device())
+    if groups.collection.cp.size() > 1:
+        dist.all_reduce(counts, group=groups.collection.cp)
+    return counts
