@@ -132,6 +132,7 @@ class _Job:
         self.failed: list[RankProcess] = []
         self.ended_by_us: list[RankProcess] = []
         self.forwarded: int | None = None
+        self.interrupted_at_start = False
         self.kill = False
 
     def error_file(self, rank: int) -> Path:
@@ -186,7 +187,7 @@ class _Job:
             if text is not None and text not in seen:
                 seen.add(text)
                 print(text, file=stream)
-        if self.ended_by_us and len(self.ranks) < self.nproc:
+        if self.ended_by_us and self.interrupted_at_start:
             print("megaaccum: interrupted", file=stream)
         elif self.ended_by_us and self.kill:
             print("megaaccum: the ranks were ended at once, without saving", file=stream)
@@ -246,7 +247,7 @@ class _Forwarding:
             return
         self.job.forwarded = signum
         if len(self.job.ranks) < self.job.nproc:  # not all are started: there is nothing to save yet
-            self.job.kill = True
+            self.job.kill = self.job.interrupted_at_start = True
         for process in self.job.ranks:
             process.send(signum)
 
