@@ -1,0 +1,300 @@
+"""Training and validation samples: Megatron's GPT datasets over the configured pairs, checked before they are used.
+
+No collective is issued here. Every rank builds or loads by itself, and where several share a cache folder the first
+that gets its lock builds. So a bad dataset is one error on every rank, and hosts need not share a file system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megaaccum.config.plan import Plan
+from megaaccum.data.files import disk_errors, locked, staging_folder, with_suffix
+from megaaccum.data.indexed import IndexedPair, check_ids, check_tables, open_pair
+from megaaccum.data.shares import check_ranges, epoch_samples, split_ranges
+from megaaccum.data.sources import Blend, Sources, data_folder, read_run_vocabulary, read_sources, resolve_prefix
+from megaaccum.data.tokenizer import Vocabulary
+from megaaccum.errors import ConfigError, DataError
+
+_TRAIN, _VALID = 0, 1
+
+
+class SampleDataset(Protocol):
+    """What the loader needs of a dataset: Megatron's GPTDataset and BlendedDataset have it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datasets:
+    """The samples of a run. The same on every rank."""
+
+    train: SampleDataset
+    """At least the samples that training consumes, in the order in which it consumes them."""
+    valid: SampleDataset | None
+    """The samples of one evaluation, the same each time; None where evaluation is off."""
+    valid_batches: int
+    """Global batches of one evaluation: eval_iters, or fewer where validation data has fewer in one pass."""
+    vocabulary: Vocabulary
+    """Of the tokenizer."""
+    digest: str
+    """Hash of the contents, vocabulary, sizes and seed, 16 hexadecimal digits; independent of paths. Equal on two
+    ranks, or before and after a restart, when they see the same samples in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Everything that decides which samples there are."""
+
+    sources: Sources
+    """With paths of pairs in place of 'embedded'."""
+    pairs: dict[str, IndexedPair]
+    vocabulary: Vocabulary
+    train_samples: int
+    valid_samples: int
+    plan: Plan
+
+    @property
+    def seq_length(self) -> int:
+        return self.plan.config.model.seq_length
+
+    @property
+    def rows(self) -> int:
+        """Ids have to be below this: rows of the embedding before padding."""
+        return self.plan.config.model.vocab_size or self.vocabulary.size
+
+    def facts(self) -> list[object]:
+        """What decides the order of samples, apart from the contents of the pairs."""
+        order = list(self.pairs)
+        blends = [
+            b and ([order.index(p) for p in b.prefixes], b.weights) for b in (self.sources.train, self.sources.valid)
+        ]
+        sizes = [self.train_samples, self.valid_samples, self.seq_length]
+        return [blends, self.sources.split, sizes, self.plan.config.run.seed]
+
+
+def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
+    """The training and validation datasets of `plan`, from `plan.config.data`. Call it on every rank.
+
+    Sample orders are built once per cache folder and kept there (data_cache_path, or data in output_dir), so that a
+    later start only maps them. `train_samples` is the number of samples that training will consume; default
+    train_iters * global_batch_size. Another number is another order, as the last epoch is cut to it.
+
+    Raises:
+        ConfigError: data_path and its relatives contradict each other.
+        DataError: a pair is missing, damaged, shorter than one sample or built with a larger vocabulary; validation has
+            no sample; the tokenizer cannot be read or lacks an end-of-document token that a key asks for; the cache
+            folder cannot be written; or Megatron's index builder is missing.
+    """
+    request, valid_batches = _request(plan, train_samples)
+    _require_end_of_document(request)
+    folder = data_folder(plan.config) / "index" / _cache_key(request)
+    if not folder.exists():
+        with locked(data_folder(plan.config) / ".lock"):
+            if not folder.exists():
+                _build_orders(request, folder)
+    train, valid = _both_datasets(request, folder)
+    return Datasets(
+        train=train,
+        valid=valid,
+        valid_batches=valid_batches,
+        vocabulary=request.vocabulary,
+        digest=_content_digest(request),
+    )
+
+
+def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
+    """What to build, and the number of global batches of an evaluation."""
+    config, batch = plan.config, plan.batch.global_batch_size
+    evaluates = config.run.eval_interval > 0 and config.run.eval_iters > 0
+    sources = read_sources(config.data)
+    if evaluates and sources.split is None and sources.valid is None:
+        raise ConfigError(
+            f"eval_interval is {config.run.eval_interval}, but train_data_path comes without valid_data_path; "
+            f"set valid_data_path, or eval_interval to 0"
+        )
+    vocabulary = read_run_vocabulary(config)
+    sources, pairs = _open_pairs(sources, plan)
+    train_ranges, valid_ranges = split_ranges(sources, pairs)
+    check_ranges("train", train_ranges, sources.split, config.model.seq_length)
+    valid_batches = 0
+    if evaluates:
+        check_ranges("valid", valid_ranges, sources.split, config.model.seq_length)
+        blend = sources.valid or sources.train
+        samples = epoch_samples(valid_ranges, blend.weights, config.model.seq_length)
+        valid_batches = min(config.run.eval_iters, max(1, samples // batch))
+    request = _Request(
+        sources=sources,
+        pairs=pairs,
+        vocabulary=vocabulary,
+        train_samples=config.run.train_iters * batch if train_samples is None else train_samples,
+        valid_samples=valid_batches * batch,
+        plan=plan,
+    )
+    return request, valid_batches
+
+
+def _open_pairs(sources: Sources, plan: Plan) -> tuple[Sources, dict[str, IndexedPair]]:
+    """`sources` with paths for 'embedded' and weights for blends without, and the pairs by their prefix."""
+    paths = {prefix: str(resolve_prefix(prefix, plan.config).absolute()) for prefix in sources.prefixes}
+    pairs = {path: open_pair(path) for path in paths.values()}
+
+    def settled(blend: Blend) -> Blend:
+        prefixes = [paths[prefix] for prefix in blend.prefixes]
+        weights = blend.weights
+        if weights is None and len(prefixes) > 1:
+            # Megatron would stop after one pass over a blend without weights; in proportion to size it goes on.
+            weights = [float(pairs[prefix].num_tokens) for prefix in prefixes]
+        return Blend(prefixes=prefixes, weights=weights)
+
+    valid = settled(sources.valid) if sources.valid else None
+    return Sources(train=settled(sources.train), valid=valid, split=sources.split), pairs
+
+
+def _require_end_of_document(request: _Request) -> None:
+    data = request.plan.config.data
+    wanted = [key for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, key)]
+    if wanted and request.vocabulary.eod is None:
+        raise DataError(
+            f"{', '.join(wanted)} needs the token that ends a document, and there is no tokenizer that has one; set "
+            f"tokenizer_model to a tokenizers file with, for example, <|endoftext|>, or leave {', '.join(wanted)} out"
+        )
+
+
+def _cache_key(request: _Request) -> str:
+    """Changes with everything that the order of samples depends on, the files' sizes and times included."""
+    files = []
+    for prefix in request.pairs:
+        for suffix in (".idx", ".bin"):
+            path = with_suffix(Path(prefix), suffix)
+            status = path.stat()
+            files.append((str(path), status.st_size, status.st_mtime_ns))
+    facts = [request.facts(), files, request.rows, version("megatron-core"), version("numpy")]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _content_digest(request: _Request) -> str:
+    """Sizes of every pair, and the first and last 64 KiB of its files: no whole read of a large dataset."""
+    digest = hashlib.sha256(json.dumps([request.facts(), request.vocabulary.digest, request.rows]).encode())
+    for prefix, pair in request.pairs.items():
+        digest.update(f"{pair.num_sequences} {pair.num_tokens} {pair.dtype}".encode())
+        for suffix in (".idx", ".bin"):
+            path = with_suffix(Path(prefix), suffix)
+            content = np.memmap(path, dtype=np.uint8, mode="r")
+            digest.update(content[: 1 << 16].tobytes() + content[-(1 << 16) :].tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _build_orders(request: _Request, folder: Path) -> None:
+    """Checks the pairs from end to end and has Megatron write its sample orders to `folder`, which appears complete."""
+    for pair in request.pairs.values():
+        check_tables(pair)
+        check_ids(pair, request.rows)
+    with staging_folder(folder) as staging, disk_errors("cannot write the order of samples to", folder):
+        staged = staging / "index"
+        _both_datasets(request, staged)
+        staged.rename(folder)
+
+
+def _both_datasets(request: _Request, cache: Path) -> tuple[SampleDataset, SampleDataset | None]:
+    """Training and validation, with the orders from `cache`, or built there when it is empty."""
+    _require_index_builder()
+    train = _megatron_dataset(request, cache, _TRAIN, request.train_samples)
+    if not request.valid_samples:
+        return train, None
+    return train, _megatron_dataset(request, cache, _VALID, request.valid_samples)
+
+
+def _megatron_dataset(request: _Request, cache: Path, part: int, num_samples: int) -> SampleDataset:
+    """Megatron's dataset of one part (its position in train, valid, test), the other parts left out.
+
+    Left out, because Megatron counts the epochs of a share without tokens for ever, and test is never read.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    sizes = [num_samples if i == part else 0 for i in range(3)]
+    config = _megatron_config(request, cache, part, num_samples)
+    with _no_process_group():
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+
+
+def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int) -> Any:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    data, sources = request.plan.config.data, request.sources
+    source = (sources.valid if part == _VALID else None) or sources.train
+    blend = (source.prefixes, source.weights)
+    config = GPTDatasetConfig(
+        random_seed=request.plan.config.run.seed,
+        sequence_length=request.seq_length,
+        blend=blend if sources.split else None,
+        blend_per_split=None if sources.split else [blend if i == part else None for i in range(3)],
+        split=sources.split,
+        path_to_cache=str(cache),
+        mmap_bin_files=data.mmap_bin_files,
+        tokenizer=_MegatronTokenizer(request.vocabulary, request.rows),
+        # Each part's share is rounded up, so a blend is longer than asked by up to its number of parts; in a small
+        # run Megatron's own 0.5 % does not cover what it then draws.
+        mid_level_dataset_surplus=0.005 + len(source.prefixes) / num_samples,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=data.reset_attention_mask,
+    )
+    if sources.split:
+        config.split_matrix = [bounds if i == part else None for i, bounds in enumerate(config.split_matrix)]
+    return config
+
+
+class _MegatronTokenizer:
+    """The three names that GPTDataset reads from a tokenizer. There is no `pad`: samples are never padded."""
+
+    def __init__(self, vocabulary: Vocabulary, rows: int):
+        self.vocab_size = rows
+        self.eod = vocabulary.eod
+        self.unique_identifiers = {"vocabulary": vocabulary.digest, "rows": rows}
+
+
+def _require_index_builder() -> None:
+    """megatron-core's wheels bring the C++ index builder compiled; an installation from source compiles it then."""
+    try:
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"Megatron-core {version('megatron-core')} was installed without its index builder "
+            f"(megatron.core.datasets.helpers_cpp: {error}). Its wheels hold it for Linux on x86-64 and arm64; "
+            f"elsewhere, have a C++ compiler and install it from source: "
+            f"pip install --force-reinstall --no-deps --no-binary megatron-core megatron-core"
+        ) from error
+
+
+@contextmanager
+def _no_process_group() -> Iterator[None]:
+    """Lets Megatron's builder believe that this process is alone.
+
+    With a process group, it builds on global rank 0 only and waits in a barrier: ranks of other hosts then look for
+    files that only rank 0's host has, and an error on rank 0 leaves the others in the barrier until it times out.
+    """
+    import torch
+
+    real = torch.distributed.is_initialized
+    torch.distributed.is_initialized = lambda: False
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Could not determine rank")  # for want of a group and of $RANK
+            yield
+    finally:
+        torch.distributed.is_initialized = real

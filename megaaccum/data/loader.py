@@ -1,0 +1,223 @@
+"""Micro-batches in the order of consumed samples, prepared ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaaccum.data.dataset import SampleDataset
+from megaaccum.errors import ConfigError, DataError
+from megaaccum.nearest import either, nearest_multiples
+
+Batch = dict[str, torch.Tensor | None]
+"""One micro-batch on the CPU, b = micro_batch_size, s = seq_length: tokens, labels and position_ids int64 [b, s],
+loss_mask float32 [b, s], attention_mask bool [b, 1, s, s] (True: masked) with reset_attention_mask, else None."""
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class MicrobatchLoader:
+    """The micro-batches of one data-parallel rank, from the first sample that no step has consumed yet.
+
+    A step that starts at sample c takes samples [c, c + global_batch_size): micro-batch m of data-parallel rank r holds
+    the b samples from c + (m * dp_size + r) * b on. So which samples make up a step depends neither on the
+    micro-batch size nor on the number of ranks or micro-batches, and a restart at c goes on as if it had not stopped.
+
+    Samples count as consumed at `commit`: a step that was pulled but not committed can be pulled again, from memory.
+    A context manager; `close` ends the thread that prepares micro-batches.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        *,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        global_batch_size: int,
+        consumed_samples: int = 0,
+        num_workers: int = 2,
+        vocab_size: int | None = None,
+    ):
+        """Starts to prepare micro-batches at once.
+
+        Args:
+            micro_batch_size: sequences per micro-batch.
+            dp_rank, dp_size: this rank's place among the data-parallel ranks.
+            global_batch_size: sequences per optimizer step over all ranks; the default of `next_step` and `commit`.
+            consumed_samples: sequences that earlier steps took, over all ranks.
+            num_workers: micro-batches prepared ahead by a thread; 0 prepares each when it is asked for.
+            vocab_size: every token id is compared with it, when given.
+
+        Raises:
+            ConfigError: global_batch_size is no multiple of micro_batch_size * dp_size.
+        """
+        self._round = micro_batch_size * dp_size
+        self._check_divides(global_batch_size)
+        self._global_batch_size = global_batch_size
+        self._consumed = consumed_samples
+        self._pulled: deque[Batch] = deque()
+        self._next = 0
+        start = consumed_samples + dp_rank * micro_batch_size
+        reader = _Reader(dataset, micro_batch_size, start, self._round, vocab_size)
+        self._stream = _Prefetcher(reader, num_workers) if num_workers else reader
+
+    @property
+    def consumed_samples(self) -> int:
+        """Sequences that committed steps took, over all ranks. What a checkpoint has to hold of the loader."""
+        return self._consumed
+
+    def next_step(self, num_microbatches: int | None = None) -> list[Batch]:
+        """The next optimizer step's micro-batches; the same ones until `commit`. Default: global_batch_size's.
+
+        Raises:
+            DataError: a sample cannot be read, holds an id outside the vocabulary, or lies beyond the dataset's end.
+        """
+        if num_microbatches is None:
+            num_microbatches = self._global_batch_size // self._round
+        while len(self._pulled) < num_microbatches:
+            self._pulled.append(self._stream.read())
+        self._next = num_microbatches
+        return [self._pulled[m] for m in range(num_microbatches)]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """One more micro-batch of the step in progress. Raises as `next_step`."""
+        return self.next_step(self._next + 1)[-1]
+
+    def commit(self, num_samples: int | None = None) -> None:
+        """Counts `num_samples` sequences over all ranks as consumed (default: global_batch_size).
+
+        Raises:
+            ConfigError: num_samples is no multiple of micro_batch_size * dp_size.
+        """
+        num_samples = self._global_batch_size if num_samples is None else num_samples
+        self._check_divides(num_samples)
+        assert num_samples <= len(self._pulled) * self._round, "a step has to be pulled before it is committed"
+        for _ in range(num_samples // self._round):
+            self._pulled.popleft()
+        self._consumed += num_samples
+        self._next = 0
+
+    def _check_divides(self, num_samples: int) -> None:
+        if num_samples < 1 or num_samples % self._round:
+            nearest = either(nearest_multiples(num_samples, self._round))
+            raise ConfigError(
+                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
+                f"ranks = {self._round} sequences; set global_batch_size to {nearest}"
+            )
+
+    def close(self) -> None:
+        """Ends the preparing thread. May be called again."""
+        self._stream.close()
+
+    def __enter__(self) -> MicrobatchLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Reader:
+    """Reads one rank's micro-batches one after the other."""
+
+    def __init__(self, dataset: SampleDataset, size: int, start: int, stride: int, vocab_size: int | None):
+        self._dataset = dataset
+        self._size = size
+        self._position = start
+        self._stride = stride
+        self._vocab_size = vocab_size
+
+    def read(self) -> Batch:
+        samples = [self._sample(index) for index in range(self._position, self._position + self._size)]
+        self._position += self._stride
+        batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
+        has_mask = "attention_mask" in samples[0]
+        batch["attention_mask"] = torch.stack([s["attention_mask"] for s in samples]) if has_mask else None
+        return batch
+
+    def _sample(self, index: int) -> dict[str, Any]:
+        if index >= len(self._dataset):
+            raise DataError(
+                f"sample {index:,} does not exist: the dataset was built with {len(self._dataset):,}. It is built for "
+                f"train_iters * global_batch_size samples; raise train_iters, or stop before"
+            )
+        try:
+            sample = self._dataset[index]
+        except Exception as error:
+            raise DataError(f"sample {index:,} cannot be read: {type(error).__name__}: {error}") from error
+        if self._vocab_size is not None:
+            self._check_ids(sample, index, self._vocab_size)
+        return sample
+
+    @staticmethod
+    def _check_ids(sample: dict[str, Any], index: int, vocab_size: int) -> None:
+        for key in ("tokens", "labels"):
+            lowest, highest = (int(value) for value in sample[key].aminmax())
+            if lowest < 0 or highest >= vocab_size:
+                raise DataError(
+                    f"sample {index:,} holds id {highest if highest >= vocab_size else lowest}, but the vocabulary has "
+                    f"{vocab_size} entries; set tokenizer_model to the tokenizer that the dataset was built with"
+                )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: BaseException
+
+
+class _Prefetcher:
+    """Runs a reader in a thread, at most `depth` micro-batches ahead."""
+
+    def __init__(self, reader: _Reader, depth: int):
+        self._ready: queue.Queue[Batch | _Failure] = queue.Queue(maxsize=depth)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_fill, args=(reader.read, self._ready, stop), name="megaaccum-loader", daemon=True
+        )
+        # Also runs when the loader is forgotten and at the interpreter's exit, before torch is taken down.
+        self.close = weakref.finalize(self, _end, thread, self._ready, stop)
+        self._failure: _Failure | None = None
+        thread.start()
+
+    def read(self) -> Batch:
+        """The next micro-batch; raises what its preparation raised, also when asked again."""
+        assert self.close.alive, "the loader is closed"
+        item = self._failure or self._ready.get()
+        if isinstance(item, _Failure):
+            self._failure = item
+            raise item.error
+        return item
+
+
+def _fill(read: Callable[[], Batch], ready: queue.Queue[Batch | _Failure], stop: threading.Event) -> None:
+    """The thread: it holds no reference to the loader, so that a forgotten loader ends it."""
+    while not stop.is_set():
+        try:
+            item: Batch | _Failure = read()
+        except BaseException as error:
+            item = _Failure(error)
+        ready.put(item)
+        if isinstance(item, _Failure):
+            return
+
+
+def _end(thread: threading.Thread, ready: queue.Queue[Batch | _Failure], stop: threading.Event) -> None:
+    stop.set()
+    while thread.is_alive():
+        try:
+            ready.get_nowait()  # makes room for the one `put` that may be waiting
+        except queue.Empty:
+            thread.join(timeout=0.01)
