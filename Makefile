@@ -1,0 +1,46 @@
+# make setup | demo | test | lint | types | docs | bench
+#
+# Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles an operator at first use).
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# ninja, which DeepSpeed calls by name, lies in the environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: setup demo test lint types docs bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$${CXX:-c++}" >/dev/null || { echo "make setup: no C++ compiler found (c++ or CXX); on Debian or Ubuntu: apt-get install g++" >&2; exit 1; }
+	@test -x $(BIN)/python || { \
+	  for python in python3.12 python3.13 python3.14 python3 python; do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  test -n "$$found" || { echo "make setup: Python 3.12 or newer is needed; none of python3.12, python3.13, python3.14, python3 is one" >&2; exit 1; }; \
+	  "$$found" -m venv $(VENV) || { echo "make setup: $$found could not make $(VENV); on Debian or Ubuntu install its -venv package" >&2; exit 1; }; \
+	}
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/megaaccum train configs/tiny_cpu.yaml
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup
+	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+bench: setup
+	$(BIN)/python -m benchmarks

@@ -1,0 +1,112 @@
+"""The command line: which command runs, how errors look, which exit code."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+
+from megaaccum import cli
+from megaaccum.errors import CheckpointError, ConfigError, DataError, LaunchError, MegaaccumError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Puts a module with the given main in the place of megaaccum.check."""
+
+    def replace(main):
+        module = types.ModuleType("megaaccum.check")
+        module.main = main
+        monkeypatch.setitem(sys.modules, "megaaccum.check", module)
+
+    return replace
+
+
+def raiser(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+def test_arguments_reach_the_command_and_its_code_comes_back(command):
+    seen = []
+    command(lambda argv: seen.append(argv) or 7)
+    assert cli.main(["check", "a.yaml", "--world-size", "4"]) == 7
+    assert seen == [["a.yaml", "--world-size", "4"]]
+
+
+def test_a_command_that_returns_nothing_succeeded(command):
+    command(lambda argv: None)
+    assert cli.main(["check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("lr: required"), 2),
+        (MegaaccumError("plain"), 1),
+        (DataError("no such file"), 1),
+        (CheckpointError("torn"), 1),
+        (LaunchError("rank 1 died"), 1),
+    ],
+)
+def test_an_error_is_one_message_without_a_traceback(command, capsys, error, code):
+    command(raiser(error))
+    assert cli.main(["check"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"megaaccum: error: {error}\n"
+
+
+def test_every_problem_of_a_config_is_shown(command, capsys):
+    command(raiser(ConfigError(["first", "second"])))
+    assert cli.main(["check"]) == 2
+    assert capsys.readouterr().err == "megaaccum: error: first\nsecond\n"
+
+
+def test_under_another_launcher_the_rank_is_named(command, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    command(raiser(DataError("torn")))
+    assert cli.main(["check"]) == 1
+    assert capsys.readouterr().err == "megaaccum: rank 3: error: torn\n"
+
+
+def test_ctrl_c_is_no_traceback(command, capsys):
+    command(raiser(KeyboardInterrupt()))
+    assert cli.main(["check"]) == 130
+    assert capsys.readouterr().err == "megaaccum: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback(command):
+    command(raiser(ZeroDivisionError("bug")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["check"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [(["trian"], "`megaaccum train`"), (["data", "buidl"], "`megaaccum data build`"), (["build"], None)],
+)
+def test_an_unknown_command_names_the_nearest(capsys, argv, near):
+    assert cli.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("megaaccum: error: there is no command")
+    assert near is None or near in err
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(capsys, argv):
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(" ".join(command.words) in out for command in cli.COMMANDS)
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "megaaccum 0.1.0\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: " ".join(command.words))
+def test_every_command_has_its_module(command):
+    assert importlib.util.find_spec(command.module) is not None

@@ -1,0 +1,50 @@
+"""Importing the package is free: no torch, no DeepSpeed, no Megatron, no process group."""
+
+import subprocess
+import sys
+
+import pytest
+
+import megaaccum
+
+HEAVY = ("torch", "deepspeed", "megatron", "numpy", "rich", "matplotlib")
+
+
+def loaded_after(code):
+    """Which of HEAVY a fresh interpreter has imported after `code`."""
+    show = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    answer = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{show}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return answer.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import megaaccum",
+        "import megaaccum.launch, megaaccum.preload, megaaccum.testing.protocol",
+        "from megaaccum.cli import main; assert main(['--help']) == 0",
+        "from megaaccum.cli import main; assert main(['--version']) == 0",
+        "from megaaccum.cli import main; assert main(['nonsense']) == 2; import sys; sys.stderr.write('\\r')",
+    ],
+)
+def test_nothing_heavy_is_imported(code):
+    assert loaded_after(code).splitlines()[-1] == "[]"
+
+
+def test_the_check_sees_a_heavy_import():
+    assert loaded_after("import numpy") == "['numpy']"
+
+
+def test_public_names():
+    assert sorted(megaaccum.__all__) == [
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "LaunchError",
+        "MegaaccumError",
+        "RankDisagreement",
+        "__version__",
+    ]
+    assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)
