@@ -21,7 +21,7 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _derive_run(config.run)
     if config.data.data_cache_path is None:
-        config.data.data_cache_path = os.path.join(config.run.output_dir, "cache")
+        config.data.data_cache_path = os.path.join(config.run.output_dir, "data")
     if config.sharding.sync == "auto":
         config.sharding.sync = "resident"
 

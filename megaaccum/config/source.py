@@ -86,7 +86,7 @@ def _read_yaml(text: str, path: Path) -> Source:
 
 def _read_root(loader: yaml.SafeLoader, root: yaml.Node, path: Path, source: Source) -> None:
     if not isinstance(root, yaml.MappingNode):
-        source.problems.append(f"{path.name}: expected keys with values (lr: 1e-4), found a {root.id}.")
+        source.problems.append(f"{path.name}: expected keys with values such as lr: 1e-4.")
         return
     for name, value_node, place in _pairs(loader, root, source):
         if name == "deepspeed":

@@ -69,6 +69,15 @@ def latent_attention(subject: Subject) -> Iterator[str]:
         )
 
 
+def latent_attention_kernel(subject: Subject) -> Iterator[str]:
+    """Megatron-core 0.19's own attention kernel does not take the latent heads' widths (it fails when it is built)."""
+    if subject.model.multi_latent_attention and subject.model.transformer_impl == "local":
+        yield (
+            "multi_latent_attention needs Transformer Engine's attention, and transformer_impl is local: set"
+            " transformer_impl to auto."
+        )
+
+
 def latent_keys(subject: Subject) -> Iterator[str]:
     """Keys of multi-latent attention do nothing without it."""
     names = subject.given("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -121,6 +130,7 @@ RULES: tuple[Rule, ...] = (
     positions,
     activation,
     latent_attention,
+    latent_attention_kernel,
     latent_keys,
     recompute,
     recompute_modules,

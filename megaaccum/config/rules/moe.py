@@ -45,7 +45,7 @@ def router(subject: Subject) -> Iterator[str]:
     if experts is None:
         return
     if model.moe_router_topk > experts:
-        yield f"moe_router_topk {model.moe_router_topk} is more than num_experts {experts}: set it to {experts} or less."
+        yield f"moe_router_topk {model.moe_router_topk} is more than num_experts {experts}: set it to {experts}."
     if model.moe_router_load_balancing_type not in BALANCING:
         yield (
             f"moe_router_load_balancing_type is {model.moe_router_load_balancing_type!r}: it must be one of"
@@ -141,6 +141,13 @@ def expert_widths(subject: Subject) -> Iterator[str]:
             )
 
 
+def shared_experts(subject: Subject) -> Iterator[str]:
+    """Megatron-core's shared experts have no biases."""
+    model = subject.model
+    if model.num_experts and model.moe_shared_expert_intermediate_size and model.add_bias_linear:
+        yield "moe_shared_expert_intermediate_size needs linear layers without biases: set add_bias_linear to false."
+
+
 RULES: tuple[Rule, ...] = (
     needs_experts,
     layer_pattern,
@@ -150,4 +157,5 @@ RULES: tuple[Rule, ...] = (
     expert_parallel,
     experts_with_tensor_parallel,
     expert_widths,
+    shared_experts,
 )

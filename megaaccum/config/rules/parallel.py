@@ -39,13 +39,17 @@ def tensor_parallel(subject: Subject) -> Iterator[str]:
 
 def query_groups(subject: Subject) -> Iterator[str]:
     """Megatron spreads key/value heads over tp ranks or repeats them: one count divides the other."""
-    groups, tp = subject.model.num_query_groups, subject.parallel.tensor_model_parallel_size
-    if groups and min(groups, tp) > 0 and groups % tp and tp % groups:
-        legal = nearest(groups, lambda g: g % tp == 0 or tp % g == 0, highest=groups + tp)
+    model, tp = subject.model, subject.parallel.tensor_model_parallel_size
+    groups, heads = model.num_query_groups, model.num_attention_heads
+    # Where nobody wrote it, it is the number of heads, of which `tensor_parallel` speaks.
+    if not subject.given("num_query_groups") or not groups or min(groups, tp) < 1:
+        return
+    if groups % tp and tp % groups:
+        legal = nearest(groups, lambda g: (g % tp == 0 or tp % g == 0) and heads % g == 0, highest=heads)
+        of_groups = f"num_query_groups to {either(legal)}, or " if legal else ""
         yield (
             f"num_query_groups {groups} neither divides nor is divided by tensor_model_parallel_size {tp}: set"
-            f" num_query_groups to {either(legal)}, or tensor_model_parallel_size to"
-            f" {either(nearest_divisors(tp, groups))}."
+            f" {of_groups}tensor_model_parallel_size to {either(nearest_divisors(tp, groups))}."
         )
 
 

@@ -29,7 +29,7 @@ def schedule(subject: Subject) -> Iterator[str]:
     elif name != "none" and pp == 1:
         yield f"schedule {name} needs pipeline_model_parallel_size above 1: set schedule to auto."
     elif name == "interleaved" and vpp is None:
-        yield "schedule interleaved needs virtual_pipeline_model_parallel_size: set it to 2 or more, or schedule to 1f1b."
+        yield "schedule interleaved needs virtual_pipeline_model_parallel_size 2 or more: set it, or schedule to 1f1b."
     elif name == "1f1b" and vpp is not None:
         yield (
             f"schedule 1f1b has one model chunk per rank, and virtual_pipeline_model_parallel_size is {vpp}: set"

@@ -25,7 +25,7 @@ def no_fp16(subject: Subject) -> Iterator[str]:
     if subject.sharding.fp16:
         yield (
             "fp16 needs dynamic loss scaling with one scale and one overflow verdict over all stages, which this"
-            " version does not have: set bf16 to true and leave fp16 out (BF16 has FP32's range and needs no loss scale)."
+            " version does not have: set bf16 to true and leave fp16 out (it has FP32's range and needs no loss scale)."
         )
 
 
