@@ -11,6 +11,7 @@ import sys
 
 from megaaccum import preload
 from megaaccum.cli import main
+from megaaccum.launch import threads_per_rank
 
 
 def without_local_rank(argv: list[str]) -> list[str]:
@@ -25,6 +26,15 @@ def without_local_rank(argv: list[str]) -> list[str]:
     return rest
 
 
+def share_cores() -> None:
+    """Threads of this rank, unless OMP_NUM_THREADS says; before torch is imported. DeepSpeed leaves it to every rank
+    to take all cores.
+    """
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(local_ranks))))
+
+
 if __name__ == "__main__":
+    share_cores()
     preload.prepare()
     sys.exit(main(["train", *without_local_rank(sys.argv[1:])]))
