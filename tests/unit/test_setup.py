@@ -1,0 +1,85 @@
+"""make setup says in one line what a machine lacks; pins and ranges agree."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megaaccum import doctor
+
+ROOT = Path(__file__).parents[2]
+FILES = ("Makefile", "pyproject.toml", "constraints.txt")
+
+
+@pytest.fixture
+def bare_machine(tmp_path):
+    """A folder with what make setup reads, and a PATH on which only the given commands are."""
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+
+    def make_setup(**commands):
+        for name, text in commands.items():
+            tool = tools / name.replace("_", ".").replace("cxx", "c++")
+            tool.write_text(f"#!/bin/sh\n{text}\n")
+            tool.chmod(0o755)
+        make = shutil.which("make")
+        assert make, "these tests need make"
+        return subprocess.run(
+            [make, "setup"], cwd=tmp_path, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=60
+        )
+
+    return make_setup
+
+
+def complaint(answer):
+    assert answer.returncode != 0
+    (line,) = [line for line in answer.stderr.splitlines() if line.startswith("make setup:")]
+    return line
+
+
+def test_no_compiler_is_one_clear_line(bare_machine):
+    assert "no C++ compiler found" in complaint(bare_machine())
+
+
+def test_no_python_is_one_clear_line(bare_machine):
+    assert "Python 3.12 or newer is needed" in complaint(bare_machine(cxx="exit 0"))
+
+
+def test_an_old_python_is_not_taken(bare_machine):
+    # sys.version_info < (3, 12) makes the real one exit with 1.
+    assert "Python 3.12 or newer is needed" in complaint(bare_machine(cxx="exit 0", python3="exit 1"))
+
+
+def test_a_python_without_venv_is_one_clear_line(bare_machine):
+    answer = bare_machine(cxx="exit 0", python3_12='test "$1" = -c')
+    assert "python3.12 could not make .venv" in complaint(answer)
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_constraints_are_exact_versions_only():
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line), line
+
+
+def test_everything_that_is_asked_for_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.match(r"[A-Za-z0-9._-]+", text)[0].lower() for text in wanted}
+    assert names <= set(pins())
+
+
+def test_doctor_and_pyproject_ask_for_the_same():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, (least, below) in doctor.REQUIRED.items():
+        text = f"{name}>={'.'.join(map(str, least))}" + (f",<{'.'.join(map(str, below))}" if below else "")
+        assert text in dependencies
+    assert all(finding.state == "ok" for finding in doctor.check_required(pins()))
