@@ -18,6 +18,7 @@ import torch
 
 _STAGE3 = (
     "_get_fp32_grad_state_partition",
+    "_reassign_or_swap_out_partitioned_parameters",
     "independent_gradient_partition_epilogue",
     "reduce_independent_p_g_buckets_and_remove_grads",
     "set_gradient_accumulation_boundary",
@@ -27,15 +28,17 @@ _STAGE12 = (
     "reduce_independent_p_g_buckets_and_remove_grads",
     "set_gradient_accumulation_boundary",
     "setup_buckets",
+    "update_lp_params",
     "_fill_param_grad_accum_attribute",
 )
-_STAGE3_ATTRIBUTES = ("_grad_acc_hooks", "parameter_offload", "micro_step_id", "averaged_gradients", "grad_position")
+_STAGE3_ATTRIBUTES = ("_grad_acc_hooks", "parameter_offload", "micro_step_id", "averaged_gradients", "grad_position", "fp32_partitioned_groups_flat")
 _STAGE12_ATTRIBUTES = (
     "_grad_acc_hooks",
     "averaged_gradients",
     "params_in_partition",
     "use_grad_accum_attribute",
     "grad_start_offset",
+    "grad_partition_insertion_offset",
     "grad_position",
     "single_partition_of_fp32_groups",
 )
@@ -109,6 +112,22 @@ class Zero3:
         for param, shard, start in self._padded_shards():
             yield param, shard[: self._real_numel(param)], start
 
+    def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+        """(parameter, offset of this rank's part, flat views {"param": FP32 master, "exp_avg": ..., "exp_avg_sq": ...})
+        of everything that training changes. Moments that do not exist yet are made, as zeros."""
+        for param in self.params:
+            group, position, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+            flat, count = self.optimizer.fp32_partitioned_groups_flat[group], self._real_numel(param)
+            rank = torch.distributed.get_rank(param.ds_process_group)  # type: ignore[attr-defined]
+            start = rank * param.partition_numel()  # type: ignore[attr-defined]
+            yield param, start, _views(self.optimizer.optimizer, flat, position, count)
+
+    def adopt_state(self, num_steps: int) -> None:
+        """Take what was written into the views of `state` as the weights after `num_steps` optimizer steps."""
+        set_adam_step(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat, num_steps)
+        for group in range(len(self.optimizer.fp16_groups)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+
     def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         for param in self.params:
             shard, _ = self.optimizer._get_fp32_grad_state_partition(param, release_swap_buffers=True)
@@ -127,10 +146,11 @@ class Zero3:
 class Zero12:
     """The same for ZeRO-1 and ZeRO-2, whose parameters are whole on every rank."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, accumulate_in: torch.dtype):
         self.optimizer = engine.optimizer
         self.params = [param for param in engine.module.parameters() if param.requires_grad]
         self._handed_over: set[int] = set()
+        self.optimizer.gradient_accumulation_dtype = accumulate_in  # see zero1_config
         self._group_of = {id(p): i for i, group in enumerate(self.optimizer.bit16_groups) for p in group}
         _remove_hooks(self.optimizer)
         if self.optimizer.gradient_accumulation_dtype != self.optimizer.dtype:
@@ -176,6 +196,23 @@ class Zero12:
         for group in range(len(self.optimizer.bit16_groups)):
             yield from read(group)
 
+    def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+        """As Zero3.state."""
+        for group, flat in enumerate(self.optimizer.single_partition_of_fp32_groups):
+            rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
+            starts = self.optimizer.grad_start_offset[group][rank]
+            positions = self.optimizer.grad_partition_insertion_offset[group][rank]
+            for param in self.optimizer.params_in_partition[group]:
+                key = self.optimizer.get_param_id(param)
+                start, position = int(starts[key]), int(positions[key])
+                count = min(param.numel() - start, flat.numel() - position)
+                yield param, start, _views(self.optimizer.optimizer, flat, position, count)
+
+    def adopt_state(self, num_steps: int) -> None:
+        """As Zero3.adopt_state; gathers the new weights over the data-parallel ranks."""
+        set_adam_step(self.optimizer.optimizer, self.optimizer.single_partition_of_fp32_groups, num_steps)
+        self.optimizer.update_lp_params()
+
     def _on_device(self, group: int) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         pieces = [g for g in self.optimizer.averaged_gradients[group] if not getattr(g, "_zero_padding", False)]
         rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
@@ -194,6 +231,31 @@ class Zero12:
         return param.numel()
 
 
+def _views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count: int) -> dict[str, torch.Tensor]:
+    state = adam.state[flat]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        if moment not in state:
+            state[moment] = torch.zeros_like(flat)
+    moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
+
+
+def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Flat views of a whole parameter and its moments, made as zeros where they do not exist yet."""
+    return _views(adam, param, 0, param.numel())
+
+
+def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_steps: int) -> None:
+    """Adam's bias correction goes on from `num_steps`: torch keeps it per tensor, the fused Adams of TE and apex per
+    group."""
+    for flat in flats:
+        if isinstance(adam, torch.optim.AdamW):
+            adam.state[flat]["step"] = torch.tensor(float(num_steps), dtype=torch.float32, device=flat.device)
+    for group in adam.param_groups:
+        if not isinstance(adam, torch.optim.AdamW):
+            group["step"] = num_steps
+
+
 def _remove_hooks(optimizer) -> None:
     """Take DeepSpeed's gradient hooks off: the boundary's own decide in which backward a gradient is final."""
     for hook in optimizer._grad_acc_hooks:
@@ -201,9 +263,20 @@ def _remove_hooks(optimizer) -> None:
     optimizer._grad_acc_hooks.clear()
 
 
-def deepspeed_parts(engine) -> Zero3 | Zero12:
-    """The driver that fits the engine's ZeRO stage."""
-    return Zero3(engine) if engine.zero_optimization_stage() == 3 else Zero12(engine)
+def zero1_config(config: dict, params_dtype: torch.dtype) -> dict:
+    """`config` so that DeepSpeed builds its ZeRO optimizer at stage 1 too.
+
+    With BF16 parameters and FP32 accumulation it would take BF16_Optimizer, which keeps a second copy of the gradients
+    and its own accumulation. It decides by this key alone; Zero12 sets the precision back right after.
+    """
+    if config["zero_optimization"]["stage"] == 1 and params_dtype is torch.bfloat16:  # type: ignore[index]
+        return config | {"data_types": {**config.get("data_types", {}), "grad_accum_dtype": "bf16"}}
+    return config
+
+
+def deepspeed_parts(engine, accumulate_in: torch.dtype) -> Zero3 | Zero12:
+    """The driver that fits the engine's ZeRO stage. accumulate_in: precision in which gradients are added up."""
+    return Zero3(engine) if engine.zero_optimization_stage() == 3 else Zero12(engine, accumulate_in)
 
 
 def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:

@@ -28,6 +28,21 @@ class GradShard:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """This rank's part of what training changes about one parameter.
+
+    name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}; writing to them and then `adopt_state`
+    changes the model.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    start: int
+    tensors: dict[str, torch.Tensor]
+
+
 class Boundary(Protocol):
     """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group."""
 
@@ -70,6 +85,12 @@ class Boundary(Protocol):
 
     def discard(self) -> None:
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
+
+    def state(self) -> Iterator[StatePiece]:
+        """This rank's parts of weights and optimizer state."""
+
+    def adopt_state(self, num_steps: int) -> None:
+        """Take what was written into `state` as the model after `num_steps` optimizer steps."""
 
     @property
     def param_groups(self) -> list[dict]:

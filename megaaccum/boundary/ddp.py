@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
-from megaaccum.boundary.base import GradShard
+from megaaccum.boundary.base import GradShard, StatePiece
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -91,6 +91,14 @@ class DdpBoundary:
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> Iterator[StatePiece]:
+        for name, param in model.named_parameters(self._chunks):
+            views = private.adam_views(self._optimizer, param)
+            yield StatePiece(name, param, 0, views)
+
+    def adopt_state(self, num_steps: int) -> None:
+        private.set_adam_step(self._optimizer, [p for _, p in model.named_parameters(self._chunks)], num_steps)
 
     @property
     def param_groups(self) -> list[dict]:

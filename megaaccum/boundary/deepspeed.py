@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum import model, private
-from megaaccum.boundary.base import GradShard
+from megaaccum.boundary.base import GradShard, StatePiece
 from megaaccum.groups import Mpu
 
 if TYPE_CHECKING:
@@ -40,20 +40,20 @@ class DeepSpeedBoundary:
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._chunks = chunks
         _mark_model_parallel(chunks, groups)
+        accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
             optimizer=optimizer,
-            config=plan.deepspeed_config(),
+            config=private.zero1_config(plan.deepspeed_config(), chunks[0].config.params_dtype),
             mpu=Mpu(groups),
             dist_init_required=False,
         )
-        self.parts = private.deepspeed_parts(self.engine)
+        self.parts = private.deepspeed_parts(self.engine, accumulate_in)
         self.reduction_divisor = groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
         self._reduce_in_backward = not any(model.is_expert(param) for param in self.parts.params)
         self._syncing = self._reducing = False
         self._last_flush = True
-        accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
         for param in self.parts.params:
             if param.dtype != accumulate_in:
                 param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
@@ -113,6 +113,13 @@ class DeepSpeedBoundary:
 
     def discard(self) -> None:
         self.parts.discard()
+
+    def state(self) -> Iterator[StatePiece]:
+        for param, start, tensors in self.parts.state():
+            yield StatePiece(self._names[id(param)], param, start, tensors)
+
+    def adopt_state(self, num_steps: int) -> None:
+        self.parts.adopt_state(num_steps)
 
     @property
     def param_groups(self) -> list[dict]:
