@@ -151,7 +151,9 @@ def rank_environment(rank: int, world_size: int, port: int, num_threads: int) ->
     """The variables by which torch, DeepSpeed and Megatron find their rank on this one machine.
 
     TORCHELASTIC_USE_AGENT_STORE tells torch that the store at MASTER_PORT is served by the parent: every rank is a
-    client of it (torch/distributed/rendezvous.py). LOCAL_SIZE is left out on purpose: with it DeepSpeed 0.19 sums through
+    client of it (torch/distributed/rendezvous.py).
+
+    LOCAL_SIZE is left out on purpose: with it DeepSpeed 0.19 sums through
     70 MB per rank in /dev/shm on a CPU, named after MASTER_PORT, which stay there when the ranks end
     (deepspeed/ops/csrc/cpu/comm/shm.cpp).
     """
