@@ -59,12 +59,12 @@ class Batch(Protocol):
     def seq_length(self) -> int: ...
 
 
-def step_flops(config: Config, batch: Batch) -> float:
+def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     """Model FLOPs of one optimizer step over all ranks: forward and backward of `global_batch_size` sequences.
 
-    `config` is a resolved one, with the vocabulary's size filled in. The attention mask is causal, so half of the
-    score matrix counts; an MoE layer counts the experts that a token visits (`moe_router_topk`) and the shared ones.
-    Masked tokens count like any other: they are computed. Equal to `num_floating_point_operations` of
+    `config` is a resolved one, `vocab_size` the tokens of the vocabulary before padding. The attention mask is causal,
+    so half of the score matrix counts; an MoE layer counts the experts that a token visits (`moe_router_topk`) and the
+    shared ones. Masked tokens count like any other: they are computed. Equal to `num_floating_point_operations` of
     megatron.training 0.19; without GQA, SwiGLU and MoE it is 72 B s l h^2 (1 + s / 12h + V / 12lh), which is formula
     (3) of arXiv 2104.04473 less the recomputed forward pass and the masked half of the scores.
     """
@@ -76,17 +76,15 @@ def step_flops(config: Config, batch: Batch) -> float:
         projections * num_layers
         + _mlp_macs(model)
         + _mtp_projection_macs(model) * num_extra
-        + model.hidden_size * padded_vocab_size(config) * (1 + num_extra)
+        + model.hidden_size * padded_vocab_size(config, vocab_size) * (1 + num_extra)
     )
     tokens = batch.global_batch_size * batch.seq_length
     scores = scores_per_key * num_layers * tokens * batch.seq_length / 2
     return float(PASSES * FLOPS_PER_MAC * (per_token * tokens + scores))
 
 
-def padded_vocab_size(config: Config) -> int:
+def padded_vocab_size(config: Config, vocab_size: int) -> int:
     """Rows of the embedding: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp, as in Megatron."""
-    vocab_size = config.model.vocab_size
-    assert vocab_size is not None, "model.vocab_size has to be filled in from the tokenizer first"
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     return math.ceil(vocab_size / multiple) * multiple
 

@@ -10,6 +10,8 @@ import pytest
 from megaaccum.config.schema import Config, ModelConfig, ParallelConfig
 from megaaccum.flops import PEAKS, padded_vocab_size, peak_flops, step_flops
 
+VOCAB = 1000
+
 
 @dataclass
 class Batch:
@@ -19,7 +21,7 @@ class Batch:
 
 def resolved(**keys) -> Config:
     """A config with what `resolve` would have derived."""
-    dense = dict(num_layers=6, hidden_size=384, num_attention_heads=6, vocab_size=1000)
+    dense = dict(num_layers=6, hidden_size=384, num_attention_heads=6)
     model = ModelConfig(**(dense | keys))
     model.ffn_hidden_size = model.ffn_hidden_size or 4 * model.hidden_size
     model.num_query_groups = model.num_query_groups or model.num_attention_heads
@@ -33,7 +35,7 @@ def megatron_flops(config: Config, batch: Batch) -> float:
     model = config.model
     args = Namespace(**{f.name: getattr(model, f.name) for f in fields(model)})
     args.group_query_attention = model.num_query_groups != model.num_attention_heads
-    args.padded_vocab_size = padded_vocab_size(config)
+    args.padded_vocab_size = padded_vocab_size(config, VOCAB)
     args.seq_length = batch.seq_length
     args.moe_latent_size = args.experimental_attention_variant = args.hybrid_layer_pattern = None
     args.attention_output_gate = args.is_hybrid_model = False
@@ -61,14 +63,14 @@ MODELS = {
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS.keys())
 def test_equals_megatrons_count(keys):
     config, batch = resolved(**keys), Batch()
-    assert step_flops(config, batch) == pytest.approx(megatron_flops(config, batch), rel=1e-14)
+    assert step_flops(config, batch, vocab_size=VOCAB) == pytest.approx(megatron_flops(config, batch), rel=1e-14)
 
 
 def test_equals_the_papers_closed_form():
     """arXiv 2104.04473: 96 B s l h^2 (1 + s/6h + V/16lh) with recompute; here 3 passes of 4, half the scores."""
     config, batch = resolved(), Batch()
     B, s, layers, h, V = 8, 256, 6, 384, 1024
-    assert step_flops(config, batch) == pytest.approx(
+    assert step_flops(config, batch, vocab_size=VOCAB) == pytest.approx(
         72 * B * s * layers * h**2 * (1 + s / (12 * h) + V / (12 * layers * h)), rel=1e-14
     )
 
@@ -77,32 +79,40 @@ def test_six_flops_per_parameter_and_token():
     """PaLM's rule of thumb, exact for the matrices: 6 N per token plus the scores."""
     config, batch = resolved(num_query_groups=2, swiglu=True, ffn_hidden_size=1024), Batch()
     h, query, key_value, ffn = 384, 384, 2 * 128, 1024
-    matrices = 6 * (h * (query + key_value) + query * h + 3 * h * ffn) + h * padded_vocab_size(config)
+    matrices = 6 * (h * (query + key_value) + query * h + 3 * h * ffn) + h * padded_vocab_size(config, VOCAB)
     scores = 6 * 2 * query * batch.seq_length / 2
-    assert step_flops(config, batch) == 6 * (matrices + scores) * batch.global_batch_size * batch.seq_length
+    assert (
+        step_flops(config, batch, vocab_size=VOCAB)
+        == 6 * (matrices + scores) * batch.global_batch_size * batch.seq_length
+    )
 
 
 def test_an_idle_expert_costs_nothing_and_a_busy_one_does():
     keys = dict(num_experts=8, moe_ffn_hidden_size=512)
-    one = step_flops(resolved(**keys), Batch())
-    assert step_flops(resolved(**keys | dict(num_experts=64)), Batch()) == one
-    assert step_flops(resolved(**keys | dict(moe_router_topk=4)), Batch()) > one
+    one = step_flops(resolved(**keys), Batch(), vocab_size=VOCAB)
+    assert step_flops(resolved(**keys | dict(num_experts=64)), Batch(), vocab_size=VOCAB) == one
+    assert step_flops(resolved(**keys | dict(moe_router_topk=4)), Batch(), vocab_size=VOCAB) > one
 
 
 def test_recompute_does_not_count():
-    assert step_flops(resolved(recompute_granularity="full"), Batch()) == step_flops(resolved(), Batch())
+    assert step_flops(resolved(recompute_granularity="full"), Batch(), vocab_size=VOCAB) == step_flops(
+        resolved(), Batch(), vocab_size=VOCAB
+    )
 
 
 def test_the_vocabulary_is_padded_per_tensor_parallel_rank():
-    config = resolved(vocab_size=1025)
-    assert padded_vocab_size(config) == 1280
+    config = resolved()
+    assert padded_vocab_size(config, 1025) == 1280
     config.parallel.tensor_model_parallel_size = 1
-    assert padded_vocab_size(config) == 1152
+    assert padded_vocab_size(config, 1025) == 1152
+    assert padded_vocab_size(config, 1024) == 1024
 
 
 def test_an_unresolved_config_is_our_mistake():
-    with pytest.raises(AssertionError, match="vocab_size"):
-        step_flops(resolved(vocab_size=None), Batch())
+    config = resolved()
+    config.model.ffn_hidden_size = None
+    with pytest.raises(AssertionError, match="not resolved"):
+        step_flops(config, Batch(), vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(

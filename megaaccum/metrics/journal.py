@@ -1,0 +1,129 @@
+"""log.jsonl: one JSON object per line, one line per optimizer step and one per evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from megaaccum.errors import MegaaccumError
+
+Record = dict[str, Any]
+
+KINDS = ("train", "valid")
+"""Values of a record's `kind`: an optimizer step, an evaluation."""
+
+
+class Journal:
+    """The file, open for appending; held by one rank.
+
+    A line is handed to the operating system whole as soon as it is written, so killing the process loses none, and a
+    machine that dies tears at most the end of the file, which the next start cuts off.
+    """
+
+    def __init__(self, path: Path, *, start_step: int):
+        """Open the journal of a run that goes on behind step `start_step`; 0 is a run that starts afresh.
+
+        On a resume, what a killed run wrote behind `start_step` is dropped, since those steps are taken again. An
+        earlier run's journal that a fresh start finds in its place is moved aside (`log.1.jsonl`, ...), never
+        overwritten. Raises MegaaccumError when a line in the middle is no record, or the file cannot be written.
+        """
+        self.path = path
+        try:
+            if path.exists() and start_step == 0:
+                set_aside(path)
+            elif path.exists():
+                _keep_until(path, start_step)
+            # Line buffering: each record reaches the operating system in one write.
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def append(self, record: Record) -> None:
+        """Add one line. Raises MegaaccumError where it cannot be written, e.g. on a full disk."""
+        try:
+            self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; nothing is left to be written by then. Closing twice is harmless."""
+        self._file.close()
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a journal, in order; a torn end (any unreadable lines behind the last good one) is left out.
+
+    Raises MegaaccumError, with the line's number, when an unreadable line stands before a good one.
+    """
+    records: list[Record] = []
+    unreadable: tuple[int, bytes] | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            record = _parse(line)
+            if record is None:
+                unreadable = unreadable or (number, line)
+            elif unreadable is not None:
+                raise MegaaccumError(
+                    f"{path} is damaged: line {unreadable[0]} is not a record of a run: {unreadable[1][:60]!r}.\n"
+                    f"Move the file away and start again: the run resumes from its checkpoint, the log begins anew."
+                )
+            else:
+                records.append(record)
+    return records
+
+
+def strict(record: Record) -> Record:
+    """The same record in strict JSON: NaN and infinities become null, and `nonfinite` says what they were."""
+    nonfinite = {key: str(value) for key, value in record.items() if _is_nonfinite(value)}
+    if not nonfinite:
+        return record
+    return {key: None if key in nonfinite else value for key, value in record.items()} | {"nonfinite": nonfinite}
+
+
+def set_aside(path: Path) -> Path:
+    """Rename `name.ext` to the first free of `name.1.ext`, `name.2.ext`, ...; returns the new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give `path` this content at once: whoever looks, even after a crash, finds the old file or the new one whole."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    records = [record for record in read(path) if record["step"] <= last_step]
+    replace_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+
+
+def _parse(line: bytes) -> Record | None:
+    """The record that a line holds, or None. A last line that lacks its newline was torn, even if it parses."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and record.get("kind") in KINDS and isinstance(record.get("step"), int)
+    return record if is_record else None
+
+
+def _is_nonfinite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _unwritable(path: Path, error: OSError) -> MegaaccumError:
+    return MegaaccumError(
+        f"{path} cannot be written: {error.strerror or error}. Free the place or set output_dir to another folder; "
+        f"the run resumes from its last checkpoint."
+    )

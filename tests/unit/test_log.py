@@ -1,0 +1,412 @@
+"""The run's log: journal, progress line, monitor, summary, and what happens in a bad place or with a bad file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megaaccum.batch import BatchPlan
+from megaaccum.config.schema import Config, ModelConfig, RunConfig
+from megaaccum.errors import ConfigError, MegaaccumError
+from megaaccum.log import RunLog, check
+from megaaccum.metrics import journal
+from megaaccum.metrics.monitor import blocks_of
+from megaaccum.metrics.progress import duration
+from megaaccum.metrics.speed import Speed
+from megaaccum.testing import run_ranks
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def planned(folder: Path, **run) -> types.SimpleNamespace:
+    """As much of a Plan as the log reads: 4096 tokens per step on 4 ranks."""
+    keys = dict(train_iters=20, log_interval=5, output_dir=str(folder))
+    config = Config(model=ModelConfig(num_layers=2, hidden_size=64), run=RunConfig(**(keys | run)))
+    batch = BatchPlan(
+        micro_batch_size=2, num_chunks=8, grad_accum_steps=1, data_parallel_size=2, pipeline_model_parallel_size=2,
+        seq_length=128, flush="merged", loss_norm="token",
+    )  # fmt: skip
+    layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, dp=2)
+    return types.SimpleNamespace(config=config, batch=batch, layout=layout)
+
+
+def opened(folder: Path, *, start_step=0, peak_flops=None, clock=None, **run) -> RunLog:
+    return RunLog(
+        planned(folder, **run), rank=0, is_writer=True, flops_per_step=8e12, peak_flops=peak_flops,
+        start_step=start_step, clock=clock or Clock(),
+    )  # fmt: skip
+
+
+def step(number: int, **values) -> dict:
+    usual = dict(step=number, loss=8.0 / number, grad_norm=1.25, lr=1e-3, seconds_per_step=2.0, skipped=False)
+    return usual | values
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+# The journal
+
+
+def test_every_step_is_one_line_with_its_rates(tmp_path):
+    log = opened(tmp_path, peak_flops=10e12)
+    log.step(step(1, consumed_samples=32))
+    (line,) = lines(tmp_path)  # readable before anything is closed
+    assert line == {
+        "kind": "train", "step": 1, "loss": 8.0, "grad_norm": 1.25, "lr": 1e-3, "seconds_per_step": 2.0,
+        "skipped": False, "consumed_samples": 32,
+        "tokens_per_second": 2048.0, "tflops_per_second_per_rank": 1.0, "mfu": 0.1,
+    }  # fmt: skip
+
+
+def test_tensors_become_the_numbers_they_hold(tmp_path):
+    torch = pytest.importorskip("torch")
+    log = opened(tmp_path)
+    log.step(step(1, loss=torch.tensor(1 / 3), grad_norm=torch.tensor([0.5], dtype=torch.bfloat16)))
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["grad_norm"]) == (torch.tensor(1 / 3).item(), 0.5)
+
+
+def test_what_is_not_finite_is_null_in_strict_json_and_named(tmp_path):
+    log = opened(tmp_path)
+    log.step(step(1, loss=math.nan, grad_norm=math.inf, skipped=True))
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["grad_norm"]) == (None, None)
+    assert line["nonfinite"] == {"loss": "nan", "grad_norm": "inf"}
+
+
+def test_a_resume_drops_what_the_killed_run_wrote_behind_the_checkpoint(tmp_path):
+    log = opened(tmp_path)
+    log.evaluation(dict(step=0, loss=8.0))
+    for number in range(1, 8):
+        log.step(step(number))
+    log.evaluation(dict(step=7, loss=5.0))
+    resumed = opened(tmp_path, start_step=5)
+    for number in range(6, 9):
+        resumed.step(step(number, loss=1.0))
+    assert [(r["kind"], r["step"]) for r in lines(tmp_path)] == [("valid", 0), *[("train", n) for n in range(1, 9)]]
+    assert [r["loss"] for r in lines(tmp_path)][-3:] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "train", "st', b'{"kind": "train", "step": 4}', b"\0" * 500, b"\0\n\0\n"])
+def test_a_torn_end_is_cut_off(tmp_path, torn):
+    log = opened(tmp_path)
+    for number in range(1, 4):
+        log.step(step(number))
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(torn)
+    assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3]
+    opened(tmp_path, start_step=3).step(step(4))
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", ["garbage", '{"kind": "train"}', '{"step": 2}', "[1]", ""])
+def test_damage_in_the_middle_is_an_error_that_names_the_line_and_loses_nothing(tmp_path, damage):
+    log = opened(tmp_path)
+    log.step(step(1))
+    path = tmp_path / "log.jsonl"
+    path.write_text(path.read_text() + damage + "\n" + path.read_text())
+    before = path.read_bytes()
+    with pytest.raises(MegaaccumError, match=r"log\.jsonl is damaged: line 2"):
+        opened(tmp_path, start_step=1)
+    assert path.read_bytes() == before
+
+
+def test_a_fresh_start_moves_an_earlier_journal_aside(tmp_path):
+    for loss in (1.0, 2.0, 3.0):
+        opened(tmp_path).step(step(1, loss=loss))
+    assert [r["loss"] for r in lines(tmp_path)] == [3.0]
+    asides = [json.loads((tmp_path / f"log.{n}.jsonl").read_text())["loss"] for n in (1, 2)]
+    assert asides == [1.0, 2.0]
+
+
+def test_a_full_disk_is_one_clear_message(tmp_path):
+    log = opened(tmp_path)
+    log._journal._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+    with pytest.raises(MegaaccumError, match=r"log\.jsonl cannot be written: No space left on device.*output_dir"):
+        log.step(step(1))
+
+
+def test_only_the_writing_rank_has_files_and_words(tmp_path, capsys):
+    folder = tmp_path / "never"
+    log = RunLog(planned(folder), rank=3, is_writer=False, flops_per_step=1.0, peak_flops=None)
+    log.step(step(1))
+    log.evaluation(dict(step=1, loss=1.0))
+    log.note("hello")
+    log.close()
+    assert not folder.exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_another_rank_than_0_cannot_be_the_writer(tmp_path):
+    with pytest.raises(AssertionError, match="rank 0"):
+        RunLog(planned(tmp_path), rank=3, is_writer=True, flops_per_step=1.0, peak_flops=None)
+
+
+# The progress line
+
+
+def test_the_line_says_all_there_is(tmp_path, capsys):
+    clock = Clock()
+    log = opened(tmp_path, peak_flops=2e12, clock=clock)
+    for number in range(1, 6):
+        clock.now += 100.0 if number == 1 else 3.0
+        log.step(step(number, loss=2.5, grad_norm=0.5, lr=2e-3, seconds_per_step=1.0 if number == 5 else 2.0))
+    first, fifth = capsys.readouterr().out.splitlines()
+    assert first == (
+        "step  1/20 | loss 2.5000 | grad norm 0.5 | lr 2.00e-03 | 2,048 tokens/s | 1 TFLOP/s per rank | MFU 50.0%"
+    )
+    # Rates over the steps since the line before (2 + 2 + 2 + 1 seconds); 15 steps of 3 seconds are left by the clock.
+    assert fifth == (
+        "step  5/20 | loss 2.5000 | grad norm 0.5 | lr 2.00e-03 | 2,341 tokens/s | 1.14 TFLOP/s per rank | MFU 57.1%"
+        " | ETA 0:45"
+    )
+
+
+def test_without_a_known_peak_there_is_no_mfu(tmp_path, capsys):
+    opened(tmp_path).step(step(1))
+    assert "MFU" not in capsys.readouterr().out
+    assert "mfu" not in lines(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "start_step", "expected"),
+    [
+        (dict(), 0, [1, 5, 10, 15, 20]),
+        (dict(), 7, [8, 10, 15, 20]),
+        (dict(max_steps=3), 7, [8, 10]),
+        (dict(log_interval=0), 0, [1, 20]),
+        (dict(log_interval=1, max_steps=2), 0, [1, 2]),
+    ],
+)
+def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path, capsys, run, start_step, expected):
+    log = opened(tmp_path, start_step=start_step, **run)
+    last = min(20, start_step + run.get("max_steps", 20))
+    for number in range(start_step + 1, last + 1):
+        log.step(step(number))
+    printed = capsys.readouterr().out.splitlines()
+    assert [int(line.split("/")[0].removeprefix("step")) for line in printed] == expected
+
+
+def test_skipped_steps_since_the_last_line_are_counted(tmp_path, capsys):
+    log = opened(tmp_path)
+    for number in range(1, 11):
+        log.step(step(number, skipped=number in (2, 4), **(dict(grad_norm=math.nan) if number == 5 else {})))
+    first, fifth, tenth = capsys.readouterr().out.splitlines()
+    assert "2 skipped" in fifth
+    assert "grad norm nan" in fifth
+    assert "skipped" not in first + tenth
+
+
+def test_an_evaluation_is_told_at_once_and_recorded(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.evaluation(dict(step=0, loss=math.log(50.0), seconds=1.5))
+    log.evaluation(dict(step=10, loss=1e9))
+    assert capsys.readouterr().out.splitlines() == [
+        "step  0/20 | validation loss 3.9120 | perplexity 50.00",
+        "step 10/20 | validation loss 1000000000.0000",
+    ]
+    assert lines(tmp_path)[0] == {"kind": "valid", "step": 0, "loss": math.log(50.0), "seconds": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (3 * 86400 + 61, "3 d 0:01:01")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_no_rate_of_a_step_without_duration():
+    speed = Speed(tokens_per_step=1, flops_per_step=1.0, world_size=1, peak_flops=None)
+    with pytest.raises(AssertionError, match="0 seconds"):
+        speed.rates(0)
+
+
+# The end
+
+
+def test_the_end_draws_a_picture_and_sums_up_the_whole_run(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.evaluation(dict(step=0, loss=8.0))
+    for number in range(1, 4):
+        log.step(step(number))
+    log.close()
+    clock = Clock()
+    resumed = opened(tmp_path, start_step=3, clock=clock)
+    resumed.step(step(4, skipped=True))
+    resumed.evaluation(dict(step=4, loss=4.0))
+    clock.now += 62.0
+    capsys.readouterr()
+    resumed.close("Stopped by SIGTERM")
+    resumed.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "Stopped by SIGTERM:",
+        "  steps            4, 1 of them skipped",
+        "  training loss    8.0000 -> 2.0000",
+        "  validation loss  8.0000 -> 4.0000 (50.0% of its start)",
+        "  time             1:02 in this start",
+        f"  log              {tmp_path}/log.jsonl",
+        f"  picture          {tmp_path}/loss.png",
+    ]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.step(step(1))
+    (tmp_path / "loss.png").mkdir()
+    log.close()
+    assert "not drawn" in capsys.readouterr().out
+
+
+def test_a_run_without_steps_ends_in_one_line(tmp_path, capsys):
+    opened(tmp_path).close()
+    assert capsys.readouterr().out == "Done: no step was taken.\n"
+    assert not (tmp_path / "loss.png").exists()
+
+
+# Bad places and missing packages
+
+
+def test_an_output_folder_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir '.*file/run' cannot be written: Not a directory"):
+        check(planned(tmp_path / "file" / "run").config)
+    with pytest.raises(ConfigError, match="output_dir"):
+        opened(tmp_path / "file" / "run")
+
+
+def test_missing_packages_are_all_named_before_the_run_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = planned(tmp_path, wandb_project="mine", tensorboard_dir=str(tmp_path / "tb")).config
+    with pytest.raises(ConfigError) as error:
+        check(config)
+    assert [text.split(" ")[0] for text in error.value.problems] == ["tensorboard_dir", "wandb_project"]
+    assert "pip install wandb" in str(error.value)
+
+
+def test_services_that_nobody_asked_for_are_not_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check(planned(tmp_path, csv_dir=str(tmp_path / "csv")).config)
+
+
+# DeepSpeed's monitor
+
+
+def test_the_keys_become_deepspeeds_blocks(tmp_path):
+    config = planned(tmp_path, tensorboard_dir="tb", wandb_project="mine", csv_dir="csv").config
+    config.deepspeed = {"wandb": {"enabled": True, "team": "us"}, "csv_monitor": {"enabled": True, "job_name": "job"}}
+    assert blocks_of(config) == {
+        "tensorboard": {"enabled": True, "output_path": "tb", "job_name": ""},
+        "wandb": {"enabled": True, "project": "mine", "team": "us"},
+        "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"},
+    }
+
+
+def test_a_block_that_is_off_stays_off(tmp_path):
+    config = planned(tmp_path).config
+    config.deepspeed = {"csv_monitor": {"enabled": False, "output_path": "csv"}}
+    assert blocks_of(config) == {}
+
+
+def _train_twice(folder: Path) -> None:
+    """Seven steps, a kill behind the checkpoint of step 5, and the resumed rest."""
+    places = dict(tensorboard_dir=str(folder / "tb"), csv_dir=str(folder / "csv"), log_interval=2)
+    killed = opened(folder, **places)
+    for number in range(1, 8):
+        killed.step(step(number, loss=100.0 if number > 5 else float(number)))
+    killed._flush()
+    resumed = opened(folder, start_step=5, **places)
+    for number in range(6, 9):
+        resumed.step(step(number, loss=float(number)))
+    resumed.evaluation(dict(step=8, loss=0.5))
+    resumed.close()
+
+
+def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):
+    run_ranks(_train_twice, 1, tmp_path)
+    with (tmp_path / "csv" / "train_loss.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [["step", "loss"], *[[str(n), str(float(n))] for n in range(1, 9)]]
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(n, float(n)) for n in range(1, 9)]
+    assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(8, 0.5)]
+    assert "train/tokens_per_second" in events.Tags()["scalars"]
+
+
+def _log_to_wandb(folder: Path) -> list:
+    """W&B itself needs an account, so a module of its name takes its calls."""
+    calls: list = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **keys: calls.append(("init", keys))
+    fake.log = lambda data, step, commit: calls.append((data, step))
+    fake.finish = lambda: calls.append(("finish", None))
+    fake.__spec__ = types.SimpleNamespace()
+    sys.modules["wandb"] = fake
+    log = opened(folder, wandb_project="mine")
+    log.step(dict(step=1, loss=2.0, grad_norm=math.inf, lr=1e-3, seconds_per_step=2.0))
+    log.close()
+    return calls
+
+
+def test_wandb_is_given_project_names_and_steps(tmp_path):
+    (calls,) = run_ranks(_log_to_wandb, 1, tmp_path)
+    assert calls[0] == ("init", {"project": "mine", "group": None, "entity": None})
+    assert ({"train/loss": 2.0}, 1) in calls
+    assert not any("train/grad_norm" in data for data, _ in calls)  # it was infinite
+    assert calls[-1] == ("finish", None)
+
+
+def _refused_by_wandb(folder: Path) -> str:
+    def refuse(**keys):
+        raise RuntimeError("no API key configured")
+
+    fake = types.ModuleType("wandb")
+    fake.init = refuse
+    fake.__spec__ = types.SimpleNamespace()
+    sys.modules["wandb"] = fake
+    with pytest.raises(ConfigError) as error:
+        opened(folder, wandb_project="mine")
+    return str(error.value)
+
+
+def test_a_service_that_refuses_is_a_config_error(tmp_path):
+    (text,) = run_ranks(_refused_by_wandb, 1, tmp_path)
+    assert text == "wandb could not be opened: RuntimeError: no API key configured"
+
+
+def _fresh_after_another(folder: Path) -> None:
+    for loss in (1.0, 2.0):
+        log = opened(folder, csv_dir=str(folder / "csv"))
+        log.step(step(1, loss=loss))
+
+
+def test_a_fresh_start_moves_earlier_csv_files_aside(tmp_path):
+    run_ranks(_fresh_after_another, 1, tmp_path)
+    assert (tmp_path / "csv" / "train_loss.csv").read_text().split() == ["step,loss", "1,2.0"]
+    assert (tmp_path / "csv" / "train_loss.1.csv").read_text().split() == ["step,loss", "1,1.0"]
+
+
+def test_the_log_needs_neither_torch_nor_deepspeed_nor_matplotlib_to_be_imported():
+    import subprocess
+
+    code = "import sys, megaaccum.log; print(*{'torch', 'deepspeed', 'matplotlib', 'megatron'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
