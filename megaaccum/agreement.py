@@ -11,18 +11,18 @@ from megaaccum import cpu
 from megaaccum.errors import RankDisagreement
 
 
-def agree(digest: str, **facts: int) -> None:
+def agree(digest: str, *, stop: bool = False, **facts: int) -> bool:
     """Compare `digest` (of the plan) and `facts` over all ranks: one all-gather of a few integers per rank.
 
-    Raises RankDisagreement on every rank, naming each fact that differs and who says what.
+    Returns whether any rank wishes to `stop` after this step (a signal may reach ranks in different steps). Raises RankDisagreement on every rank, naming each fact that differs and who says what.
     """
     numbers = {"plan": int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16), **facts}
-    mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=cpu.device())
+    mine = torch.tensor([*numbers.values(), int(stop)], dtype=torch.int64, device=cpu.device())
     everyone = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64, device=cpu.device())
     dist.all_gather_into_tensor(everyone, mine)
     rows = everyone.view(-1, len(mine)).cpu()
-    if (rows == rows[0]).all():
-        return
+    if (rows[:, :-1] == rows[0, :-1]).all():
+        return bool(rows[:, -1].any())
     texts = [_describe(rows, column, name) for column, name in enumerate(numbers)]
     raise RankDisagreement("; ".join(text for text in texts if text))
 

@@ -94,6 +94,14 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def num_gpus() -> int:
+    """GPUs of this machine, 0 where there is none."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _refuse_cuda() -> None:
     import torch
 

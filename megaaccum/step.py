@@ -31,6 +31,7 @@ class StepResult:
 
     loss: mean over the step (loss_norm). num_tokens: unmasked tokens over all ranks. grad_norm: L2 norm of the model's
     gradient before clipping. skipped: the gradient was not finite on some rank, and no rank changed its weights.
+    stop: some rank was told to stop after this step.
     seconds: by phase.
     """
 
@@ -38,6 +39,7 @@ class StepResult:
     num_tokens: int
     grad_norm: float
     skipped: bool
+    stop: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -55,10 +57,10 @@ class Stepper:
         )
         self._digest = plan.digest()
 
-    def train(self, microbatches: Sequence[Microbatch], *, step: int) -> StepResult:
+    def train(self, microbatches: Sequence[Microbatch], *, step: int, stop: bool = False) -> StepResult:
         """Make the accumulated step on this rank's `num_microbatches` micro-batches: the step on the global batch."""
         clock = _Clock()
-        agree(self._digest, step=step, num_microbatches=len(microbatches))
+        stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop)
         loss = self._divisor(microbatches)
         clock.lap("agree")
         self._boundary.begin_step()
@@ -75,6 +77,7 @@ class Stepper:
             num_tokens=loss.num_tokens,
             grad_norm=norm,
             skipped=skipped,
+            stop=stop,
             seconds=clock.seconds,
         )
 
@@ -85,8 +88,9 @@ class Stepper:
         self._run_flushes(microbatches, loss)
         return loss
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss of one global batch, without gradients or dropout; the same on every rank."""
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
+        rank."""
         loss = self._divisor(microbatches)
         self._boundary.gather()
         for chunk in self._chunks:
@@ -95,7 +99,7 @@ class Stepper:
             reports = self._flush(microbatches, 0, loss, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
-        return loss.mean(reports, self._groups)
+        return loss.mean(reports, self._groups), loss.num_tokens
 
     def _divisor(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         masks = [microbatch["loss_mask"] for microbatch in microbatches]
@@ -158,7 +162,7 @@ class _ForwardStep:
 
     def __call__(self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module):
         index, microbatch = next(data_iterator)
-        batch = self._own_part({k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items()})
+        batch = self._own_part({k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None})
         output = chunk(
             batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
             loss_mask=batch["loss_mask"],

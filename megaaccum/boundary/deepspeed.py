@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.errors import ConfigError
 from megaaccum.groups import Mpu
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class DeepSpeedBoundary:
         self._groups = groups
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._chunks = chunks
+        if groups.layout.ep > 1:
+            raise ConfigError(
+                f"expert_model_parallel_size {groups.layout.ep}: expert gradients have a data-parallel group of their "
+                "own, which this boundary does not reduce over yet; set expert_model_parallel_size to 1"
+            )
         _mark_model_parallel(chunks, groups)
         accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
