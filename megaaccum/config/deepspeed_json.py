@@ -221,8 +221,15 @@ def _data_types(reconciler: Reconciler, name: str, value: object) -> None:
             reconciler.refuse(f"{name}.{inner}", item, "write params_dtype instead")
 
 
+_DIVISOR_DEFAULTS = {
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+}
+
+
 def _divisor(reconciler: Reconciler, name: str, value: object) -> None:
-    if value not in (None, "auto", {"gradient_predivide_factor": 1.0, "gradient_allreduce_op": "mean"}[name]):
+    if value not in (None, "auto", _DIVISOR_DEFAULTS[name]):
         reconciler.refuse(name, value, "the loss is divided once, by loss_norm; leave it out")
 
 
@@ -258,8 +265,7 @@ _HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
     "fp16": _precision,
     "zero_optimization": _zero,
     "data_types": _data_types,
-    "gradient_predivide_factor": _divisor,
-    "gradient_allreduce_op": _divisor,
+    **dict.fromkeys(_DIVISOR_DEFAULTS, _divisor),
     "activation_checkpointing": _activation_checkpointing,
     "optimizer": lambda r, name, value: read_optimizer(r, _mapping(r, name, value)),
     "scheduler": lambda r, name, value: read_scheduler(r, _mapping(r, name, value)),

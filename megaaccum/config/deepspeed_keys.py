@@ -35,7 +35,6 @@ REFUSED = {
     "expert_parallel": "write expert_model_parallel_size instead",
     "flops_profiler": "the log shows FLOP/s already; leave it out",
     "hybrid_engine": "it serves reinforcement learning; leave it out",
-    "managed_gradient_accumulation": "write grad_accum_steps instead",
     "pipeline": "write pipeline_model_parallel_size and schedule instead",
     "prescale_gradients": "the loss is divided once, by loss_norm; leave it out",
     "progressive_layer_drop": "leave it out",
@@ -55,6 +54,7 @@ RECONCILED = frozenset(
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
         "bf16", "bfloat16", "fp16", "zero_optimization", "communication_data_type", "data_types", "tensorboard",
         "wandb", "csv_monitor", "gradient_predivide_factor", "gradient_allreduce_op",
+        "managed_gradient_accumulation",
     }
 )  # fmt: skip
 """Held against megaaccum's own keys."""

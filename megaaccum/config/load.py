@@ -58,6 +58,7 @@ def read(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = 
     problems: list[str] = []
     for source in sources:
         problems += source.problems
+        config.notes += source.notes
         if source.name == COMMAND_LINE:
             _set_aside_rivals(config, source)
         problems += _apply(config, source)

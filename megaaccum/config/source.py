@@ -30,6 +30,8 @@ class Source:
     """A DeepSpeed JSON, where the source has one."""
     problems: list[str] = field(default_factory=list)
     """What could not be read."""
+    notes: list[str] = field(default_factory=list)
+    """What was read and has no effect, and why."""
 
     def put(self, written: str, value: object, place: str) -> None:
         """Store the value under the key that `written` names; an unknown or repeated key is a problem."""
@@ -88,8 +90,11 @@ def _read_root(loader: yaml.SafeLoader, root: yaml.Node, path: Path, source: Sou
     if not isinstance(root, yaml.MappingNode):
         source.problems.append(f"{path.name}: expected keys with values such as lr: 1e-4.")
         return
+    megatron: list[str] = []
     for name, value_node, place in _pairs(loader, root, source):
-        if name == "deepspeed":
+        if canonical(name) is None and _is_megatron_flag(name):
+            megatron += _as_flag(name, loader.construct_object(value_node, deep=True))
+        elif name == "deepspeed":
             source.deepspeed = _deepspeed_block(loader, value_node, path, place, source)
         elif name in SECTIONS and isinstance(value_node, yaml.MappingNode):
             _read_section(loader, name, value_node, source)
@@ -97,6 +102,23 @@ def _read_root(loader: yaml.SafeLoader, root: yaml.Node, path: Path, source: Sou
             continue
         else:
             source.put(name, loader.construct_object(value_node, deep=True), place)
+    if megatron:
+        _put_megatron(megatron, source, base_dir=path.parent, place=source.name)
+
+
+def _is_megatron_flag(name: str) -> bool:
+    """Whether a name that is no key is a flag of Megatron's, such as disable_bias_linear."""
+    from megaaccum.config.megatron_table import flags, spelling
+
+    return name not in ("deepspeed", *SECTIONS) and spelling(name) in flags()
+
+
+def _as_flag(name: str, value: object) -> list[str]:
+    """A flag and its value as words; a switch that is false, or a value of null, is a flag that is not given."""
+    if value is None or value is False:
+        return []
+    values = value if isinstance(value, list) else [] if value is True else [value]
+    return [f"--{name}", *map(str, values)]
 
 
 def _read_section(loader: yaml.SafeLoader, section: str, node: yaml.MappingNode, source: Source) -> None:
@@ -178,9 +200,10 @@ def _read_argument_file(path: Path) -> Source:
 def _put_megatron(argv: Sequence[str], source: Source, *, base_dir: Path, place: str) -> None:
     from megaaccum.config import megatron_args
 
-    values, problems = megatron_args.parse(argv, base_dir=base_dir)
-    source.problems.extend(f"{place}: {text}" for text in problems)
-    for name, value in values.items():
+    reading = megatron_args.read_flags(argv, base_dir=base_dir, beside=dict(source.values))
+    source.problems.extend(f"{place}: {text}" for text in reading.problems)
+    source.notes.extend(reading.notes)
+    for name, value in reading.values.items():
         if name == "deepspeed":
             assert isinstance(value, dict)
             source.deepspeed = value

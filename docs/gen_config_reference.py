@@ -1,0 +1,134 @@
+"""Writes docs/configuration.md, the reference of every key, from the docstrings of the configuration's dataclasses.
+
+python docs/gen_config_reference.py          writes the file
+python docs/gen_config_reference.py --check  exits with 1 if the file is not what would be written
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from megaaccum.config import schema
+from megaaccum.config.keys import ALIASES, SECTIONS
+from megaaccum.config.rules.values import REQUIRED
+
+PAGE = Path(__file__).parent / "configuration.md"
+
+HEAD = """\
+# Configuration
+
+<!-- Written by docs/gen_config_reference.py from megaaccum/config/schema.py. Change that, then run it. -->
+
+A configuration is a YAML (or JSON) file of the keys below, flat or under the name of their section; a file of Megatron
+flags, or the shell script that holds them, is read as well. Names are Megatron-LM's where it has one.
+
+```yaml
+model:
+  num_layers: 4        # under its section ...
+lr: 2.0e-3             # ... or flat
+deepspeed: ds.json     # a DeepSpeed JSON beside this file, or its keys as a block
+```
+
+Any key can be given on the command line too, where it outranks the file: `--lr 1e-4`, `--lr=1e-4`, `--bf16`,
+`--no-bf16`, with dashes or underscores. `megaaccum check CONFIG` prints what becomes of it all, or every error at once.
+
+## How the batch follows
+
+```
+device_batch_size = micro_batch_size * num_chunks
+num_microbatches  = grad_accum_steps * num_chunks
+global_batch_size = device_batch_size * grad_accum_steps * data_parallel_size
+data_parallel_size = world / (tensor * context * pipeline_model_parallel_size)
+```
+
+Give any of the five sizes that are keys; the others follow. What they leave open is `micro_batch_size: 1`, one
+accumulation step, and as many chunks as the rest asks for. Sizes of one file that contradict each other are an error.
+
+A size on the command line outranks sizes in the file: `device_batch_size`, `grad_accum_steps` and `global_batch_size`
+say how large the batch is, and of the file's sizes those are kept that still fit, `micro_batch_size` first;
+`micro_batch_size` and `num_chunks` alone say how it is cut, and the file's `global_batch_size` stays. `check` tells
+which were recomputed.
+
+## The DeepSpeed block
+
+What a DeepSpeed JSON says about batch, precision, clipping, ZeRO, optimizer and scheduler is taken over where no key
+says it, and must agree where one does; `"auto"` leaves it to the key. Keys that cannot be honoured are errors that name
+what to write instead. `megaaccum check CONFIG --json` prints what DeepSpeed is given in the end.
+
+"""
+
+
+def page() -> str:
+    """The whole page as text."""
+    docs = field_docs()
+    sections = [_section(name, cls, docs[cls.__name__]) for name, cls in SECTIONS.items()]
+    return HEAD + "\n".join(sections) + "\n" + _aliases()
+
+
+def field_docs() -> dict[str, dict[str, str]]:
+    """The text under each field of the schema's classes, by class and field."""
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    docs: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            docs[node.name] = {
+                field.target.id: str(text.value.value)
+                for field, text in zip(node.body, node.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            }
+    return docs
+
+
+def _section(name: str, cls: type, docs: dict[str, str]) -> str:
+    rows = [_row(field, docs[field.name]) for field in dataclasses.fields(cls)]
+    about = (cls.__doc__ or "").splitlines()[0]
+    return "\n".join(
+        [f"## `{name}`", "", about, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+    )
+
+
+def _row(field: dataclasses.Field, doc: str) -> str:
+    cells = [f"`{field.name}`", _type(str(field.type)), _default(field), doc]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(annotation: str) -> str:
+    """`Literal['a', 'b'] | None` as 'a, b'; other types by Python's name. The default says what None means."""
+    choices = re.findall(r"Literal\[([^\]]*)\]", annotation)
+    if choices:
+        return ", ".join(f"`{word.strip().strip(chr(39) + chr(34))}`" for word in choices[0].split(","))
+    return f"`{annotation.removesuffix(' | None')}`"
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.name in REQUIRED:
+        return "required"
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    return "derived, or none" if value is None else f"`{value}`"
+
+
+def _aliases() -> str:
+    rows = [f"| `{alias}` | `{key}` |" for alias, key in ALIASES.items()]
+    return "\n".join(["## Other names", "", "| also written | key |", "| --- | --- |", *rows, ""])
+
+
+def main(argv: list[str]) -> int:
+    """Write the page, or with --check only compare it."""
+    text = page()
+    if "--check" in argv:
+        return 0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

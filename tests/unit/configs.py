@@ -1,0 +1,34 @@
+"""A small configuration that keeps every rule, for tests that break one of them."""
+
+from __future__ import annotations
+
+from megaaccum.config import Config, Plan, resolve
+from megaaccum.config.keys import all_keys
+
+SMALL: dict[str, object] = dict(
+    num_layers=8,
+    hidden_size=64,
+    num_attention_heads=8,
+    seq_length=64,
+    micro_batch_size=1,
+    num_chunks=16,
+    train_iters=100,
+    lr=1e-3,
+)
+
+
+def make(**keys: object) -> Config:
+    """SMALL with these keys over it, as if written in a file; a key that is None here is left out."""
+    config = Config()
+    for name, value in (SMALL | keys).items():
+        if name == "deepspeed":
+            config.deepspeed = value  # type: ignore[assignment]
+        elif value is not None:
+            setattr(getattr(config, all_keys()[name].section), name, value)
+            config.origin[name] = "test.yaml"
+    return config
+
+
+def plan(world_size: int = 1, **keys: object) -> Plan:
+    """SMALL with these keys, resolved."""
+    return resolve(make(**keys), world_size=world_size)

@@ -1,0 +1,270 @@
+"""Reading files and command lines: names, types, precedence, and every mistake at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaaccum.config import load
+from megaaccum.config.coerce import NotOfType, coerce, evaluate_int_list
+from megaaccum.config.keys import ALIASES, all_keys, canonical
+from megaaccum.config.load import given
+from megaaccum.errors import ConfigError
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def problems(*args: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*args)
+    return caught.value.problems
+
+
+def test_flat_keys_and_sections_read_alike(tmp_path: Path) -> None:
+    flat = load(write(tmp_path, "num_layers: 4\nlr: 1e-4\n"))
+    nested = load(write(tmp_path, "model:\n  num_layers: 4\noptimizer: {lr: 1e-4}\nrun:\n"))
+    assert flat == nested
+    assert (flat.model.num_layers, flat.optimizer.lr) == (4, 1e-4)
+    assert flat.origin == {"num_layers": "run.yaml", "lr": "run.yaml"}
+
+
+def test_json_is_read(tmp_path: Path) -> None:
+    assert load(write(tmp_path, '{"num_layers": 4, "deepspeed": {"steps_per_print": 5}}', "run.json")).deepspeed == {
+        "steps_per_print": 5
+    }
+
+
+def test_an_empty_file_and_no_file_give_the_defaults(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "# nothing yet\n")) == load()
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_name_keys(alias: str) -> None:
+    assert canonical(alias) == ALIASES[alias]
+    assert alias not in all_keys()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dbs", "4"],
+        ["--dbs=4"],
+        ["--device-batch-size", "4"],
+        ["--device_batch_size=4"],
+        ["--batch.device_batch_size", "4"],
+    ],
+)
+def test_ways_to_write_a_key_on_the_command_line(words: list[str]) -> None:
+    config = load(None, words)
+    assert config.batch.device_batch_size == 4
+    assert config.origin == {"device_batch_size": "command line"}
+
+
+def test_flags_and_their_negations() -> None:
+    config = load(None, ["--bf16", "--no-save-at-end", "--no_add_bias_linear", "--swiglu", "false", "--no-load"])
+    assert config.sharding.bf16
+    assert not config.run.save_at_end
+    assert not config.model.add_bias_linear
+    assert not config.model.swiglu
+    assert config.run.no_load
+
+
+def test_lists_on_the_command_line_run_to_the_next_flag() -> None:
+    config = load(None, ["--data-path", "0.3", "a", "0.7", "b", "--recompute_modules", "mlp,layernorm"])
+    assert config.data.data_path == ["0.3", "a", "0.7", "b"]
+    assert config.model.recompute_modules == ["mlp", "layernorm"]
+
+
+def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "lr: 1e-4\nmin_lr: 1e-5\n"), ["--lr", "2e-4"])
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (2e-4, 1e-5)
+    assert config.origin == {"lr": "command line", "min_lr": "run.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "kept", "lost"),
+    [
+        ("lr_warmup_fraction: 0.1", ["--lr_warmup_iters", "5"], "lr_warmup_iters", "lr_warmup_fraction"),
+        ("params_dtype: fp32", ["--bf16"], "bf16", "params_dtype"),
+        ("num_layers_per_virtual_pipeline_stage: 2", ["--vpp", "2"], "virtual_pipeline_model_parallel_size",
+         "num_layers_per_virtual_pipeline_stage"),
+        ("data_path: [a]", ["--train_data_path", "b"], "train_data_path", "data_path"),
+    ],
+)  # fmt: skip
+def test_another_way_to_say_it_is_set_aside_too(
+    tmp_path: Path, text: str, words: list[str], kept: str, lost: str
+) -> None:
+    config = load(write(tmp_path, text), words)
+    assert given(config, kept)
+    assert not given(config, lost)
+    (note,) = config.notes
+    assert note.startswith(f"{lost} of the file is set aside")
+
+
+def test_an_unknown_key_is_told_with_the_nearest(tmp_path: Path) -> None:
+    (text,) = problems(write(tmp_path, "num_layers: 4\nlr_decay_stlye: cosine\n"))
+    assert text.startswith("run.yaml:2: unknown key lr_decay_stlye; did you mean lr_decay_style")
+
+
+def test_an_unknown_flag_is_told_with_the_nearest() -> None:
+    (text,) = problems(None, ["--grad_acum_steps", "4"])
+    assert "--grad_acum_steps" in text
+    assert "did you mean" in text
+
+
+def test_a_key_in_the_wrong_section_is_told(tmp_path: Path) -> None:
+    (text,) = problems(write(tmp_path, "model:\n  lr: 1e-4\n"))
+    assert text == "run.yaml:2: lr belongs to section optimizer, not model."
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["lr: 1\nlr: 2\n", "lr: 1\noptimizer: {lr: 2}\n", "dbs: 1\ndevice_batch_size: 2\n", "optimizer:\n  lr: 1\n  lr: 2"],
+)
+def test_a_repeated_key_is_told_with_both_places(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(write(tmp_path, text))
+    assert "was already given at run.yaml:" in problem
+
+
+def test_a_repeated_flag_is_told() -> None:
+    (text,) = problems(None, ["--dbs", "4", "--device-batch-size", "8"])
+    assert text == "--device-batch-size: device-batch-size was already given at --dbs; give it once."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_layers: four", "num_layers must be a whole number, not 'four'"),
+        ("num_layers: 4.5", "num_layers must be a whole number, not 4.5"),
+        ("num_layers: true", "num_layers must be a whole number, not True"),
+        ("num_layers: null", "num_layers must be a whole number, not None"),
+        ("lr: fast", "lr must be a number, not 'fast'"),
+        ("lr: .nan", "lr must be a number"),
+        ("bf16: maybe", "bf16 must be true or false, not 'maybe'"),
+        ("bf16: 1", "bf16 must be true or false, not 1"),
+        ("zero_stage: 4", "zero_stage must be one of 1, 2, 3, not 4"),
+        ("lr_decay_style: cosin", "lr_decay_style must be one of constant, linear, cosine"),
+        ("data_path: 3", "data_path must be a list of names, not 3"),
+        ("moe_layer_freq: often", "moe_layer_freq must be a whole number or a list of whole numbers"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told(tmp_path: Path, text: str, expected: str) -> None:
+    (problem,) = problems(write(tmp_path, text))
+    assert problem.startswith(f"run.yaml:1: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("lr: 1e-4", "lr", 1e-4),
+        ("reduce_bucket_size: 5e8", "reduce_bucket_size", 500_000_000),
+        ("lr_decay_style: wsd", "lr_decay_style", "WSD"),
+        ("schedule: none", "schedule", "none"),
+        ("offload_optimizer: null", "offload_optimizer", "none"),
+        ("ffn_hidden_size: null", "ffn_hidden_size", None),
+        ("ffn_hidden_size: none", "ffn_hidden_size", None),
+        ("data_path: corpus", "data_path", ["corpus"]),
+        ("zero_stage: '2'", "zero_stage", 2),
+        ("bf16: 'yes'", "bf16", True),
+        ("moe_layer_freq: ([0]*3+[1]*2)", "moe_layer_freq", [0, 0, 0, 1, 1]),
+        ("moe_layer_freq: 2", "moe_layer_freq", 2),
+        ("seed: 7.0", "seed", 7),
+    ],
+)
+def test_values_become_their_keys_type(tmp_path: Path, text: str, key: str, value: object) -> None:
+    config = load(write(tmp_path, text))
+    assert getattr(getattr(config, all_keys()[key].section), key) == value
+
+
+@pytest.mark.parametrize("text", ["", "[1", "f()", "[1.5]", "[[1]]*2", "[1]*100000", "[1]+2", "3", "__import__('os')"])
+def test_only_lists_of_numbers_are_evaluated(text: str) -> None:
+    with pytest.raises(NotOfType):
+        evaluate_int_list(text)
+
+
+def test_infinity_is_no_number() -> None:
+    with pytest.raises(NotOfType):
+        coerce("inf", float)
+
+
+def test_a_value_is_missing() -> None:
+    assert problems(None, ["--lr", "--bf16"]) == ["--lr needs a value."]
+
+
+def test_a_stray_word_is_told() -> None:
+    assert problems(None, ["lr", "--bf16"]) == ["command line: unexpected lr; keys are written --key value."]
+
+
+def test_too_many_values_are_told() -> None:
+    assert problems(None, ["--lr", "1", "2"]) == ["--lr takes one value, not 2: 1 2."]
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "num_layers: x\nfoo: 1\nlr: 1\nlr: 2\n")
+    assert len(problems(path, ["--seed", "y", "--tp"])) == 5
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    (text,) = problems(tmp_path / "absent.yaml")
+    assert "cannot read the configuration file" in text
+    assert "No such file" in text
+
+
+@pytest.mark.parametrize("text", ["lr: [1\n", "- lr\n- 1\n", "just words\n"])
+def test_a_file_that_is_no_mapping_is_told(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(write(tmp_path, text))
+    assert problem.startswith("run.yaml: ")
+
+
+def test_a_deepspeed_block_may_be_a_file_beside_the_configuration(tmp_path: Path) -> None:
+    write(tmp_path, json.dumps({"steps_per_print": 7}), "ds.json")
+    assert load(write(tmp_path, "deepspeed: ds.json\n")).deepspeed == {"steps_per_print": 7}
+    assert load(None, ["--deepspeed_config", str(tmp_path / "ds.json")]).deepspeed == {"steps_per_print": 7}
+
+
+@pytest.mark.parametrize(
+    ("json_text", "words"),
+    [
+        (None, "cannot read the DeepSpeed configuration"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"bf16": {}, "bf16": {}}', "gives bf16 more than once"),
+    ],
+)
+def test_a_deepspeed_file_that_cannot_be_read(tmp_path: Path, json_text: str | None, words: str) -> None:
+    if json_text is not None:
+        write(tmp_path, json_text, "ds.json")
+    (text,) = problems(write(tmp_path, "deepspeed: ds.json\n"))
+    assert text.startswith("run.yaml:1: ")
+    assert words in text
+
+
+def test_a_repeated_key_inside_a_deepspeed_block_is_told(tmp_path: Path) -> None:
+    (text,) = problems(write(tmp_path, "deepspeed:\n  zero_optimization:\n    stage: 3\n    stage: 2\n"))
+    assert text == "run.yaml:4: stage was already given at run.yaml:3; give it once."
+
+
+def test_megatrons_own_flags_are_read_everywhere(tmp_path: Path) -> None:
+    by_flag = load(None, ["--disable-bias-linear"])
+    by_yaml = load(write(tmp_path, "disable_bias_linear: true\n"))
+    by_file = load(write(tmp_path, "--disable-bias-linear\n", "flags.txt"))
+    for config in (by_flag, by_yaml, by_file):
+        assert not config.model.add_bias_linear
+    assert load(write(tmp_path, "disable_bias_linear: false\n")).model.add_bias_linear
+
+
+def test_a_megatron_flag_and_the_key_it_stands_for_are_one_key_given_twice() -> None:
+    (text,) = problems(None, ["--no-add-bias-linear", "--disable-bias-linear"])
+    assert "already given" in text
+
+
+def test_a_file_of_megatron_flags_and_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "--num-layers 4 --hidden-size 64 # shape\n--lr 1e-4\n", "flags.args")
+    config = load(path, ["--lr", "2e-4"])
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (4, 64, 2e-4)
