@@ -1,11 +1,11 @@
-"""What parity tests run on ranks: the gradient of a layout, and of one process on the whole batch.
+"""What parity tests run on ranks: the gradient of a layout, and that of one process on the whole batch.
 
-A case is a list of command-line overrides over the small model below. Every function here runs inside ranks and returns
-plain data; the comparisons are in the tests.
+Every function here runs inside ranks and returns plain data; `distance.py` compares it. All sizes are tiny.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,32 +13,86 @@ import torch
 SEQ, VOCAB = 16, 61
 MODEL = (
     "--num_layers 8 --hidden_size 32 --num_attention_heads 4 --seq_length 16 --attention_dropout 0 --hidden_dropout 0 "
-    "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --min_lr 1e-4 --init_method_std 0.1 "
+    "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --init_method_std 0.1 --clip_grad 0 "
     "--micro_batch_size 1 --data_path none"
-).split()
+)
+LANE = {"fp64": "--boundary ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16"}
+MASKED_OUT = 5
+"""The sequence whose tokens are all masked."""
 
 
-@dataclass
+def merged(*texts: str) -> list[str]:
+    """Command-line flags; of one that is given twice, the last."""
+    flags = {flag.split()[0]: flag.split()[1:] for flag in " ".join(texts).split("--") if flag.strip()}
+    return [word for name, values in flags.items() for word in ("--" + name, *values)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and the model it holds, as command-line flags. `model`: those that one process gets too. `lane`: fp64 is
+    torch DDP, fp32 and bf16 are DeepSpeed (ZeRO-3 unless `layout` says otherwise)."""
+
+    world_size: int
+    layout: str
+    model: str = ""
+    lane: str = "fp32"
+
+    def flags(self) -> list[str]:
+        buckets = "" if self.lane == "fp64" else "--reduce_bucket_size 20000"  # several buckets per stage
+        return merged(MODEL, buckets, LANE[self.lane], self.model, self.layout)
+
+    def plan(self):
+        from megaaccum import config
+
+        return config.resolve(config.load(None, self.flags()), world_size=self.world_size)
+
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks {self.lane} {self.layout} {self.model}"
+
+
+@dataclass(frozen=True)
 class Gradient:
-    """One rank's view of a gradient: {name: (flat tensor with holes filled by nan, shape, tp slice)}, and the norm."""
+    """What a step made on one rank: {global name: this tp rank's part of the gradient that the optimizer receives, in
+    float64 numbers}, and what the step reports."""
 
     parts: dict[str, torch.Tensor]
     norm: float
     loss: float
-    divisor: int
+    num_tokens: int
+    tp_rank: int = 0
 
 
-def sample(index: int, masked: bool = True) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism cuts a parameter: along which axis, and whether it holds [gate; up]."""
+
+    axis: int
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One process' gradient, and how tensor parallelism would cut each parameter."""
+
+    gradient: Gradient
+    cuts: dict[str, Cut]
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def sample(index: int) -> dict[str, torch.Tensor]:
     """Sequence `index` of the made-up data set: tokens, and a mask whose count differs from sequence to sequence."""
     generator = torch.Generator().manual_seed(1000 + index)
     tokens = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
     mask = torch.ones(SEQ)
-    if masked:
-        mask[int(torch.randint(1, SEQ, (1,), generator=generator)) :] = 0.0
+    mask[int(torch.randint(1, SEQ, (1,), generator=generator)) :] = 0.0
+    if index == MASKED_OUT:
+        mask.zero_()
     return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": torch.arange(SEQ)}
 
 
-def stack(indices) -> dict[str, torch.Tensor]:
+def stack(indices: Iterable[int]) -> dict[str, torch.Tensor]:
     samples = [sample(i) for i in indices]
     return {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
 
@@ -50,13 +104,15 @@ def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Ten
     return [stack(range(start, start + size)) for start in starts]
 
 
-def make(case: list[str], world_size: int):
+# --- a layout ------------------------------------------------------------------------------------------------------
+
+
+def make(case: Case):
     """Plan, groups, chunks, boundary and stepper of a case, on a rank."""
-    from megaaccum import boundary, config, groups, model, optimizer
+    from megaaccum import boundary, groups, model, optimizer
     from megaaccum.step import Stepper
 
-    buckets = [] if "ddp" in case else ["--reduce_bucket_size", "20000"]  # several buckets per stage
-    plan = config.resolve(config.load(None, [*MODEL, *buckets, *case]), world_size=world_size)
+    plan = case.plan()
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
     chunks = model.build_chunks(plan, built, vocab_size=VOCAB)
@@ -64,65 +120,87 @@ def make(case: list[str], world_size: int):
     return plan, built, chunks, bound, Stepper(plan, built, chunks, bound)
 
 
-def gradients(cases: list[list[str]]) -> list[Gradient]:
-    """The reduced gradient of each case on this rank's parameters, assembled over its data-parallel ranks."""
-    from megaaccum import grad_norm
+def gradients(cases: list[Case]) -> list[Gradient]:
+    return [gradient(case) for case in cases]
 
-    results = []
-    for case in cases:
-        plan, built, chunks, bound, stepper = make(case, torch.distributed.get_world_size())
-        batches = microbatches(plan, built.dp.rank())
-        loss = stepper.gradient(batches)
-        parts = assemble(bound, built, chunks)
-        results.append(Gradient(parts, grad_norm.global_norm(bound, built), 0.0, loss.num_tokens))
-    return results
+
+def gradient(case: Case) -> Gradient:
+    """One whole step of `case`, in which the gradient is taken at the moment when the optimizer would read it."""
+    plan, built, chunks, bound, stepper = make(case)
+    seen: dict[str, torch.Tensor] = {}
+    bound.step = lambda: seen.update(assemble(bound, built, chunks))
+    result = stepper.train(microbatches(plan, built.dp.rank()), step=0)
+    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank())
 
 
 def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
-    """{name: whole gradient of this rank's tp part} from the shards of all data-parallel ranks (nan where none has)."""
+    """{name: whole gradient of this rank's tp part}, from the shards of all data-parallel ranks; nan where none is."""
     from megaaccum import model
 
     mine = [(s.name, s.start, s.grad.detach().clone()) for s in bound.shards() if s.grad.numel()]
     everyone: list = [None] * built.dp_cp.size()
     torch.distributed.all_gather_object(everyone, mine, group=built.dp_cp)
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters(chunks)}
-    whole = {name: torch.full((torch.Size(shape).numel(),), float("nan"), dtype=torch.float64)
-             for name, shape in shapes.items()}  # fmt: skip
-    for rank_parts in everyone:
-        for name, start, grad in rank_parts:
-            whole[name][start : start + grad.numel()] = grad.double().view(-1)
+    whole = {
+        name: torch.full((torch.Size(shape).numel(),), float("nan"), dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+    for name, start, grad in (piece for pieces in everyone for piece in pieces):
+        whole[name][start : start + grad.numel()] = grad.double().view(-1)
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 
-def reference(case: list[str], global_batch: int, dtype: str) -> tuple[dict[str, torch.Tensor], dict, float]:
-    """One process, no pipeline, the whole batch at once: {name: gradient in float64 numbers}, tp metadata, loss.
+# --- one process ---------------------------------------------------------------------------------------------------
 
-    With loss_norm microbatch the whole batch is still one forward; each token weighs 1 / (tokens of its micro-batch *
-    number of micro-batches).
-    """
+
+def references(wanted: list[tuple[str, int, str]]) -> list[Reference]:
+    """`reference` of each (model flags, global batch in sequences, dtype), on a world of one rank."""
+    return [reference(*each) for each in wanted]
+
+
+def reference(model_flags: str, global_batch: int, dtype: str) -> Reference:
+    """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward."""
+    chunk, plan = one_process(model_flags, dtype)
+    batch = stack(range(global_batch))
+    loss = whole_batch_loss(chunk, plan, batch)
+    loss.backward()
+    grads = {name: param.grad.double() for name, param in named(chunk)}
+    gated = bool(chunk.config.gated_linear_unit)
+    cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
+    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    return Reference(Gradient(grads, norm, float(loss), int(batch["loss_mask"].sum())), cuts)
+
+
+def one_process(model_flags: str, dtype: str):
+    """The whole model in `dtype` on one rank, and its plan. BF16 parameters add their gradients up in FP32."""
     from megaaccum import config, groups, model
 
-    one = [*MODEL, "--num_chunks", "1", *case, "--params_dtype", dtype, "--boundary", "ddp"]
-    plan = config.resolve(config.load(None, one), world_size=1)
+    flags = merged(MODEL, f"--num_chunks 1 --boundary ddp --params_dtype {dtype}", model_flags)
+    plan = config.resolve(config.load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
     (chunk,) = model.build_chunks(plan, built, vocab_size=VOCAB)
-    if dtype == "bf16":
-        for param in chunk.parameters():
+    for param in chunk.parameters():
+        if dtype == "bf16":
             param.grad_dtype = torch.float32
-    batch = stack(range(global_batch))
+    return chunk, plan
+
+
+def named(chunk):
+    from megaaccum import model
+
+    return list(model.named_parameters([chunk]))
+
+
+def whole_batch_loss(chunk, plan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean loss of `batch` in one forward. With loss_norm microbatch a token weighs 1 / (tokens of its micro-batch *
+    micro-batches of the batch)."""
     losses = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     losses = losses if losses.dtype is torch.float64 else losses.float()
-    weights = batch["loss_mask"].to(losses.dtype)
+    mask = batch["loss_mask"].to(losses.dtype)
     if plan.batch.loss_norm == "token":
-        weights = weights / batch["loss_mask"].sum().to(losses.dtype)
+        weights = mask / mask.sum()
     else:
-        weights = weights / weights.sum(dim=1, keepdim=True) / global_batch
-    loss = (losses * weights).sum()
-    loss.backward()
-    grads = {name: param.grad.double() for name, param in model.named_parameters([chunk])}
-    layout = {
-        name: (getattr(param, "partition_dim", -1), bool(chunk.config.gated_linear_unit) and "linear_fc1" in name)
-        for name, param in model.named_parameters([chunk])
-    }
-    return grads, layout, float(loss)
+        rows = mask.view(-1, plan.batch.micro_batch_size * SEQ)
+        weights = (rows / rows.sum(dim=1, keepdim=True).clamp(min=1) / len(rows)).view_as(mask)
+    return (losses * weights).sum()

@@ -1,0 +1,75 @@
+"""The accumulated step equals the step on the one big batch: every pipeline, split and ZeRO stage."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.distance import check
+from tests.multiproc.parity import Case, one_process, stack, whole_batch_loss
+
+LAYOUTS = [(pp, dp, vpp) for pp in (1, 2, 4) for dp in (1, 2) for vpp in (1, 2) if pp > 1 or vpp == 1]
+"""(pp, dp, vpp)."""
+PER_ROUND = "--flush per_round"
+MEAN_OF_MEANS = "--loss_norm microbatch"
+
+
+def case(pp: int, dp: int, vpp: int, ga: int, num_chunks: int, flags: str = "", *, lane: str = "fp32", model: str = ""):
+    layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps {ga} --num_chunks {num_chunks} {flags}"
+    interleaved = f" --virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
+    return Case(pp * dp, layout + interleaved, model, lane)
+
+
+def splits(layout: tuple[int, int, int], lane: str) -> list[Case]:
+    round_size = max(4, 2 * layout[0])  # no fewer micro-batches in a flush
+    return [
+        case(*layout, 2, 4, lane=lane),
+        case(*layout, 2, round_size, PER_ROUND, lane=lane),
+        case(*layout, 1, 8, lane=lane, model="--micro_batch_size 2 " + MEAN_OF_MEANS),
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: "pp{}-dp{}-vpp{}".format(*at))
+def test_float64(layout):
+    check(splits(layout, "fp64"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: "pp{}-dp{}-vpp{}".format(*at))
+def test_engine(layout):
+    stages = [case(*layout, 2, 4, f"--zero_stage {stage}") for stage in (1, 2)]
+    check(splits(layout, "fp32") + stages)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (2, 2, 2)], ids=lambda at: "pp{}-dp{}-vpp{}".format(*at))
+def test_bf16_parameters_with_fp32_accumulation(layout):
+    check([case(*layout, 2, 4, f"--zero_stage {stage}", lane="bf16") for stage in (1, 2, 3)])
+
+
+class Float32Watch(TorchDispatchMode):
+    """Notes operators whose results are FP32 tensors that depend on the model's numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype is torch.float64]
+        if inputs and isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+            self.operators.add(str(operator))
+        return result
+
+
+def operators_that_leave_float64(model: str) -> set[str]:
+    chunk, plan = one_process(model, "fp64")
+    batch = stack(range(4))
+    with Float32Watch() as watch:
+        whole_batch_loss(chunk, plan, batch).backward()
+    return watch.operators
+
+
+@pytest.mark.parametrize(
+    "model", ["", "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope"]
+)
+def test_the_reference_is_float64_throughout(model):
+    assert run_ranks(operators_that_leave_float64, 1, model) == [set()]
