@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megaaccum.config import Plan, resolve
-from megaaccum.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from megaaccum.config import Plan
 from megaaccum.data.indexed import PairWriter, id_type
+from tests.unit.configs import plan
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew strong tea in old copper pots".split()
 
@@ -35,17 +35,15 @@ def counting_pair(prefix: Path, num_documents: int = 50, tokens: int = 40, first
     return write_pair(prefix, [list(range(start, start + tokens)) for start in starts], first + num_documents * tokens)
 
 
-def make_plan(
-    folder: Path, *, world_size: int = 1, batch: int = 4, seq_length: int = 16, run=None, model=None, **data
-) -> Plan:
-    """A plan of 10 steps over the dataset that `data` names; everything it writes goes to `folder`."""
-    config = Config(
-        model=ModelConfig(
-            **dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=seq_length) | (model or {})
-        ),
-        batch=BatchConfig(micro_batch_size=1, global_batch_size=batch),
-        optimizer=OptimizerConfig(lr=1e-3),
-        data=DataConfig(**data),
-        run=RunConfig(**dict(train_iters=10, output_dir=str(folder), eval_interval=5, eval_iters=2) | (run or {})),
+def make_plan(folder: Path, *, world_size: int = 1, **keys: object) -> Plan:
+    """A plan of 10 steps of 4 sequences of 16 tokens, changed by `keys`; everything it writes goes to `folder`."""
+    defaults: dict[str, object] = dict(
+        seq_length=16,
+        num_chunks=None,
+        global_batch_size=4,
+        train_iters=10,
+        eval_interval=5,
+        eval_iters=2,
+        output_dir=str(folder),
     )
-    return resolve(config, world_size=world_size)
+    return plan(world_size, **(defaults | keys))
