@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,7 +121,23 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
+        if config.params_dtype is torch.float64:
+            chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
+
+
+def _cross_entropy_in_float64(
+    tp: torch.distributed.ProcessGroup, labels: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """Per-token losses [batch, sequence] of labels of that shape and logits [sequence, batch, vocabulary / tp].
+
+    Megatron's own cross entropy works in FP32 whatever it is given (megatron-core 0.19:
+    VocabParallelCrossEntropy.calculate_logits_max).
+    """
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole = gather_from_tensor_model_parallel_region(logits, tp)
+    return torch.nn.functional.cross_entropy(whole.permute(1, 2, 0), labels, reduction="none")
 
 
 def seed_dropout(groups: Groups, *, seed: int) -> None:
