@@ -10,6 +10,7 @@ from typing import Literal
 
 from megaaccum.batch import BatchPlan
 from megaaccum.config import deepspeed_json
+from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
 
 RANK_LOCAL = frozenset(
@@ -69,15 +70,12 @@ class Plan:
 
         Paths and keys that only concern one host (`RANK_LOCAL`) do not enter.
         """
-        settled = {
-            section.name: {k: v for k, v in values.items() if k not in RANK_LOCAL}
-            for section in dataclasses.fields(self.config)
-            if isinstance(values := _as_dict(getattr(self.config, section.name)), dict)
-            and section.name not in ("origin", "notes")
-        }
-        facts = [settled, dataclasses.asdict(self.batch), dataclasses.asdict(self.layout)]
-        text = json.dumps(facts, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        settled = {name: dataclasses.asdict(getattr(self.config, name)) for name in SECTIONS}
+        for section in settled.values():
+            for name in RANK_LOCAL & section.keys():
+                del section[name]
+        facts = [settled, self.deepspeed_config(), dataclasses.asdict(self.batch), dataclasses.asdict(self.layout)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def deepspeed_config(self) -> dict[str, object]:
         """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
@@ -87,7 +85,3 @@ class Plan:
         batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
         """
         return deepspeed_json.write(self.config, self.batch)
-
-
-def _as_dict(section: object) -> object:
-    return dataclasses.asdict(section) if dataclasses.is_dataclass(section) else section  # type: ignore[arg-type]

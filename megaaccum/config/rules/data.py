@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 
 from megaaccum.config.rules.subject import Rule, Subject
 
@@ -24,10 +25,10 @@ def split_shares(subject: Subject) -> Iterator[str]:
     """Up to three shares, none negative, some for training."""
     text = subject.data.split
     try:
-        shares = [float(part) for part in text.replace("/", ",").split(",")]
+        shares = [float(part) for part in text.split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
+    if not 1 <= len(shares) <= 3 or not all(map(isfinite, shares)) or min(shares) < 0 or shares[0] <= 0:
         yield f"split is {text!r}: it must be shares of train, valid and test, the first above 0, such as 969,30,1."
 
 
@@ -48,7 +49,7 @@ def _blend_problem(parts: list[str]) -> str | None:
         return None
     if len(parts) % 2 or None in weights or any(_as_weight(part) is not None for part in parts[1::2]):
         return "a blend alternates weights and prefixes (0.7 first 0.3 second), or lists prefixes alone"
-    if any(weight <= 0 for weight in weights if weight is not None):
+    if any(not (weight > 0 and isfinite(weight)) for weight in weights if weight is not None):
         return "weights must be more than 0"
     return None
 
