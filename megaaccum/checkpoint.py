@@ -112,7 +112,7 @@ def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, 
         raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
     reader = dcp.FileSystemReader(current)
     try:
-        stored = {k: v for k, v in reader.read_metadata().state_dict_metadata.items()}
+        stored = dict(reader.read_metadata().state_dict_metadata)
         wanted = _overlapping(stored, boundary, groups)
         read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}  # type: ignore[union-attr]
         rng = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}  # type: ignore[union-attr]
@@ -137,9 +137,7 @@ def _pieces(boundary: Boundary, groups: Groups) -> dict[str, torch.Tensor]:
     """What this rank writes: its pieces, without those that another rank writes too."""
     pieces = {}
     for piece in boundary.state():
-        twice = model.is_tied_copy(piece.param) or (
-            groups.tp.rank() > 0 and not model.is_sharded_over_tp(piece.param)
-        )
+        twice = model.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and not model.is_sharded_over_tp(piece.param))
         if twice or (boundary.replicated_over_dp and groups.dp_cp.rank() > 0):
             continue
         for kind, tensor in piece.tensors.items():
@@ -169,7 +167,8 @@ def _parts(boundary: Boundary, groups: Groups):
 
 def _overlapping(stored: dict[str, Any], boundary: Boundary, groups: Groups) -> list[str]:
     """Keys of the stored pieces that cover what this rank holds. Raises CheckpointError where they leave a hole."""
-    ranges, keys = _ranges(stored), {}
+    ranges = _ranges(stored)
+    keys: dict[str, None] = {}  # ordered, without repeats
     for prefix, start, tensor in _parts(boundary, groups):
         position, stop = start, start + tensor.numel()
         for low, high in ranges.get(prefix, []):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+from typing import Any
 
 _installed = False
 
@@ -111,14 +112,14 @@ class _Event:
 def _redirect_cuda_module() -> None:
     import torch
 
-    cuda = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment]
-    cuda.default_stream = lambda device=None: _Stream()  # type: ignore[assignment]
-    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.Stream = lambda *args, **kwargs: _Stream()  # type: ignore[assignment,misc]
-    cuda.Event = _Event  # type: ignore[assignment,misc]
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda device=None: None
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream = lambda *args, **kwargs: _Stream()
+    cuda.Event = _Event
 
 
 def _redirect_rng() -> None:
@@ -137,10 +138,11 @@ def _redirect_rng() -> None:
     def seed(value):
         torch.default_generator.manual_seed(value)
 
-    for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = get_state  # type: ignore[assignment]
-        module.set_rng_state = set_state  # type: ignore[assignment]
-        module.manual_seed = seed  # type: ignore[assignment]
+    modules: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
+    for module in modules:
+        module.get_rng_state = get_state
+        module.set_rng_state = set_state
+        module.manual_seed = seed
 
     from megatron.core.tensor_parallel import random as megatron_random
 

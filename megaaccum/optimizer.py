@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms)."""
     optimizer = plan.config.optimizer
     groups = lr_schedule.param_groups(list(model.named_parameters(chunks)), optimizer.weight_decay)  # type: ignore[arg-type]
-    options = dict(lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps)
+    options: dict[str, Any] = dict(
+        lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
+    )
     fused = _fused_adam() if cpu.has_accelerator() and plan.config.sharding.offload_optimizer == "none" else None
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)

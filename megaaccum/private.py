@@ -31,7 +31,14 @@ _STAGE12 = (
     "update_lp_params",
     "_fill_param_grad_accum_attribute",
 )
-_STAGE3_ATTRIBUTES = ("_grad_acc_hooks", "parameter_offload", "micro_step_id", "averaged_gradients", "grad_position", "fp32_partitioned_groups_flat")
+_STAGE3_ATTRIBUTES = (
+    "_grad_acc_hooks",
+    "parameter_offload",
+    "micro_step_id",
+    "averaged_gradients",
+    "grad_position",
+    "fp32_partitioned_groups_flat",
+)
 _STAGE12_ATTRIBUTES = (
     "_grad_acc_hooks",
     "averaged_gradients",

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -116,7 +116,8 @@ class Stepper:
         """Give Megatron the scale of the losses that it differentiates on the side (MoE balancing, MTP)."""
         layout = self._plan.layout
         rows //= layout.cp * (layout.tp if self._plan.config.parallel.sequence_parallel else 1)
-        for config in {id(chunk.config): chunk.config for chunk in self._chunks}.values():
+        configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in self._chunks}
+        for config in configs.values():
             config.moe_grad_scale_func = lambda: loss.aux_scale(rows)
             config.mtp_grad_scale_func = lambda: loss.scale
 
@@ -162,7 +163,9 @@ class _ForwardStep:
 
     def __call__(self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module):
         index, microbatch = next(data_iterator)
-        batch = self._own_part({k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None})
+        batch = self._own_part(
+            {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
+        )
         output = chunk(
             batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
             loss_mask=batch["loss_mask"],

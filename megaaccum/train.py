@@ -301,9 +301,7 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
 
 def _model_ranks(config: Config) -> int:
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
 
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:

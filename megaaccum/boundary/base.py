@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -99,7 +99,8 @@ class Boundary(Protocol):
 
 def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
     """Put the boundary's five hooks into the chunks' Megatron configuration."""
-    for config in {id(chunk.config): chunk.config for chunk in chunks}.values():
+    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
+    for config in configs.values():
         config.no_sync_func = boundary.no_sync_func
         config.param_sync_func = boundary.param_sync_func
         config.grad_sync_func = boundary.grad_sync_func

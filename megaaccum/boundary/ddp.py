@@ -6,7 +6,7 @@ schedule, divisor and sums is checked to 1e-12.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class DdpBoundary:
     the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
     """
 
-    grad_sync_func = None
+    grad_sync_func: Callable | None = None
     replicated_over_dp = True
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
@@ -62,8 +62,9 @@ class DdpBoundary:
         assert not self._waiting, "a chunk's last backward ran without the reduction"
         if self._groups.tp.size() > 1:
             self._sum([s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)], self._groups.tp)
-        if self._groups.embedding.size() > 1:
-            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], self._groups.embedding)
+        embedding = self._groups.embedding
+        if embedding is not None and embedding.size() > 1:
+            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
 
     @staticmethod
     def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ backward go through the bare modules, never through `engine.forward` or `engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ class DeepSpeedBoundary:
     Collective over the world. Raises what deepspeed.initialize raises.
     """
 
-    grad_sync_func = None
+    grad_sync_func: Callable | None = None
     replicated_over_dp = False
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
@@ -50,7 +50,7 @@ class DeepSpeedBoundary:
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
             optimizer=optimizer,
-            config=private.zero1_config(plan.deepspeed_config(), chunks[0].config.params_dtype),
+            config=private.zero1_config(plan.deepspeed_config(), next(chunks[0].parameters()).dtype),
             mpu=Mpu(groups),
             dist_init_required=False,
         )
@@ -162,7 +162,8 @@ class DeepSpeedBoundary:
         return self._has_copy(param) and not isinstance(self.parts, private.Zero3)
 
     def _has_copy(self, param: torch.nn.Parameter) -> bool:
-        return model.is_tied(param) and self._groups.embedding.size() > 1
+        embedding = self._groups.embedding
+        return model.is_tied(param) and embedding is not None and embedding.size() > 1
 
     def _sum_over_tp(self) -> None:
         """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
