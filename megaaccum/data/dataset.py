@@ -48,10 +48,11 @@ class Datasets:
     valid_batches: int
     """Global batches of one evaluation: eval_iters, or fewer where validation data has fewer in one pass."""
     vocabulary: Vocabulary
-    """Of the tokenizer."""
+    """Every token id was, or will be, found to be below its size."""
     digest: str
-    """Hash of the contents, vocabulary, sizes and seed, 16 hexadecimal digits; independent of paths. Equal on two
-    ranks, or before and after a restart, when they see the same samples in the same order."""
+    """Hash of the contents, the vocabulary, and what orders the training samples, 16 hexadecimal digits; independent of
+    paths and of evaluation. Equal on two ranks, or before and after a restart, when they train on the same samples in
+    the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +71,16 @@ class _Request:
     def seq_length(self) -> int:
         return self.plan.config.model.seq_length
 
-    @property
-    def rows(self) -> int:
-        """Ids have to be below this: rows of the embedding before padding."""
-        return self.plan.config.model.vocab_size or self.vocabulary.size
-
     def facts(self) -> list[object]:
-        """What decides the order of samples, apart from the contents of the pairs."""
-        order = list(self.pairs)
+        """What decides the order of training samples, apart from the contents of the pairs."""
+        places = {prefix: place for place, prefix in enumerate(self.pairs)}
         blends = [
-            b and ([order.index(p) for p in b.prefixes], b.weights) for b in (self.sources.train, self.sources.valid)
+            blend and ([places[prefix] for prefix in blend.prefixes], blend.weights)
+            for blend in (self.sources.train, self.sources.valid)
         ]
-        sizes = [self.train_samples, self.valid_samples, self.seq_length]
-        return [blends, self.sources.split, sizes, self.plan.config.run.seed]
+        vocabulary = [self.vocabulary.digest, self.vocabulary.size]
+        order = [self.train_samples, self.seq_length, self.plan.config.run.seed]
+        return [blends, self.sources.split, vocabulary, order]
 
 
 def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
@@ -181,13 +179,13 @@ def _cache_key(request: _Request) -> str:
             path = with_suffix(Path(prefix), suffix)
             status = path.stat()
             files.append((str(path), status.st_size, status.st_mtime_ns))
-    facts = [request.facts(), files, request.rows, version("megatron-core"), version("numpy")]
+    facts = [request.facts(), request.valid_samples, files, version("megatron-core"), version("numpy")]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _content_digest(request: _Request) -> str:
     """Sizes of every pair, and the first and last 64 KiB of its files: no whole read of a large dataset."""
-    digest = hashlib.sha256(json.dumps([request.facts(), request.vocabulary.digest, request.rows]).encode())
+    digest = hashlib.sha256(json.dumps(request.facts()).encode())
     for prefix, pair in request.pairs.items():
         digest.update(f"{pair.num_sequences} {pair.num_tokens} {pair.dtype}".encode())
         for suffix in (".idx", ".bin"):
@@ -201,7 +199,7 @@ def _build_orders(request: _Request, folder: Path) -> None:
     """Checks the pairs from end to end and has Megatron write its sample orders to `folder`, which appears complete."""
     for pair in request.pairs.values():
         check_tables(pair)
-        check_ids(pair, request.rows)
+        check_ids(pair, request.vocabulary.size)
     with staging_folder(folder) as staging, disk_errors("cannot write the order of samples to", folder):
         staged = staging / "index"
         _both_datasets(request, staged)
@@ -226,8 +224,8 @@ def _megatron_dataset(request: _Request, cache: Path, part: int, num_samples: in
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     sizes = [num_samples if i == part else 0 for i in range(3)]
-    config = _megatron_config(request, cache, part, num_samples)
     with _no_process_group():
+        config = _megatron_config(request, cache, part, num_samples)
         return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
 
 
@@ -245,7 +243,7 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
         split=sources.split,
         path_to_cache=str(cache),
         mmap_bin_files=data.mmap_bin_files,
-        tokenizer=_MegatronTokenizer(request.vocabulary, request.rows),
+        tokenizer=_MegatronTokenizer(request.vocabulary),
         # Each part's share is rounded up, so a blend is longer than asked by up to its number of parts; in a small
         # run Megatron's own 0.5 % does not cover what it then draws.
         mid_level_dataset_surplus=0.005 + len(source.prefixes) / num_samples,
@@ -262,10 +260,10 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
 class _MegatronTokenizer:
     """The three names that GPTDataset reads from a tokenizer. There is no `pad`: samples are never padded."""
 
-    def __init__(self, vocabulary: Vocabulary, rows: int):
-        self.vocab_size = rows
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocab_size = vocabulary.size
         self.eod = vocabulary.eod
-        self.unique_identifiers = {"vocabulary": vocabulary.digest, "rows": rows}
+        self.unique_identifiers = {"vocabulary": vocabulary.digest, "size": vocabulary.size}
 
 
 def _require_index_builder() -> None:

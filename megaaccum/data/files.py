@@ -25,11 +25,16 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _FULL or _is_short_write(error):
             reason = f"no space left ({_free_bytes(path):,} bytes are free there). Free some, or choose another folder"
         else:
             reason = error.strerror or str(error)
         raise DataError(f"{doing} {error.filename or path}: {reason}") from error
+
+
+def _is_short_write(error: OSError) -> bool:
+    """numpy's tofile (and so numpy.save) reports a full disk without an errno: "1640 requested and 468 written"."""
+    return error.errno is None and "requested and" in str(error) and "written" in str(error)
 
 
 def _free_bytes(path: Path) -> int:

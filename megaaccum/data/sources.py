@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaaccum.config.schema import Config, DataConfig
@@ -112,10 +112,10 @@ def data_folder(config: Config) -> Path:
 def vocab_size(config: Config) -> int:
     """Entries of the vocabulary before padding. Reads at most the tokenizers file; builds nothing.
 
-    It is the tokenizer's, or model.vocab_size where a dataset comes without a tokenizer.
+    It is vocab_size where that is set, else the tokenizer's.
 
     Raises:
-        ConfigError: data_path and its relatives contradict each other.
+        ConfigError: data_path and its relatives contradict each other, or vocab_size has no room for the tokenizer.
         DataError: the tokenizer cannot be read, two datasets have different ones, or there is none and model.vocab_size
             is not set.
     """
@@ -123,7 +123,19 @@ def vocab_size(config: Config) -> int:
 
 
 def read_run_vocabulary(config: Config) -> Vocabulary:
-    """The vocabulary of this configuration's tokenizer. Raises as `vocab_size`."""
+    """The vocabulary that this configuration trains with. Raises as `vocab_size`."""
+    vocabulary, given = _tokenizers_vocabulary(config), config.model.vocab_size
+    if given is None:
+        return vocabulary
+    if given < vocabulary.size:
+        raise ConfigError(
+            f"vocab_size {given} has no room for the tokenizer, which has {vocabulary.size} entries; leave vocab_size "
+            f"out, or set it to {vocabulary.size} or more"
+        )
+    return replace(vocabulary, size=given)
+
+
+def _tokenizers_vocabulary(config: Config) -> Vocabulary:
     if config.data.tokenizer_model:
         return read_vocabulary(config.data.tokenizer_model)
     prefixes = read_sources(config.data).prefixes

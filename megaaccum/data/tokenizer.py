@@ -29,10 +29,10 @@ _BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What training needs to know of a tokenizer. The same on every rank."""
+    """What training needs to know of the tokens. The same on every rank."""
 
     size: int
-    """Largest token id + 1, before any padding. Ids may have gaps."""
+    """Ids are below this: the largest of the tokenizer + 1, or more where vocab_size says so. Before any padding."""
     eod: int | None
     """Id of the token that ends a document; None where the tokenizer has none of the known names."""
     digest: str

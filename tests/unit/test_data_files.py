@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megaaccum.data.files import disk_errors, locked, publish_pair, staging_folder, with_suffix
@@ -54,6 +56,16 @@ def test_a_full_disk_is_said_with_the_path_and_the_free_bytes(tmp_path, code):
     text = r"cannot write .*corpus\.bin: no space left \([\d,]+ bytes are free"
     with pytest.raises(DataError, match=text), disk_errors("cannot write", path):
         raise OSError(code, os.strerror(code))
+
+
+def test_a_full_disk_as_numpy_reports_it(tmp_path):
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, size[1]))
+    try:
+        with pytest.raises(DataError, match="no space left"), disk_errors("cannot write", tmp_path):
+            np.save(tmp_path / "table.npy", np.zeros(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
 
 
 def test_other_errors_of_the_system_keep_their_text_and_cause(tmp_path):

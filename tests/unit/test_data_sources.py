@@ -204,6 +204,14 @@ def test_vocabulary_of_a_dataset_is_its_tokenizers(tmp_path):
     assert vocab_size(make(data_path=[a], tokenizer_model=str(tmp_path / "other.json"))) == 290
 
 
+def test_a_vocabulary_may_be_larger_than_the_tokenizers_but_not_smaller(tmp_path):
+    prefix = with_tokenizer(tmp_path / "a")
+    assert vocab_size(make(data_path=[prefix], vocab_size=300)) == 300
+    assert vocab_size(make(data_path=[prefix], vocab_size=512)) == 512
+    with pytest.raises(ConfigError, match=r"vocab_size 299 has no room for the tokenizer, which has 300 entries"):
+        vocab_size(make(data_path=[prefix], vocab_size=299))
+
+
 def test_datasets_of_different_tokenizers(tmp_path):
     a, b = with_tokenizer(tmp_path / "a"), with_tokenizer(tmp_path / "b", 290)
     with pytest.raises(DataError, match=r"/a and .*/b were built with different tokenizers"):
