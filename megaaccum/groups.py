@@ -45,8 +45,8 @@ class Groups:
         return self.collection.dp_cp
 
     @property
-    def embedding(self) -> dist.ProcessGroup:
-        """First and last stage of this pipeline: the two copies of a tied embedding."""
+    def embedding(self) -> dist.ProcessGroup | None:
+        """First and last stage of this pipeline: the two copies of a tied embedding. None on the stages between."""
         return self.collection.embd
 
     @property
