@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 NUM_STAGES = 2
 NUM_MICROBATCHES = 8
@@ -70,9 +69,7 @@ def ready_at(kind: str, index: int, stage: int, done: dict[tuple[str, int, int],
 
 def box(axes, start: float, width: float, y: float, height: float, colour: str, text: str = "", **style) -> None:
     """A rectangle with its text in the middle."""
-    axes.add_patch(
-        plt.Rectangle((start, y), width, height, facecolor=colour, edgecolor="white", linewidth=0.8, **style)
-    )
+    axes.add_patch(Rectangle((start, y), width, height, facecolor=colour, edgecolor="white", linewidth=0.8, **style))
     axes.text(start + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
 
 
@@ -93,10 +90,10 @@ def draw_stage(axes, stage: int, blocks: list[Block], end: float) -> None:
 
 def draw(path: Path) -> None:
     """Writes the picture to `path`."""
-    plt.rcParams.update({"svg.hashsalt": "flush", "svg.fonttype": "none", "font.family": "sans-serif"})
     blocks = simulate()
     end = max(block.end for row in blocks for block in row)
-    figure, axes = plt.subplots(figsize=(12, 2.6))
+    figure = Figure(figsize=(12, 2.6))
+    axes = figure.subplots()
     for stage, row in enumerate(blocks):
         draw_stage(axes, stage, row, end)
     legend = (
@@ -105,7 +102,7 @@ def draw(path: Path) -> None:
         ("gather", "all-gather of the stage's parameters, once"),
         ("reduce", "reduce-scatter of the stage's gradients, once, by buckets"),
     )
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[key]) for key, _ in legend]
+    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[key]) for key, _ in legend]
     axes.legend(
         handles, [text for _, text in legend], ncol=2, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False
     )
@@ -113,8 +110,9 @@ def draw(path: Path) -> None:
     axes.set_ylim(-0.2, 2.0 * NUM_STAGES - 0.6)
     axes.axis("off")
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", facecolor="white", metadata={"Date": None})
-    plt.close(figure)
+    # The same bytes every time, and text that stays text.
+    with matplotlib.rc_context({"svg.hashsalt": "flush", "svg.fonttype": "none"}):
+        figure.savefig(path, bbox_inches="tight", facecolor="white", metadata={"Date": None})
 
 
 if __name__ == "__main__":

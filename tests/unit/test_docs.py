@@ -1,0 +1,99 @@
+"""What the README and docs/ say exists: files, commands, flags of the configuration, the picture."""
+
+import re
+import runpy
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megaaccum import cli
+from megaaccum.config.keys import ALIASES, SECTIONS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAUNCHERS_FLAGS = {"hostfile", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"}
+COMMANDS_FLAGS = {
+    "check": {"world-size", "hostfile", "json"},
+    "build": {"input", "output-prefix", "train-tokenizer", "vocab-size", "append-eod"},
+    "train": {"config"},
+}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Targets of `text`'s relative links that are no file beside `page`."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    return [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+
+
+def shell_lines(text: str) -> list[str]:
+    """Lines of the fenced blocks without a language, comments cut off."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+def problems(line: str) -> list[str]:
+    """What of a shown command does not exist; empty for a line that is no command of this repository."""
+    words = line.split()
+    if line.startswith("make "):
+        return [] if re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else [line]
+    if line.startswith("megaaccum "):
+        command, _ = cli.find(words[1:])
+        known = COMMANDS_FLAGS.get(command.words[-1], set())
+    elif "launch/pretrain_gpt.py" in words or line.startswith("python -m megaaccum.train"):
+        known = LAUNCHERS_FLAGS | COMMANDS_FLAGS["train"]
+    else:
+        return []
+    files = [word for word in words if re.match(r"(configs|launch|docs)/", word) and not (ROOT / word).exists()]
+    flags = [word[2:] for word in words if word.startswith("--") and word[2:] not in known]
+    return files + [flag for flag in flags if not is_key(flag)]
+
+
+def is_key(name: str) -> bool:
+    """Whether `name` is a key of the configuration, or another name of one."""
+    keys = {key for section in SECTIONS.values() for key in section.__dataclass_fields__}
+    return name in keys or name in ALIASES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_found():
+    assert broken_links(ROOT / "README.md", "[a](docs/nowhere.md) [b](README.md#x)") == ["docs/nowhere.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_shown_exist(page):
+    assert [problem for line in shell_lines(page.read_text()) for problem in problems(line)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("make coffee", "make coffee"),
+        ("megaaccum train configs/nowhere.yaml", "configs/nowhere.yaml"),
+        ("megaaccum train CONFIG --grad_acum_steps 8", "grad_acum_steps"),
+        ("deepspeed launch/pretrain_gpt.py --confg C", "confg"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line, problem):
+    assert problems(line) == [problem]
+
+
+def test_the_two_commands_come_by_line_30_of_the_readme():
+    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
+    assert "make demo" in head and "make test" in head
+
+
+def test_every_page_is_in_the_site():
+    listed = (ROOT / "mkdocs.yml").read_text()
+    assert [page.name for page in PAGES if page.parent.name == "docs" and page.name not in listed] == []
+
+
+def test_the_picture_runs_1f1b_without_overlap():
+    picture = runpy.run_path(str(ROOT / "docs" / "make_picture.py"))
+    for stage, blocks in enumerate(picture["simulate"]()):
+        assert [(block.kind, block.index) for block in blocks] == picture["order"](stage)
+        assert all(one.end <= other.start for one, other in pairwise(blocks))
