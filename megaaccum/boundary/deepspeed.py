@@ -173,9 +173,9 @@ class DeepSpeedBoundary:
 
     def _sum_tied_partitions(self) -> None:
         """At ZeRO-3 the two copies of a tied embedding are cut alike: add only this rank's partitions."""
-        if isinstance(self.parts, private.Zero3):
-            tied = [s.grad for s in self.shards() if self._has_copy(s.param)]
-            _all_reduce_together(tied, self._groups.embedding)
+        embedding = self._groups.embedding
+        if embedding is not None and isinstance(self.parts, private.Zero3):
+            _all_reduce_together([s.grad for s in self.shards() if self._has_copy(s.param)], embedding)
 
 
 def _all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
