@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum import cli
+from megaaccum import check, cli
 from megaaccum.config.keys import ALIASES, SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +97,9 @@ def test_the_picture_runs_1f1b_without_overlap():
     for stage, blocks in enumerate(picture["simulate"]()):
         assert [(block.kind, block.index) for block in blocks] == picture["order"](stage)
         assert all(one.end <= other.start for one, other in pairwise(blocks))
+
+
+def test_the_quickstart_shows_the_plan_as_it_is():
+    plan = check.run(ROOT / "configs" / "tiny_cpu.yaml", world_size=4)
+    batch = plan[plan.index("Batch\n") :].split("\n\n")[0]
+    assert f"```\n{batch}\n```" in (ROOT / "docs" / "quickstart.md").read_text()
