@@ -1,0 +1,70 @@
+"""Data on several ranks that start at once: one builds, all agree, and a rank with bad data holds up no other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megaaccum.testing import run_ranks
+
+
+def first_step(folder: str) -> tuple[str, list[list[int]], list[int]]:
+    """Digest of the data, and this rank's first tokens of each sample of one step, and of one evaluation."""
+    from megaaccum.data.dataset import build_datasets
+    from megaaccum.data.loader import MicrobatchLoader
+    from tests.unit.data_samples import make_plan
+
+    world = int(os.environ["WORLD_SIZE"])
+    data = build_datasets(make_plan(Path(folder), world_size=world, global_batch_size=8))
+
+    def pull(dataset) -> list[list[int]]:
+        with MicrobatchLoader(
+            dataset,
+            micro_batch_size=1,
+            dp_rank=int(os.environ["RANK"]),
+            dp_size=world,
+            global_batch_size=8,
+            vocab_size=data.vocabulary.size,
+        ) as loader:
+            return [batch["tokens"][0].tolist() for batch in loader.next_step()]
+
+    return data.digest, pull(data.train), pull(data.valid)
+
+
+def test_ranks_that_start_at_once_see_one_dataset_and_share_its_batch(tmp_path):
+    alone = run_ranks(first_step, 1, str(tmp_path / "alone"))
+    for init in (True, False):
+        folder = tmp_path / f"init-{init}"
+        ranks = run_ranks(first_step, 4, str(folder), init=init)
+        assert {digest for digest, _, _ in ranks} == {alone[0][0]}
+        for part in (1, 2):
+            together = sorted(sample for rank in ranks for sample in rank[part])
+            assert together == sorted(alone[0][part])
+        assert len(list(folder.glob("data/embedded-*"))) == len(list(folder.glob("data/index/*"))) == 1
+
+
+def with_a_bad_rank(folder: str) -> int | str:
+    """Rank 1 is given a dataset that does not exist and returns the error; the others return the length of theirs."""
+    from megaaccum.data.dataset import build_datasets
+    from megaaccum.errors import DataError
+    from tests.unit.data_samples import counting_pair, make_plan
+
+    rank = os.environ["RANK"]
+    prefix = counting_pair(Path(folder) / rank / "corpus")
+    if rank == "1":
+        prefix.with_suffix(".bin").unlink()
+    plan = make_plan(Path(folder) / rank, world_size=2, data_path=[str(prefix)], vocab_size=2000, split="80,20")
+    try:
+        return len(build_datasets(plan).train)
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_rank_with_bad_data_fails_alone_and_at_once(tmp_path, init):
+    """As on hosts without a shared file system. Megatron's own builder would leave rank 0 in a barrier."""
+    good, bad = run_ranks(with_a_bad_rank, 2, str(tmp_path), init=init)
+    assert good >= 40
+    assert "corpus.bin does not exist" in bad
