@@ -90,7 +90,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     )
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     if model.multi_latent_attention:
-        keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True}
+        # Megatron-core's default here is YaRN stretched by 40, whatever position_embedding_type says.
+        keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True, "rope_type": "rope"}
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
     try:

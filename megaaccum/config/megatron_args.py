@@ -51,8 +51,10 @@ def read_flags(
         _apply(given, reading)
     for group in own_keys:
         _put_own_key(group, reading)
-    for rule in RULES.values():
-        rule(reading)
+    for title, rule in RULES.items():
+        # What a rule would say of flags of which one is not known could be wrong.
+        if not any(flags()[name].family.title == title for name in map(spelling, reading.unresolved)):
+            rule(reading)
     return reading
 
 
@@ -135,6 +137,7 @@ def _give(flag: Flag, group: _Group, reading: Reading) -> None:
     unknown = [word for word in taken if isinstance(word, Unresolved)]
     if unknown and flag.treatment != "ignored":
         reading.problems.append(_unresolved(group.written, unknown))
+        reading.unresolved.add(flag.name)
         return
     given = Given(flag, group.written, tuple(taken))
     before = reading.given.get(flag.name)
@@ -164,7 +167,7 @@ def _own_key(written: str) -> Key | None:
 
 
 def _did_you_mean(written: str) -> str:
-    names = [*flags(), *(spelling(name) for name in all_keys())]
+    names = dict.fromkeys([*flags(), *(spelling(name) for name in all_keys())])
     near = difflib.get_close_matches(spelling(written), names, n=2, cutoff=0.7)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

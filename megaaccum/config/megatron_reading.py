@@ -49,6 +49,8 @@ class Reading:
     global_batch_size for --train-samples."""
     given: dict[str, Given] = field(default_factory=dict)
     """Flags of the table that were given, by the table's first name."""
+    unresolved: set[str] = field(default_factory=set)
+    """Flags of the table that were given with a value which is not known; each is a problem already."""
     values: dict[str, object] = field(default_factory=dict)
     """Typed values by key, and `deepspeed` as a dict."""
     problems: list[str] = field(default_factory=list)

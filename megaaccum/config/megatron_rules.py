@@ -52,6 +52,8 @@ def _put_steps(reading: Reading, name: str, key: str, number: int, unit: str) ->
     sizes = [reading.known(size) for size in needed]
     writer = str(reading.given[name])
     flag = "--" + key.replace("_", "-")
+    if reading.unresolved & {"--global-batch-size", "--seq-length"}:
+        return
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         missing = " and ".join("--" + size.replace("_", "-") for size in needed)
         reading.problems.append(f"{writer}: {missing} must stand beside it to make steps of it; or write {flag}.")
@@ -154,54 +156,17 @@ def _read_text(reading: Reading, writer: str, name: str) -> str | None:
 
 
 def loss_scaling(reading: Reading) -> None:
-    """With FP16, loss scaling is set in DeepSpeed's fp16 block; without it, these flags say nothing."""
-    given = [name for name in _DEEPSPEED_SCALING if name in reading.given]
-    if not given:
-        return
-    if reading.known("fp16") is not True:
-        reading.notes.append(f"without effect: {', '.join(given)}. They scale the loss of FP16, which is off.")
-        return
-    asked = {}
-    for name in given:
-        number = reading.number(name)
-        if number is not None:
-            key, of_deepspeed = _DEEPSPEED_SCALING[name]
-            asked[key] = _power(number) if name == "--initial-loss-scale" else number
-            if asked[key] == of_deepspeed:
-                del asked[key]
-    written = _fp16_block(reading)
-    missing = {key: value for key, value in asked.items() if written.get(key) != value}
-    if missing:
-        block = json.dumps({"fp16": {"enabled": True, **{key: _tidy(value) for key, value in asked.items()}}})
+    """Loss scaling belongs to FP16, in which megaaccum does not train yet; without FP16 the flags say nothing."""
+    given = [str(reading.given[name]) for name in _LOSS_SCALING if name in reading.given]
+    if given and reading.known("fp16") is True:
         reading.problems.append(
-            f"{', '.join(str(reading.given[name]) for name in given)}: FP16 loss scaling is DeepSpeed's; put {block}"
-            " into the file of --deepspeed_config (or a deepspeed block) and leave these flags out."
+            f"--fp16 {' '.join(given)}: there is no loss scaling yet; write --bf16 in their place, which needs none."
         )
+    elif given:
+        reading.notes.append(f"without effect: {', '.join(given)}. Only FP16 needs its loss scaled.")
 
 
-_DEEPSPEED_SCALING: dict[str, tuple[str, float | None]] = {
-    "--loss-scale": ("loss_scale", None),
-    "--initial-loss-scale": ("initial_scale_power", 16),
-    "--min-loss-scale": ("min_loss_scale", 1),
-    "--loss-scale-window": ("loss_scale_window", 1000),
-    "--hysteresis": ("hysteresis", 2),
-}
-"""Key of DeepSpeed's fp16 block and its default there (deepspeed.runtime.config, 0.19)."""
-
-
-def _power(scale: float) -> float:
-    """The power of two that DeepSpeed writes a starting scale as; its scale is always a whole power."""
-    return float(round(math.log2(scale))) if scale > 0 else 0.0
-
-
-def _tidy(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else value
-
-
-def _fp16_block(reading: Reading) -> dict[str, object]:
-    block = reading.values.get("deepspeed")
-    fp16 = block.get("fp16") if isinstance(block, dict) else None
-    return fp16 if isinstance(fp16, dict) else {}
+_LOSS_SCALING = ("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis")
 
 
 _FORK = ("--deepspeed", "--zero-stage", "--no-pipeline-parallel", "--deepspeed-activation-checkpointing")

@@ -28,6 +28,8 @@ def truth(command: Simple, variables: Variables) -> bool | None:
     """Whether the condition holds, or None where that is not known."""
     name = command.words[0].literal()
     if name in ("true", ":"):
+        for word in command.words[1:]:
+            variables.fields(word)  # : ${NAME:=default} sets NAME
         return True
     if name == "false":
         return False

@@ -66,7 +66,12 @@ class Variables:
                     parts.append(piece.text)
                     open_part = True
                 continue
-            for index, chunk in enumerate(self._chunks(piece, word.line)):
+            chunks = self._chunks(piece, word.line)
+            if not chunks and open_part and parts[-1] == "":
+                # "${EMPTY[@]}" is no field at all, though its quotes have begun one.
+                parts.pop()
+                open_part = False
+            for index, chunk in enumerate(chunks):
                 joins = open_part and index == 0 and not chunk[:1].isspace()
                 pieces = [chunk] if piece.quoted else chunk.split()
                 if joins and pieces:
@@ -97,7 +102,8 @@ class Variables:
         if piece.operator:
             return [self._with_operator(piece, value)]
         if value is None:
-            return [] if self.unset_is_empty and piece.index else [self._unset(piece, line)]
+            # An array cannot come from the environment: unset, it is empty.
+            return [] if piece.index in ("@", "*") else [self._unset(piece, line)]
         if isinstance(value, str):
             return [value]
         return [" ".join(value)] if piece.index == "*" and piece.quoted else value

@@ -262,7 +262,10 @@ class Lexer:
         start = self.at
         if self.peek() == "`":
             end = self._find("`", start + 1)
-            return Opaque(quoted, self.text[start : end + 1])
+            inside = self.text[start + 1 : end]
+            # `# a comment` inside a long command is a common trick: it runs nothing.
+            is_comment = inside.lstrip().startswith("#") and "\n" not in inside
+            return Text("", quoted) if is_comment else Opaque(quoted, self.text[start : end + 1])
         if self.text.startswith("$((", start):
             return self._arithmetic(3, quoted=quoted)
         if self.text.startswith("$(", start):

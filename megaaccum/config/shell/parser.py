@@ -69,6 +69,7 @@ class Function:
 Node = Simple | Chain | Block | If | Case | Loop | Function
 
 _SEPARATORS = frozenset({";", "&", "\n", "|"})
+_CLOSING = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 
 def parse_script(text: str, *, first_line: int = 1) -> Block:
@@ -148,6 +149,8 @@ class _Parser:
                 return self._group("}" if text == "{" else ")", token.line)
             case "function":
                 return self._function(token.line, named=True)
+        if text in _CLOSING:
+            raise ShellError(f"line {token.line}: unexpected {text}.")
         following = self.tokens[self.at + 1 : self.at + 3]
         if isinstance(token, Word) and [getattr(token, "text", "") for token in following] == ["(", ")"]:
             return self._function(token.line, named=False)

@@ -1,0 +1,146 @@
+"""What crosses ranks in a resident ZeRO-3 step, counted where every collective passes: one gather, one reduction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.parity import Case, make, microbatches
+
+DP = 2
+GATHER, SCATTER = "all-gather", "reduce-scatter"
+# Methods of torch's ProcessGroup, through which all of torch.distributed and deepspeed.comm goes, and the argument that
+# holds the elements of all ranks: (method, name in the count, position of the tensors).
+METHODS = [
+    ("_allgather_base", GATHER, 0),
+    ("all_gather_single", GATHER, 0),
+    ("all_gather_single_coalesced", GATHER, 0),
+    ("allgather", GATHER, 0),
+    ("allgather_coalesced", GATHER, 0),
+    ("allgather_into_tensor_coalesced", GATHER, 0),
+    ("_reduce_scatter_base", SCATTER, 1),
+    ("reduce_scatter", SCATTER, 1),
+    ("reduce_scatter_single", SCATTER, 1),
+    ("reduce_scatter_single_coalesced", SCATTER, 1),
+    ("reduce_scatter_tensor_coalesced", SCATTER, 1),
+    ("all_to_all_single", "other", 0),
+    ("allreduce", "other", 0),
+    ("allreduce_coalesced", "other", 0),
+    ("alltoall", "other", 0),
+    ("alltoall_base", "other", 0),
+    ("broadcast", "other", 0),
+    ("gather", "other", 0),
+    ("reduce", "other", 0),
+    ("scatter", "other", 0),
+]
+SMALL = 64
+"""Elements up to which a collective is bookkeeping: the agreement, token counts, norm, loss, overflow."""
+
+
+def elements(tensors) -> int:
+    return tensors.numel() if hasattr(tensors, "numel") else sum(elements(each) for each in tensors)
+
+
+@contextmanager
+def counted():
+    """Counter of elements by kind of collective on this rank; collectives of at most SMALL elements are `small`.
+    Point-to-point messages of the pipeline are not counted."""
+    from torch.distributed import ProcessGroup
+
+    count: Counter[str] = Counter()
+    here = [row for row in METHODS if hasattr(ProcessGroup, row[0])]  # torch renames some of them now and then
+    patches = [patch.object(ProcessGroup, name, _counting(name, kind, at, count)) for name, kind, at in here]
+    for each in patches:
+        each.start()
+    try:
+        yield count
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def _counting(name: str, kind: str, position: int, count: Counter[str]):
+    from torch.distributed import ProcessGroup
+
+    method = getattr(ProcessGroup, name)
+
+    def call(group, *args, **kwargs):
+        if group.size() == 1:
+            return method(group, *args, **kwargs)  # nothing crosses ranks
+        moved = elements(args[position])
+        count[kind if moved > SMALL else "small"] += moved
+        count[f"calls of {kind if moved > SMALL else 'small'}"] += 1
+        return method(group, *args, **kwargs)
+
+    return call
+
+
+def traffic(cases: list[Case]) -> list[tuple[Counter[str], int, int]]:
+    """Of the second step of each case (the first finds its parameters as they were built): what was counted, the
+    parameters of this rank's stage, and the same with each rounded up to a multiple of dp, as ZeRO-3 cuts them."""
+    results = []
+    for case in cases:
+        plan, built, _, bound, stepper = make(case)
+        batches = microbatches(plan, built.dp.rank())
+        stepper.train(batches, step=0)
+        with counted() as count:
+            stepper.train(batches, step=1)
+        sizes = [param.ds_numel for param in bound.parts.params]
+        results.append((count, sum(sizes), sum(-(-size // DP) * DP for size in sizes)))
+    return results
+
+
+MODEL = "--untie_embeddings_and_output_weights"
+PIPELINE = "--pipeline_model_parallel_size 2 "
+CASES = [
+    Case(4, PIPELINE + "--num_chunks 4", MODEL),
+    Case(4, PIPELINE + "--num_chunks 4 --grad_accum_steps 4", MODEL),
+    Case(4, PIPELINE + "--num_chunks 4 --grad_accum_steps 4 --flush per_round", MODEL),
+    Case(4, PIPELINE + "--num_chunks 4 --virtual_pipeline_model_parallel_size 2", MODEL),
+]
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """By rank, by case: (count, stage parameters, padded)."""
+    return run_ranks(traffic, 4, CASES, timeout=120)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_step_gathers_its_stage_once_and_reduces_it_once(case, seen):
+    for rank in seen:
+        count, params, padded = rank[case]
+        assert params <= padded < params + DP * 100
+        assert count[GATHER] == padded
+        assert count[SCATTER] == padded
+        assert count["other"] == 0
+
+
+def test_more_microbatches_move_nothing_more(seen):
+    for rank in seen:
+        four, sixteen, per_round, _ = (count for count, _, _ in rank)
+        assert four == sixteen == per_round
+
+
+def twice_gathered() -> Counter[str]:
+    import torch
+    import torch.distributed as dist
+
+    with counted() as count:
+        for _ in range(2):
+            dist.all_gather_into_tensor(torch.empty(2 * SMALL), torch.ones(SMALL))
+        dist.all_reduce(torch.ones(SMALL + 1))
+        dist.reduce_scatter_tensor(torch.empty(SMALL), torch.ones(2 * SMALL))
+    return count
+
+
+def test_the_count_sees_what_passes():
+    for count in run_ranks(twice_gathered, 2):
+        assert count[GATHER] == 4 * SMALL
+        assert count["calls of all-gather"] == 2
+        assert count["other"] == SMALL + 1
+        assert count[SCATTER] == 2 * SMALL
