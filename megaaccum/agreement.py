@@ -14,7 +14,8 @@ from megaaccum.errors import RankDisagreement
 def agree(digest: str, *, stop: bool = False, **facts: int) -> bool:
     """Compare `digest` (of the plan) and `facts` over all ranks: one all-gather of a few integers per rank.
 
-    Returns whether any rank wishes to `stop` after this step (a signal may reach ranks in different steps). Raises RankDisagreement on every rank, naming each fact that differs and who says what.
+    Returns whether any rank wishes to `stop` after this step (a signal may reach ranks in different steps). Raises
+    RankDisagreement on every rank, naming each fact that differs and who says what.
     """
     numbers = {"plan": int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16), **facts}
     mine = torch.tensor([*numbers.values(), int(stop)], dtype=torch.int64, device=cpu.device())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -95,8 +94,8 @@ class Mpu:
     """The `mpu` argument of deepspeed.initialize.
 
     DeepSpeed reduces gradients, partitions parameters and averages over the data-parallel group. Its norm and its
-    overflow verdict it reduces over the *model-parallel* group as well, so that has to be tp x pp: with the tensor group
-    alone each pipeline stage clips by its own norm and skips on its own.
+    overflow verdict it reduces over the *model-parallel* group as well, so that has to be tp x pp: with the tensor
+    group alone each pipeline stage clips by its own norm and skips on its own.
     """
 
     def __init__(self, groups: Groups):
@@ -140,13 +139,3 @@ class Mpu:
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return self._groups.pp.size()
-
-
-def control_group(timeout_minutes: float) -> dist.ProcessGroup:
-    """A gloo group over all ranks for small host-side facts (token counts, digests, verdict texts).
-
-    On gloo this is the world group; on NCCL a second group, so that no host fact waits for the device.
-    """
-    if dist.get_backend() == "gloo":
-        return dist.group.WORLD  # type: ignore[return-value]
-    return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))

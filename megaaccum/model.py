@@ -245,8 +245,8 @@ def is_expert(param: torch.nn.Parameter) -> bool:
 def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
     """Draw every weight matrix from a generator seeded by (seed, global name).
 
-    Matrices are drawn whole in FP32 and sliced to this tp rank's part, so that the model is the same at every tp, pp and
-    vpp. Distributions are Megatron's (`init_method`, and `output_layer_init_method` for the projections that end a
+    Matrices are drawn whole in FP32 and sliced to this tp rank's part, so that the model is the same at every tp, pp
+    and vpp. Distributions are Megatron's (`init_method`, and `output_layer_init_method` for the projections that end a
     residual branch); biases start at 0 and norms at 1.
     """
     config = chunk.config

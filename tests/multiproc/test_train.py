@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(uninterrupted):
 
 
 def test_a_checkpoint_moves_to_other_pipeline_and_data_parallel_sizes(uninterrupted):
-    folder, expected = uninterrupted
+    folder, _ = uninterrupted
     common = ["--load", str(folder / "whole" / "checkpoints"), "--eval_interval", "0"]
     out, _ = finish(
         start(folder / "moved", folder / "cache", *common, "--pipeline_model_parallel_size", "1", "--zero_stage", "2",
