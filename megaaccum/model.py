@@ -30,9 +30,9 @@ _SAME_NAME = (
     "add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std recompute_granularity "
     "recompute_method recompute_num_layers recompute_modules moe_layer_freq moe_ffn_hidden_size "
     "moe_shared_expert_intermediate_size moe_router_topk moe_router_load_balancing_type moe_router_score_function "
-    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
-    "moe_router_pre_softmax moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type moe_grouped_gemm "
-    "mtp_num_layers mtp_loss_scaling_factor"
+    "moe_router_dtype moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
+    "moe_router_enable_expert_bias moe_router_pre_softmax moe_aux_loss_coeff moe_z_loss_coeff "
+    "moe_token_dispatcher_type moe_grouped_gemm mtp_num_layers mtp_loss_scaling_factor"
 ).split()
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_base")
 

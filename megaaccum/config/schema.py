@@ -84,6 +84,8 @@ class ModelConfig:
     """aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision in which the router computes; default that of the model. fp32 is steadier with many experts."""
     moe_router_num_groups: int | None = None
     """Groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = None

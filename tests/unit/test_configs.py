@@ -70,7 +70,7 @@ def test_a_real_configuration_is_the_published_model(name):
     assert model.vocab_size is not None
     count = count_parameters(settled.config, model.vocab_size)
     total, active, tokens = REAL[name]
-    # The published total of DeepSeek-V3 leaves its prediction layer out (11.5 billion more).
+    # The published total of DeepSeek-V3 leaves its prediction layer out (11.6 billion more).
     assert count.total - count.prediction == pytest.approx(total, rel=2e-3)
     assert count.active - count.active_prediction == pytest.approx(active, rel=5e-3)
     assert settled.batch.tokens_per_step == tokens
@@ -107,6 +107,7 @@ def test_megatron_core_accepts_the_model(name):
     if built.multi_latent_attention:
         # Megatron-core's default for latent attention is YaRN, stretched by 40.
         assert built.rope_type == "rope"
+        assert built.moe_router_dtype == "fp32"
 
 
 def test_the_405b_layout_is_the_papers():

@@ -170,7 +170,7 @@ CHANGES_THE_RESULT = """
 --fp8-format --fp4-format --rampup-batch-size --step-batch-size-schedule --optimizer --decoupled-lr --softmax-type
 --window-size --apply-layernorm-1p --rotary-interleaved --use-rope-scaling --fp32-residual-connection --openai-gelu
 --init-method-xavier-uniform --embedding-init-method-std --moe-expert-capacity-factor --moe-input-jitter-eps
---moe-router-dtype --moe-router-force-load-balancing --dataloader-type --fim-data --mock-data --iterations-to-skip
+--moe-router-force-load-balancing --dataloader-type --fim-data --mock-data --iterations-to-skip
 --no-load-optim --finetune --freeze-all-layers --use-mup --moe-router-bias-update-rate --main-grads-dtype
 --exp-avg-dtype --data-efficiency-curriculum-learning --random-ltd --remote-device --qk-l2-norm
 --moe-apply-probs-on-input

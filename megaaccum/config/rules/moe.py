@@ -12,8 +12,8 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 _NEED_EXPERTS = (
     "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias", "moe_router_pre_softmax", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-    "moe_grouped_gemm", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_pre_softmax", "moe_aux_loss_coeff",
+    "moe_z_loss_coeff", "moe_grouped_gemm", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 
 

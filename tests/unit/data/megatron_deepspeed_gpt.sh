@@ -1,5 +1,5 @@
 #!/bin/bash
-# A GPT of 1.3 billion parameters as one starts it with Megatron-DeepSpeed: strings of flags, eval, the deepspeed launcher.
+# A GPT of 1.3 billion parameters as one starts it with Megatron-DeepSpeed: strings of flags, eval, deepspeed.
 dir=$(pwd)
 seq_len=2048
 global_batch_size=512
