@@ -96,6 +96,8 @@ def traffic(cases: list[Case]) -> list[tuple[Counter[str], int, int]]:
 
 MODEL = "--untie_embeddings_and_output_weights"
 PIPELINE = "--pipeline_model_parallel_size 2 "
+BUCKET = 20_000
+"""Elements of a reduction bucket: parity.py's."""
 CASES = [
     Case(4, PIPELINE + "--num_chunks 4", MODEL),
     Case(4, PIPELINE + "--num_chunks 4 --grad_accum_steps 4", MODEL),
@@ -115,8 +117,11 @@ def test_a_step_gathers_its_stage_once_and_reduces_it_once(case, seen):
     for rank in seen:
         count, params, padded = rank[case]
         assert params <= padded < params + DP * 100
-        assert count[GATHER] == padded
-        assert count[SCATTER] == padded
+        assert count[GATHER] == count[SCATTER] == padded
+        assert count[f"calls of {GATHER}"] == 1
+        assert count[f"calls of {SCATTER}"] <= padded // BUCKET + 1, (
+            "a bucket is sent when the next gradient overflows it"
+        )
         assert count["other"] == 0
 
 
