@@ -135,6 +135,10 @@ def write(config: Config, batch: BatchPlan) -> dict[str, object]:
     user_zero = zero_block if isinstance(zero_block, dict) else {}
     zero: dict[str, object] = {name: value for name, value in user_zero.items() if name in keys.ZERO_PASSED}
     zero |= {"stage": sharding.zero_stage, "reduce_bucket_size": sharding.reduce_bucket_size}
+    if sharding.zero_stage == 3:
+        # By default DeepSpeed gathers every parameter of up to 100,000 elements by itself, one collective for each, at
+        # the end of its step. The boundary gathers all of them in one, at the start of the next.
+        zero["stage3_param_persistence_threshold"] = 0
     if sharding.offload_optimizer != "none":
         block = user_zero.get("offload_optimizer")
         zero["offload_optimizer"] = {**(block if isinstance(block, dict) else {}), "device": sharding.offload_optimizer}

@@ -119,9 +119,8 @@ def test_a_step_gathers_its_stage_once_and_reduces_it_once(case, seen):
         assert params <= padded < params + DP * 100
         assert count[GATHER] == count[SCATTER] == padded
         assert count[f"calls of {GATHER}"] == 1
-        assert count[f"calls of {SCATTER}"] <= padded // BUCKET + 1, (
-            "a bucket is sent when the next gradient overflows it"
-        )
+        # A bucket is sent when the next gradient overflows it, so two in a row hold more than BUCKET elements.
+        assert count[f"calls of {SCATTER}"] <= 2 * padded // BUCKET + 1
         assert count["other"] == 0
 
 
