@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 LAUNCHERS_FLAGS = {"hostfile", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"}
 COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json"},
-    "build": {"input", "output-prefix", "train-tokenizer", "vocab-size", "append-eod"},
+    "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
 }
 
