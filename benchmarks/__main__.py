@@ -1,0 +1,21 @@
+"""python -m benchmarks [NAME [flags]]: one benchmark with its flags (`NAME --help`), or all of them as they stand."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = ("loop",)
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] not in BENCHMARKS:
+        print(f"no benchmark named {argv[0]}; there are: {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    for name in argv[:1] or BENCHMARKS:
+        importlib.import_module(f"benchmarks.{name}").main(argv[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""What somebody would write by hand to run one model on one Megatron schedule over one DeepSpeed ZeRO-3 engine.
+
+No agreement between ranks, no token count, no norm of its own (DeepSpeed clips), no loader, no log, no learning-rate
+schedule: the least that makes the same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's
+own hooks do not run under a pipeline at all, so its reducer is driven through `megaaccum.private`, as by the boundary.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megaaccum import private
+from megaaccum.groups import Groups, Mpu
+
+
+class BareLoop:
+    """Steps of `chunks` (one per rank: no interleaving). config: what DeepSpeed is given, clipping included."""
+
+    def __init__(self, chunks: list[torch.nn.Module], groups: Groups, config: dict, optimizer, *, num_tokens: int):
+        self._chunks, self._groups = chunks, groups
+        self._num_tokens = num_tokens
+        self._p2p = P2PCommunicator(pp_group=groups.pp, config=chunks[0].config)
+        self._schedule = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None)
+        self._engine, *_ = deepspeed.initialize(
+            model=torch.nn.ModuleList(chunks),
+            optimizer=optimizer,
+            config=config,
+            mpu=Mpu(groups),
+            dist_init_required=False,
+        )
+        self._zero = private.Zero3(self._engine)
+        self._last = False
+        for param in self._zero.params:
+            private.on_gradient(param, self._on_gradient)
+        hooks = chunks[0].config
+        hooks.no_sync_func, hooks.param_sync_func, hooks.grad_sync_func = self._no_sync, None, None
+        hooks.grad_scale_func, hooks.finalize_model_grads_func = None, self._finalize
+
+    def step(self, microbatches: list[dict[str, torch.Tensor]]) -> float:
+        """One optimizer step; returns its mean loss on ranks of the last stage, nan elsewhere."""
+        self._zero.gather(self._zero.params)
+        self._zero.begin_reduction()
+        size, length = microbatches[0]["tokens"].shape
+        losses = self._schedule(
+            forward_step_func=self._forward,
+            data_iterator=iter(microbatches),
+            model=self._chunks,
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=size,
+            forward_only=False,
+            p2p_communicator=self._p2p,
+            pg_collection=self._groups.collection,
+        )
+        self._engine.step()
+        return self._mean(losses)
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self._engine.optimizer.param_groups
+
+    def _forward(self, data_iterator, chunk):
+        batch = next(data_iterator)
+        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, lambda losses: self._loss(batch["loss_mask"], losses)
+
+    def _loss(self, mask: torch.Tensor, losses: torch.Tensor):
+        total = (losses.float() * mask).sum()
+        scale = self._groups.dp_cp.size() / self._num_tokens
+        return total * scale, torch.zeros((), dtype=torch.int), total.detach()
+
+    @contextmanager
+    def _no_sync(self):
+        self._last = False
+        yield
+        self._last = True
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if self._last:
+            self._zero.reduce(param)
+
+    def _finalize(self, models, num_tokens=None, **unused) -> None:
+        for param in self._zero.params:
+            if id(param) not in self._zero.handed_over():
+                self._zero.reduce(param)
+        self._zero.finish_reduction()
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        if not losses:
+            return float("nan")
+        total = torch.stack(losses).sum()
+        dist.all_reduce(total, group=self._groups.dp_cp)
+        return float(total) / self._num_tokens

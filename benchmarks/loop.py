@@ -1,0 +1,203 @@
+"""The training loop against a bare one: same model, weights, data, schedule and engine, in alternating blocks of steps.
+
+    python -m benchmarks loop [--config C] [--blocks N] [--steps N] [--json F] [--key value ...]
+
+Prints the ratio of seconds per step (loop / bare; the median over pairs of neighbouring blocks) and of peak memory over
+what the process held before the model was built. Both make the same losses, or there is no result. CPU lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megaaccum import config as configuration
+from megaaccum.testing import run_ranks
+
+CONFIG = str(Path(__file__).resolve().parents[1] / "configs" / "tiny_cpu.yaml")
+UNTIED = ("--untie_embeddings_and_output_weights",)
+"""A tied embedding needs a sum over the first and the last stage, which the bare loop does not make."""
+SAME, COMPARED = 1e-6, 10
+"""Largest relative difference of the two loops' losses over the first steps. Later ones drift apart: training magnifies
+the rounding of sums that are made in another order."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of each loop")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a block")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args, overrides = parser.parse_known_args(argv)
+    figures = measure(args.config, [*UNTIED, *overrides], blocks=args.blocks, steps=args.steps)
+    print(report(figures))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict:
+    """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio."""
+    world_size = configuration.load(path, overrides).run.nproc_per_node or 1
+    with tempfile.TemporaryDirectory() as folder:
+        request = (path, [*overrides, "--output_dir", folder])
+        blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
+        peaks = {name: max(run_ranks(peak_bytes, world_size, *request, name, timeout=180)) for name in ("loop", "bare")}
+    pairs = zip(blocks_of_rank0["loop"], blocks_of_rank0["bare"], strict=True)
+    ratios = [loop / bare for loop, bare in pairs]
+    return {
+        "config": Path(path).name,
+        "ranks": world_size,
+        "steps_per_block": steps,
+        "seconds_per_step": {name: [s / steps for s in seconds] for name, seconds in blocks_of_rank0.items()},
+        "step_time_ratio": statistics.median(ratios),
+        "step_time_ratios": ratios,
+        "peak_bytes": peaks,
+        "peak_memory_ratio": peaks["loop"] / peaks["bare"],
+    }
+
+
+def report(figures: dict) -> str:
+    seconds = {name: statistics.median(values) for name, values in figures["seconds_per_step"].items()}
+    ratios = sorted(figures["step_time_ratios"])
+    peak = {name: value / 2**20 for name, value in figures["peak_bytes"].items()}
+    return (
+        f"{figures['config']}, {figures['ranks']} ranks\n"
+        f"step time    loop {seconds['loop']:.4f} s   bare {seconds['bare']:.4f} s   ratio "
+        f"{figures['step_time_ratio']:.4f} (blocks {ratios[0]:.3f} to {ratios[-1]:.3f})\n"
+        f"peak memory  loop {peak['loop']:.1f} MiB   bare {peak['bare']:.1f} MiB   ratio "
+        f"{figures['peak_memory_ratio']:.4f}"
+    )
+
+
+# --- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def in_turns(path: str, overrides: list[str], blocks: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of each block of each loop; every other pair starts with the bare one. Raises AssertionError where the
+    losses differ."""
+    import torch
+
+    plan = _plan(path, overrides)
+    step_of = {"loop": loop_arm(plan), "bare": bare_arm(plan, (blocks + 1) * steps)}
+    losses = {name: [step() for _ in range(steps)] for name, step in step_of.items()}  # warm-up
+    seconds: dict[str, list[float]] = {name: [] for name in step_of}
+    for block in range(blocks):
+        for name in sorted(step_of, reverse=bool(block % 2)):
+            gc.collect()
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            losses[name] += [step_of[name]() for _ in range(steps)]
+            torch.distributed.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    for loop, bare in list(zip(losses["loop"], losses["bare"], strict=True))[:COMPARED]:
+        assert bare != bare or abs(loop - bare) <= SAME * bare, f"the loops differ: {loop} and {bare}"
+    return seconds
+
+
+def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 3) -> int:
+    """Most memory that this rank held at once while it built one loop and made `steps` steps, over what it held
+    before (Linux: resident set)."""
+    plan = _plan(path, overrides)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
+    step = loop_arm(plan) if name == "loop" else bare_arm(plan, steps)
+    for _ in range(steps):
+        step()
+    return _resident("VmHWM") - before
+
+
+def loop_arm(plan) -> Callable[[], float]:
+    """One step of megaaccum's own loop: loader, step, commit, schedule, log."""
+    from megaaccum import train
+
+    parts = _Parts(plan)
+    log = train._open_log(plan, parts.data, start_step=0)
+    log.note = lambda text: None  # type: ignore[method-assign]
+    schedule, stepper = parts.schedule_and_stepper()
+    loader = train._loader(plan, parts.groups, parts.data, 0)
+    count = iter(range(1, plan.config.run.train_iters + 1))
+    return lambda: train._one_step(plan, stepper, loader, schedule, log, next(count), stop=False).loss
+
+
+def bare_arm(plan, steps: int) -> Callable[[], float]:
+    """One step of the bare loop on micro-batches that were read before."""
+    from benchmarks.bare import BareLoop
+    from megaaccum import lr_schedule, optimizer, train
+
+    parts = _Parts(plan)
+    batches = []
+    with train._loader(plan, parts.groups, parts.data, 0) as loader:
+        for _ in range(steps):
+            batches.append(loader.next_step(plan.batch.num_microbatches))
+            loader.commit(plan.batch.global_batch_size)
+    for chunk in parts.chunks:
+        for param in chunk.parameters():
+            param.model_parallel = True  # no tensor parallelism here: each stage counts all of its own
+    config = plan.deepspeed_config() | {"gradient_clipping": plan.config.optimizer.clip_grad}
+    adam = optimizer.build(plan, parts.chunks)
+    rates = _learning_rates(plan, lr_schedule, steps)
+    bare = BareLoop(parts.chunks, parts.groups, config, adam, num_tokens=plan.batch.tokens_per_step)
+
+    def step() -> float:
+        for group in bare.param_groups:
+            group["lr"] = rates[0]
+        rates.pop(0)
+        return bare.step(batches.pop(0))
+
+    return step
+
+
+def _learning_rates(plan, lr_schedule, steps: int) -> list[float]:
+    """The rates of the first steps, so that both loops take the same ones."""
+    import torch
+
+    weights = torch.nn.Linear(1, 1)
+    adam = torch.optim.AdamW(lr_schedule.param_groups(list(weights.named_parameters()), 0.0), lr=1.0)
+    schedule, rates = lr_schedule.build(adam, plan.config), []
+    for _ in range(steps):
+        rates.append(schedule.lr)
+        schedule.step()
+    return rates
+
+
+class _Parts:
+    """Groups, data and model of one loop. Groups are made once per process."""
+
+    _groups = None
+
+    def __init__(self, plan):
+        from megaaccum import groups, model
+        from megaaccum.data.dataset import build_datasets
+
+        if _Parts._groups is None:
+            _Parts._groups = groups.build(plan.layout, timeout_minutes=5)
+        self.plan, self.groups, self.data = plan, _Parts._groups, build_datasets(plan)
+        self.chunks = model.build_chunks(plan, self.groups, vocab_size=self.data.vocabulary.size)
+
+    def schedule_and_stepper(self):
+        from megaaccum import boundary, lr_schedule, optimizer
+        from megaaccum.step import Stepper
+
+        bound = boundary.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
+        return lr_schedule.build(bound, self.plan.config), Stepper(self.plan, self.groups, self.chunks, bound)
+
+
+def _plan(path: str, overrides: list[str]):
+    import torch
+
+    world_size = torch.distributed.get_world_size()
+    return configuration.resolve(configuration.load(path, overrides), world_size=world_size)
+
+
+def _resident(field: str) -> int:
+    """Bytes: VmRSS (now) or VmHWM (the most so far)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
