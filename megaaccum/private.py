@@ -78,6 +78,7 @@ class Zero3:
         _remove_hooks(self.optimizer)
         self.optimizer.parameter_offload._remove_module_hooks()
         self._handed_over: set[int] = set()
+        self._own = {id(param): _own_part(param) for param in self.params}
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
@@ -112,21 +113,19 @@ class Zero3:
         self.optimizer.independent_gradient_partition_epilogue()
         for param, shard, _ in self._padded_shards():
             # DeepSpeed pads the last rank's share with uninitialised memory, which its own norm and Adam then read.
-            shard[self._real_numel(param) :].zero_()
+            shard[self._own[id(param)][1] :].zero_()
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements)."""
         for param, shard, start in self._padded_shards():
-            yield param, shard[: self._real_numel(param)], start
+            yield param, shard[: self._own[id(param)][1]], start
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
         """(parameter, offset of this rank's part, flat views {"param": FP32 master, "exp_avg": ..., "exp_avg_sq": ...})
         of everything that training changes. Moments that do not exist yet are made, as zeros."""
         for param in self.params:
             group, position, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
-            flat, count = self.optimizer.fp32_partitioned_groups_flat[group], self._real_numel(param)
-            rank = torch.distributed.get_rank(param.ds_process_group)  # type: ignore[attr-defined]
-            start = rank * param.partition_numel()  # type: ignore[attr-defined]
+            flat, (start, count) = self.optimizer.fp32_partitioned_groups_flat[group], self._own[id(param)]
             yield param, start, _views(self.optimizer.optimizer, flat, position, count)
 
     def adopt_state(self, num_steps: int) -> None:
@@ -138,16 +137,17 @@ class Zero3:
     def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         for param in self.params:
             shard, _ = self.optimizer._get_fp32_grad_state_partition(param, release_swap_buffers=True)
-            rank = torch.distributed.get_rank(param.ds_process_group)  # type: ignore[attr-defined]
-            yield param, shard.view(-1), rank * param.partition_numel()  # type: ignore[attr-defined]
-
-    def _real_numel(self, param) -> int:
-        rank = torch.distributed.get_rank(param.ds_process_group)
-        return max(0, min(param.partition_numel(), param.ds_numel - rank * param.partition_numel()))
+            yield param, shard.view(-1), self._own[id(param)][0]
 
     @staticmethod
     def numel(param: torch.nn.Parameter) -> int:
         return param.ds_numel  # type: ignore[attr-defined]
+
+
+def _own_part(param) -> tuple[int, int]:
+    """Offset and number of the elements of this rank's part of a ZeRO-3 parameter, padding left out."""
+    start = torch.distributed.get_rank(param.ds_process_group) * param.partition_numel()
+    return start, max(0, min(param.partition_numel(), param.ds_numel - start))
 
 
 class Zero12:
