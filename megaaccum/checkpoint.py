@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megaaccum import cpu, model
 from megaaccum.errors import CheckpointError
+from megaaccum.flops import padded_vocab_size
 
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary
@@ -56,7 +57,7 @@ def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
         "ffn_hidden_size": m.ffn_hidden_size,
         "num_attention_heads": m.num_attention_heads,
         "num_query_groups": m.num_query_groups,
-        "vocab_size": model.padded_vocab_size(plan, vocab_size),
+        "vocab_size": padded_vocab_size(plan.config, vocab_size),
         "num_experts": m.num_experts,
         "swiglu": m.swiglu,
         "normalization": m.normalization,

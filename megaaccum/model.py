@@ -16,6 +16,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megaaccum import cpu
 from megaaccum.errors import ConfigError
+from megaaccum.flops import padded_vocab_size
 from megaaccum.norm import with_own_norms
 
 if TYPE_CHECKING:
@@ -151,12 +152,6 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
     model_parallel_cuda_manual_seed(own)
 
 
-def padded_vocab_size(plan: Plan, vocab_size: int) -> int:
-    """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by * tp (Megatron's rule)."""
-    multiple = plan.config.model.make_vocab_size_divisible_by * plan.layout.tp
-    return -(-vocab_size // multiple) * multiple
-
-
 def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
     model = plan.config.model
     last_chunk = chunk == plan.layout.vpp - 1
@@ -168,7 +163,7 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(plan, vocab_size),
+        vocab_size=padded_vocab_size(plan.config, vocab_size),
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         pre_process=groups.is_first_stage and chunk == 0,
         post_process=groups.is_last_stage and last_chunk,

@@ -61,9 +61,18 @@ def test_tied_embeddings_over_stages_with_bf16_parameters():
     check([Case(4, PP + SPLIT + zero(stage), LLAMA, "bf16") for stage in STAGES])
 
 
-def test_full_recompute():
-    recompute = "--recompute_granularity full "
-    check([Case(4, PP + SPLIT + recompute, lane=lane) for lane in ("fp64", "fp32")])
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+def test_recompute(lane):
+    full, selective = "--recompute_granularity full ", "--recompute_granularity selective "
+    interleaved = "--virtual_pipeline_model_parallel_size 2 "
+    check(
+        [
+            Case(4, PP + SPLIT + full, lane=lane),
+            Case(4, PP + SPLIT + interleaved + full + "--recompute_method uniform --recompute_num_layers 1", lane=lane),
+            Case(4, PP + SPLIT + selective, lane=lane),
+            Case(4, TP + SP + SPLIT + full, GATED_WITH_BIAS, lane),
+        ]
+    )
 
 
 def test_optimizer_on_the_cpu():
