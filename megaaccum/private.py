@@ -22,7 +22,9 @@ _STAGE3 = (
     "independent_gradient_partition_epilogue",
     "reduce_independent_p_g_buckets_and_remove_grads",
     "set_gradient_accumulation_boundary",
+    "_finalize_offload_gradient_accumulation",
 )
+_ACCUMULATORS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE12 = (
     "independent_gradient_partition_epilogue",
     "reduce_independent_p_g_buckets_and_remove_grads",
@@ -38,6 +40,9 @@ _STAGE3_ATTRIBUTES = (
     "averaged_gradients",
     "grad_position",
     "fp32_partitioned_groups_flat",
+    "grad_partitions_flat_buffer",
+    "_offload_boundary_param_ids",
+    "__param_id_to_grad_partition",
 )
 _STAGE12_ATTRIBUTES = (
     "_grad_acc_hooks",
@@ -134,6 +139,35 @@ class Zero3:
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
+    def start_gather(self, params: list[torch.nn.Parameter]):
+        """Begin to make `params` whole, those that are not yet, by one all-gather. Returns what `wait` is called on."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+        return missing[0].all_gather_coalesced(missing) if missing else _Nothing()  # type: ignore[attr-defined]
+
+    def release(self, params: list[torch.nn.Parameter]) -> None:
+        """Free what is whole of `params`; this rank's partitions stay."""
+        if params:
+            params[0].partition(params)  # type: ignore[attr-defined]
+
+    def accumulator(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's flat partition of the parameter's gradient, padded, in grad_accum_dtype. (With the optimizer in
+        host memory `_get_fp32_grad_state_partition` shows another one, which exists after `finish_accumulation`.)"""
+        return getattr(self.optimizer, _ACCUMULATORS)[param.ds_id]  # type: ignore[attr-defined]
+
+    def begin_accumulation(self) -> None:
+        """Empty the accumulators; what is then added to them by hand replaces DeepSpeed's own reduction."""
+        self.optimizer.grad_partitions_flat_buffer.zero_()
+        self.optimizer.set_gradient_accumulation_boundary(True)
+
+    def finish_accumulation(self) -> None:
+        """Give the optimizer the accumulators as this step's gradient."""
+        if self.optimizer.offload_optimizer:
+            self.optimizer._offload_boundary_param_ids.update(p.ds_id for p in self.params)  # type: ignore[attr-defined]
+            self.optimizer._finalize_offload_gradient_accumulation()
+        self.optimizer.independent_gradient_partition_epilogue()
+
     def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         for param in self.params:
             shard, _ = self.optimizer._get_fp32_grad_state_partition(param, release_swap_buffers=True)
@@ -142,6 +176,13 @@ class Zero3:
     @staticmethod
     def numel(param: torch.nn.Parameter) -> int:
         return param.ds_numel  # type: ignore[attr-defined]
+
+
+class _Nothing:
+    """A gather that is done."""
+
+    def wait(self) -> None:
+        pass
 
 
 def _own_part(param) -> tuple[int, int]:
@@ -298,3 +339,9 @@ def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None
 def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
     """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
     return param.register_post_accumulate_grad_hook(call)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (activation recompute runs forwards inside one). Read in
+    torch 2.13: torch.utils.checkpoint asks the same."""
+    return torch._C._current_graph_task_id() != -1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.reduction import InRankOrder, PartitionReducer
 from megaaccum.errors import ConfigError
 from megaaccum.groups import Mpu
 
@@ -54,8 +55,15 @@ class DeepSpeedBoundary:
             mpu=Mpu(groups),
             dist_init_required=False,
         )
-        self.parts = private.deepspeed_parts(self.engine, accumulate_in)
-        self.reduction_divisor = groups.dp_cp.size()
+        if plan.config.sharding.deterministic:
+            reducer = PartitionReducer.of(plan, groups)
+            self.parts: private.Zero3 | private.Zero12 = InRankOrder(
+                self.engine, reducer, plan.config.sharding.reduce_bucket_size
+            )
+            self.reduction_divisor = 1
+        else:
+            self.parts = private.deepspeed_parts(self.engine, accumulate_in)
+            self.reduction_divisor = groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
         self._reduce_in_backward = not any(model.is_expert(param) for param in self.parts.params)
         self._syncing = self._reducing = False
@@ -72,7 +80,7 @@ class DeepSpeedBoundary:
         self.parts.gather([param for param in params if param.requires_grad])
 
     @contextmanager
-    def no_sync_func(self):
+    def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside stay on this rank; the first backward after it reduces."""
         self._syncing = False
         try:

@@ -190,8 +190,13 @@ class ShardingConfig:
     """What shards and reduces: a DeepSpeed engine, or torch DistributedDataParallel."""
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed ZeRO stage."""
-    sync: Literal["auto", "resident"] = "auto"
-    """resident: parameters gathered once per step, gradients reduced once per step."""
+    sync: Literal["auto", "resident", "streaming"] = "auto"
+    """resident: parameters gathered once per step, gradients reduced once per step. streaming (ZeRO-3): both layer by
+    layer in every micro-batch, for stages that do not fit whole."""
+    max_live_parameters: int = 0
+    """With sync streaming: parameters (elements per rank) that may stay gathered through a flush."""
+    deterministic: bool = False
+    """Add the ranks' gradients in rank order, so that a run repeats to the bit on any backend."""
     reduce_bucket_size: int = 500_000_000
     """Elements reduced in one collective."""
     offload_optimizer: Literal["none", "cpu"] = "none"

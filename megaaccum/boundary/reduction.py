@@ -1,0 +1,134 @@
+"""Sums of gradients over data-parallel ranks into each rank's partition, by reduce-scatter or in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megaaccum import private
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.groups import Groups
+
+Share = tuple[torch.nn.Parameter, torch.Tensor]
+"""A parameter with a whole gradient, and this rank's flat partition (padded: equally long on all ranks) of its sum."""
+
+
+class PartitionReducer:
+    """Adds whole gradients, summed over `group`, to partitions. One sum is under way at a time, under the compute that
+    follows; `wait` before the partitions are read.
+
+    dtype: precision in which gradients cross ranks. deterministic: ranks are added in rank order, so that the result
+    is the same to the bit from run to run on any backend (an all-to-all moves the bytes of a reduce-scatter).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, *, deterministic: bool):
+        self._group = group
+        self._dtype = dtype
+        self._deterministic = deterministic
+        self._finish: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, groups: Groups) -> PartitionReducer:
+        from megaaccum.model import DTYPES
+
+        sharding = plan.config.sharding
+        return cls(groups.dp_cp, DTYPES[sharding.grad_reduce_dtype], deterministic=sharding.deterministic)
+
+    def add(self, shares: list[Share]) -> None:
+        """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).
+        Every rank of the group names the same parameters in the same order."""
+        rows = self._rows(shares)
+        self.wait()
+        partitions = [partition for _, partition in shares]
+        if self._deterministic:
+            self._start_in_rank_order(rows, partitions)
+        else:
+            self._start_reduce_scatter(rows, partitions)
+
+    def wait(self) -> None:
+        """Until the partitions hold everything that was added."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def _rows(self, shares: list[Share]) -> torch.Tensor:
+        """[ranks, elements of a rank's partitions]: row r is what rank r is to sum."""
+        ranks = self._group.size()
+        widths = [partition.numel() for _, partition in shares]
+        rows = torch.zeros(ranks, sum(widths), dtype=self._dtype, device=shares[0][1].device)
+        for (param, _), column in zip(shares, rows.split(widths, dim=1), strict=True):
+            if param.grad is not None:
+                _fill(column, param.grad.view(-1))
+                param.grad = None
+        return rows
+
+    def _start_reduce_scatter(self, rows: torch.Tensor, partitions: list[torch.Tensor]) -> None:
+        mine = rows.new_empty(rows.shape[1])
+        work = dist.reduce_scatter_tensor(mine, rows.view(-1), group=self._group, async_op=True)
+
+        def finish(rows=rows) -> None:  # holds `rows` until they are sent
+            work.wait()
+            _add(partitions, mine)
+
+        self._finish = finish
+
+    def _start_in_rank_order(self, rows: torch.Tensor, partitions: list[torch.Tensor]) -> None:
+        theirs = torch.empty_like(rows)
+        work = dist.all_to_all_single(theirs, rows, group=self._group, async_op=True)
+
+        def finish(rows=rows) -> None:
+            work.wait()
+            total = theirs[0].to(partitions[0].dtype)
+            for row in theirs[1:]:
+                total += row
+            _add(partitions, total)
+
+        self._finish = finish
+
+
+class InRankOrder(private.Zero3):
+    """The parts of a ZeRO-3 engine whose gradients are summed in rank order instead of by DeepSpeed's reducer: sums,
+    not averages. bucket: elements that are summed in one collective."""
+
+    def __init__(self, engine, reducer: PartitionReducer, bucket: int):
+        super().__init__(engine)
+        self._reducer, self._bucket = reducer, bucket
+        self._pending: list[torch.nn.Parameter] = []
+
+    def begin_reduction(self) -> None:
+        self._handed_over.clear()
+        self.begin_accumulation()
+
+    def reduce(self, param: torch.nn.Parameter) -> None:
+        """Put the gradient into the bucket; a full bucket is sent."""
+        self._handed_over.add(id(param))
+        self._pending.append(param)
+        if sum(self.numel(waiting) for waiting in self._pending) >= self._bucket:
+            self._send()
+
+    def finish_reduction(self) -> None:
+        self._send()
+        self._reducer.wait()
+        self.finish_accumulation()
+
+    def _send(self) -> None:
+        if self._pending:
+            self._reducer.add([(param, self.accumulator(param)) for param in self._pending])
+        self._pending = []
+
+
+def _fill(column: torch.Tensor, flat: torch.Tensor) -> None:
+    """Cut `flat` over the rows of `column` [ranks, width]; what is beyond its end stays as it is."""
+    width = column.shape[1]
+    for row, piece in zip(column, flat.split(width) if width else (), strict=False):
+        row[: piece.numel()].copy_(piece)
+
+
+def _add(partitions: list[torch.Tensor], total: torch.Tensor) -> None:
+    for partition, part in zip(partitions, total.split([p.numel() for p in partitions]), strict=True):
+        partition.add_(part)
