@@ -139,7 +139,7 @@ def _pieces(boundary: Boundary, groups: Groups) -> dict[str, torch.Tensor]:
     pieces = {}
     for piece in boundary.state():
         twice = model.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and not model.is_sharded_over_tp(piece.param))
-        if twice or (boundary.replicated_over_dp and groups.dp_cp.rank() > 0):
+        if twice or boundary.replica > 0:
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():

@@ -31,7 +31,7 @@ def global_norm(boundary: Boundary, groups: Groups) -> float:
 
 def _counts_here(shard: GradShard, boundary: Boundary, groups: Groups) -> bool:
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
-    if boundary.replicated_over_dp and groups.dp_cp.rank() != 0:
+    if boundary.replica != 0:
         return False
     if model.is_tied_copy(shard.param):
         return False

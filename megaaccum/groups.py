@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+
+from megaaccum import cpu
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.distributed.device_mesh import DeviceMesh
 
     from megaaccum.config import Layout
 
@@ -139,3 +143,30 @@ class Mpu:
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return self._groups.pp.size()
+
+
+def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
+    """The ranks of dp x cp as torch's fully_shard takes them: one dimension, or (replica, shard) with more replicas.
+
+    Consecutive ranks share a replica, so that its traffic stays inside a node where it fits. Collective over the world.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = cpu.device().type
+    ranks = dist.get_process_group_ranks(groups.dp_cp)
+    if replicas == 1:
+        return DeviceMesh.from_group(groups.dp_cp, device, mesh_dim_names=("shard",))
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ranks)
+    mine: dict[str, dist.ProcessGroup] = {}
+    for row in sorted({tuple(each) for each in everyone}):
+        grid = torch.tensor(row).view(replicas, -1)
+        for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
+            for line in lines:
+                group = dist.new_group(line)
+                if dist.get_rank() in line:
+                    mine[name] = group
+    grid = torch.tensor(ranks, dtype=torch.int).view(replicas, -1)
+    return DeviceMesh.from_group(
+        [mine["replica"], mine["shard"]], device, mesh=grid, mesh_dim_names=("replica", "shard")
+    )

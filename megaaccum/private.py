@@ -345,3 +345,14 @@ def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (activation recompute runs forwards inside one). Read in
     torch 2.13: torch.utils.checkpoint asks the same."""
     return torch._C._current_graph_task_id() != -1
+
+
+def first_element(param: torch.nn.Parameter) -> int:
+    """Offset of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
+
+    torch.distributed.tensor has the shard's offset in a module that is not public (read in torch 2.13).
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    return offset[0] * (param.numel() // max(param.shape[0], 1))

@@ -49,8 +49,8 @@ class Boundary(Protocol):
     reduction_divisor: int
     """By how much the reduction divides the sum over ranks (data-parallel averaging); loss.py takes it back."""
 
-    replicated_over_dp: bool
-    """Whether every data-parallel rank holds the whole reduced gradient (else each holds its own part)."""
+    replica: int
+    """Of the data-parallel ranks that hold the same part of the reduced gradient, which one this is; 0 counts it."""
 
     def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
         """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by

@@ -30,7 +30,6 @@ class DdpBoundary:
     """
 
     grad_sync_func: Callable | None = None
-    replicated_over_dp = True
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self._groups = groups
@@ -38,6 +37,7 @@ class DdpBoundary:
         self._optimizer = optimizer
         self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
         self.reduction_divisor = groups.dp_cp.size()
+        self.replica = groups.dp_cp.rank()
         self._last_flush = True
         self._waiting: list[DistributedDataParallel] = []
 

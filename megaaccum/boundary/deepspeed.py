@@ -35,7 +35,7 @@ class DeepSpeedBoundary:
     """
 
     grad_sync_func: Callable | None = None
-    replicated_over_dp = False
+    replica = 0
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self._groups = groups

@@ -122,6 +122,24 @@ class InRankOrder(private.Zero3):
         self._pending = []
 
 
+class InRankOrderScatter:
+    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: an all-to-all, and a sum in rank order."""
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
+        """Add up each rank's piece of `input_tensor` into `output_tensor`; op: SUM or AVG."""
+        theirs = torch.empty_like(input_tensor)
+        dist.all_to_all_single(theirs, input_tensor, group=group)
+        rows = theirs.view(group.size(), -1)
+        output_tensor.copy_(rows[0])
+        for row in rows[1:]:
+            output_tensor += row
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
 def _fill(column: torch.Tensor, flat: torch.Tensor) -> None:
     """Cut `flat` over the rows of `column` [ranks, width]; what is beyond its end stays as it is."""
     width = column.shape[1]

@@ -186,8 +186,8 @@ class BatchConfig:
 class ShardingConfig:
     """Who holds parameters, gradients and optimizer state, and in which precision."""
 
-    boundary: Literal["deepspeed", "ddp"] = "deepspeed"
-    """What shards and reduces: a DeepSpeed engine, or torch DistributedDataParallel."""
+    boundary: Literal["deepspeed", "fsdp2", "ddp"] = "deepspeed"
+    """What shards and reduces: a DeepSpeed engine, torch's fully_shard, or torch DistributedDataParallel."""
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed ZeRO stage."""
     sync: Literal["auto", "resident", "streaming"] = "auto"
@@ -195,6 +195,8 @@ class ShardingConfig:
     layer in every micro-batch, for stages that do not fit whole."""
     max_live_parameters: int = 0
     """With sync streaming: parameters (elements per rank) that may stay gathered through a flush."""
+    data_parallel_replicas: int = 1
+    """With boundary fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
     deterministic: bool = False
     """Add the ranks' gradients in rank order, so that a run repeats to the bit on any backend."""
     reduce_bucket_size: int = 500_000_000

@@ -38,7 +38,8 @@ class Case:
     lane: str = "fp32"
 
     def flags(self) -> list[str]:
-        buckets = "" if self.lane == "fp64" else "--reduce_bucket_size 20000"  # several buckets per stage
+        engine = self.lane != "fp64" and "--boundary" not in self.layout
+        buckets = "--reduce_bucket_size 20000" if engine else ""  # several buckets per stage
         return merged(MODEL, buckets, LANE[self.lane], self.model, self.layout)
 
     def plan(self):

@@ -30,11 +30,12 @@ def no_fp16(subject: Subject) -> Iterator[str]:
 
 
 def double_precision(subject: Subject) -> Iterator[str]:
-    """DeepSpeed's engine takes FP32, FP16 and BF16 parameters only."""
-    if subject.sharding.params_dtype == "fp64" and subject.sharding.boundary != "ddp":
+    """DeepSpeed's engine and Megatron's optimizer take FP32, FP16 and BF16 parameters only."""
+    if subject.sharding.params_dtype == "fp64" and subject.sharding.boundary in ("deepspeed", "megatron"):
         yield (
-            f"params_dtype fp64 needs boundary ddp, as a DeepSpeed engine takes no float64 parameters, and boundary is"
-            f" {subject.sharding.boundary}: set boundary to ddp, or params_dtype to fp32."
+            "params_dtype fp64 needs boundary ddp or fsdp2, as a DeepSpeed engine and Megatron's optimizer take no"
+            f" float64 parameters, and boundary is {subject.sharding.boundary}: set boundary to ddp, or params_dtype to"
+            " fp32."
         )
 
 
@@ -53,7 +54,7 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
     if subject.sharding.boundary == "deepspeed":
         return
     names = subject.given("zero_stage", "offload_optimizer", "reduce_bucket_size", "grad_accum_dtype")
-    names += subject.given("grad_reduce_dtype")
+    names += subject.given("grad_reduce_dtype") if subject.sharding.boundary == "ddp" else []
     for name in names:
         yield (
             f"{name} needs boundary deepspeed, and boundary is {subject.sharding.boundary}: leave {name} out, or set"
