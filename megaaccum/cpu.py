@@ -50,6 +50,28 @@ def install() -> None:
     _installed = True
 
 
+@contextlib.contextmanager
+def cuda_type_names():
+    """Inside, `tensor.type()` names CPU tensors as CUDA's, where there is no GPU: Megatron's distributed optimizer
+    sorts parameters by that name when it is built."""
+    import torch
+
+    if has_accelerator():
+        yield
+        return
+    plain = torch.Tensor.type
+
+    def named(self, *args, **kwargs):
+        result = plain(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = named  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = plain  # type: ignore[method-assign]
+
+
 def _hide_gpu_extensions() -> None:
     """Make Megatron take its own layers: Transformer Engine's and apex's optimizers and kernels fail on a CPU."""
     loaded = [name for name in ("transformer_engine", "apex") if sys.modules.get(name) is not None]

@@ -356,3 +356,26 @@ def first_element(param: torch.nn.Parameter) -> int:
 
     _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return offset[0] * (param.numel() // max(param.shape[0], 1))
+
+
+def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
+    """[start, stop) of the flattened parameter that this rank's distributed optimizer owns; empty if it owns none."""
+    if param not in optimizer.model_param_gbuf_map:
+        return 0, 0
+    share = optimizer._get_model_param_range_map(param)["param"]
+    return share.start, share.end
+
+
+def megatron_state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Flat views {"param": master weight, "exp_avg", "exp_avg_sq"} of this rank's share; moments are made as zeros."""
+    group, order = optimizer.model_param_group_index_map[param]
+    return adam_views(optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order])
+
+
+def megatron_adopt(optimizer, num_steps: int) -> None:
+    """Take what was written into the shares as the weights, gathered over the data-parallel ranks."""
+    shares = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    set_adam_step(optimizer.optimizer, shares, num_steps)
+    optimizer._copy_main_params_to_model_params()
+    for ddp in optimizer.model_chunks:
+        ddp.start_param_sync(force_sync=True)

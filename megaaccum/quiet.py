@@ -43,6 +43,12 @@ WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
         "Megatron-core and DeepSpeed script their fused functions when they are imported.",
     ),
     (
+        r"FSDP2-wrapped module .* returned a view tensor",
+        UserWarning,
+        r"torch\.distributed\.fsdp",
+        "Megatron's schedules do not change a chunk's output in place, which is what it warns of.",
+    ),
+    (
         r"This process .* is multi-threaded, use of fork\(\) may lead to deadlocks",
         DeprecationWarning,
         r"megaaccum\.procs",

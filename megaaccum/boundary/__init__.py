@@ -21,6 +21,8 @@ def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: 
         from megaaccum.boundary.ddp import DdpBoundary as kind
     elif plan.config.sharding.boundary == "fsdp2":
         from megaaccum.boundary.fsdp2 import Fsdp2Boundary as kind  # type: ignore[assignment]
+    elif plan.config.sharding.boundary == "megatron":
+        from megaaccum.boundary.megatron import MegatronBoundary as kind  # type: ignore[assignment]
     elif plan.config.sharding.sync == "streaming":
         from megaaccum.boundary.streaming import StreamingBoundary as kind  # type: ignore[assignment]
     else:

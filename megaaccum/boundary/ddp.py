@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.reduction import average_in_rank_order
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -36,6 +37,10 @@ class DdpBoundary:
         self._chunks = chunks
         self._optimizer = optimizer
         self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
+        if plan.config.sharding.deterministic:
+            for ddp in self._ddp:
+                # A lambda: DDP compares a hook's annotations, which are strings in these modules.
+                ddp.register_comm_hook(groups.dp_cp, lambda group, bucket: average_in_rank_order(group, bucket))
         self.reduction_divisor = groups.dp_cp.size()
         self.replica = groups.dp_cp.rank()
         self._last_flush = True

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megaaccum import cpu, groups as process_groups, model, private
+from megaaccum import groups as process_groups
+from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
 from megaaccum.boundary.reduction import InRankOrderScatter
 
@@ -67,12 +68,12 @@ class Fsdp2Boundary:
         kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
         for layer in chunk.decoder.layers:  # type: ignore[union-attr, operator]
             fully_shard(layer, **kept)  # type: ignore[call-overload]
-        root = cast(FSDPModule, fully_shard(chunk, **kept))  # type: ignore[call-overload]
+        root = fully_shard(chunk, **kept)  # type: ignore[call-overload]
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
         if sharding.deterministic:
             for module in chunk.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(InRankOrderScatter())
+                    module.set_custom_reduce_scatter(InRankOrderScatter())  # type: ignore[arg-type]  # its base is private
 
     @property
     def _roots(self) -> list[FSDPModule]:

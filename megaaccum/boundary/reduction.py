@@ -130,14 +130,31 @@ class InRankOrderScatter:
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
         """Add up each rank's piece of `input_tensor` into `output_tensor`; op: SUM or AVG."""
-        theirs = torch.empty_like(input_tensor)
-        dist.all_to_all_single(theirs, input_tensor, group=group)
-        rows = theirs.view(group.size(), -1)
-        output_tensor.copy_(rows[0])
-        for row in rows[1:]:
-            output_tensor += row
+        output_tensor.copy_(_sum_in_rank_order(input_tensor, group))
         if op == dist.ReduceOp.AVG:
             output_tensor /= group.size()
+
+
+def average_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for torch DDP: the average over `group`, each rank adding its piece up in rank order."""
+    flat, ranks = bucket.buffer(), group.size()
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
+    mine = _sum_in_rank_order(padded, group) / ranks
+    dist.all_gather_into_tensor(padded, mine, group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(padded[: flat.numel()])
+    return done
+
+
+def _sum_in_rank_order(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's piece, flat.numel() / ranks elements, of the sum of all ranks' `flat`."""
+    theirs = torch.empty_like(flat)
+    dist.all_to_all_single(theirs, flat, group=group)
+    rows = theirs.view(group.size(), -1)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _fill(column: torch.Tensor, flat: torch.Tensor) -> None:

@@ -186,8 +186,9 @@ class BatchConfig:
 class ShardingConfig:
     """Who holds parameters, gradients and optimizer state, and in which precision."""
 
-    boundary: Literal["deepspeed", "fsdp2", "ddp"] = "deepspeed"
-    """What shards and reduces: a DeepSpeed engine, torch's fully_shard, or torch DistributedDataParallel."""
+    boundary: Literal["deepspeed", "fsdp2", "ddp", "megatron"] = "deepspeed"
+    """What shards and reduces: a DeepSpeed engine, torch's fully_shard, torch DistributedDataParallel, or Megatron's
+    with its distributed optimizer."""
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed ZeRO stage."""
     sync: Literal["auto", "resident", "streaming"] = "auto"

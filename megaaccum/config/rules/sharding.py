@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.nearest import either, nearest_divisors
 
 
 def streaming(subject: Subject) -> Iterator[str]:
-    """Layers can come and go only where each rank holds a part of every parameter: at ZeRO-3."""
+    """Layers can come and go only where each rank holds a part of every parameter: ZeRO-3 and FSDP2."""
     sharding = subject.sharding
     if sharding.sync != "streaming":
-        if sharding.max_live_parameters:
-            yield (
-                f"max_live_parameters {sharding.max_live_parameters} says what sync streaming keeps gathered, and sync"
-                f" is {sharding.sync}, which keeps everything: set sync to streaming, or leave max_live_parameters out."
-            )
         return
-    if sharding.boundary == "deepspeed" and sharding.zero_stage != 3:
+    if sharding.boundary in ("ddp", "megatron"):
+        yield (
+            f"sync streaming gathers parameters layer by layer, and with boundary {sharding.boundary} every rank holds"
+            " them whole: set boundary to deepspeed or fsdp2, or sync to resident."
+        )
+    elif sharding.boundary == "deepspeed" and sharding.zero_stage != 3:
         yield (
             f"sync streaming gathers parameters layer by layer, and at zero_stage {sharding.zero_stage} every rank"
             " holds them whole: set zero_stage to 3, or sync to resident."
+        )
+
+
+def live_parameters(subject: Subject) -> Iterator[str]:
+    """What may stay gathered is a question only where parameters come and go one unit at a time, under our hooks."""
+    sharding = subject.sharding
+    if sharding.max_live_parameters and not (sharding.sync == "streaming" and sharding.boundary == "deepspeed"):
+        yield (
+            f"max_live_parameters {sharding.max_live_parameters} says what sync streaming of boundary deepspeed keeps"
+            f" gathered; here sync is {sharding.sync} and boundary {sharding.boundary}: set sync to streaming, or leave"
+            " max_live_parameters out."
         )
 
 
@@ -34,4 +46,31 @@ def deterministic(subject: Subject) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (streaming, deterministic)
+def replicas(subject: Subject) -> Iterator[str]:
+    """HSDP is fully_shard's, and its replicas are equally large."""
+    count, boundary, parallel = subject.sharding.data_parallel_replicas, subject.sharding.boundary, subject.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    dp, rest = divmod(subject.world_size, max(model_ranks, 1))
+    if count > 1 and boundary != "fsdp2":
+        yield (
+            f"data_parallel_replicas {count} needs boundary fsdp2, and boundary is {boundary}: set boundary to fsdp2,"
+            " or leave data_parallel_replicas out."
+        )
+    elif count > 1 and dp and not rest and dp % count:
+        yield (
+            f"data_parallel_replicas {count} does not divide the {dp} ranks of dp * cp: set it to"
+            f" {either(nearest_divisors(count, dp))}."
+        )
+
+
+def expert_parallel(subject: Subject) -> Iterator[str]:
+    """Spread experts have a data-parallel group of their own, over which only the DeepSpeed boundary reduces."""
+    boundary, ep = subject.sharding.boundary, subject.parallel.expert_model_parallel_size
+    if ep > 1 and boundary != "deepspeed":
+        yield (
+            f"expert_model_parallel_size {ep} needs boundary deepspeed, and boundary is {boundary}: set boundary to"
+            " deepspeed, or expert_model_parallel_size to 1."
+        )
+
+
+RULES: tuple[Rule, ...] = (streaming, live_parameters, deterministic, replicas, expert_parallel)

@@ -1,0 +1,165 @@
+"""The boundary for Megatron's own DistributedDataParallel with its distributed optimizer (ZeRO-1 in its terms).
+
+Gradients are added up in Megatron's contiguous buffers (`main_grad`) and reduce-scattered once per step, bucket by
+bucket in each chunk's last backward; each rank steps its share and gathers the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megaaccum import cpu, model, private
+from megaaccum.boundary.base import GradShard, StatePiece
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.groups import Groups
+
+
+class MegatronBoundary:
+    """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks.
+
+    optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
+    """
+
+    grad_sync_func: Callable | None = None
+    replica = 0
+    reduction_divisor = 1
+    """Megatron sums where the loss is per token, as it is told here."""
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self._groups, self._chunks = groups, chunks
+        self._names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
+        self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
+        sharding = plan.config.sharding
+        settings = OptimizerConfig(
+            optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
+        )
+        with cpu.cuda_type_names():
+            self.optimizer = DistributedOptimizer(
+                optimizer,
+                settings,
+                grad_scaler=None,
+                init_state_fn=None,
+                model_chunks=self._ddp,
+                per_model_buffers={index: ddp.buffers for index, ddp in enumerate(self._ddp)},
+                data_parallel_group=groups.dp_cp,
+                data_parallel_group_gloo=None,
+                data_parallel_group_idx=0,
+                distributed_optimizer_instance_id=0,
+            )
+        self._last_flush = True
+        self._waiting: list[ExitStack] = []
+
+    @staticmethod
+    def _wrap(plan: Plan, groups: Groups, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
+        sharding = plan.config.sharding
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
+            # An expert may see no token in a last backward, and Megatron's buckets wait for every gradient there.
+            overlap_grad_reduce=not any(model.is_expert(param) for param in chunk.parameters()),
+            use_distributed_optimizer=True,
+            # An all-to-all and a sum in rank order.
+            reduce_scatter_with_fp32_accumulation=sharding.deterministic,
+            bucket_size=sharding.reduce_bucket_size,
+        )
+        bucketed = first and groups.is_first_stage  # elsewhere Megatron's reduction is not on the critical path
+        layout = DistributedOptimizer.compute_full_param_layout(
+            [param for param in chunk.parameters() if param.requires_grad],
+            settings.bucket_size if bucketed else None,
+            groups.dp_cp.size(),
+            settings,
+        )
+        return DistributedDataParallel(
+            chunk.config,  # type: ignore[arg-type]
+            settings,
+            chunk,
+            disable_bucketing=not bucketed,
+            pg_collection=groups.collection,
+            full_param_layout=layout,
+        )
+
+    # --- Megatron's five hooks ---
+
+    def param_sync_func(self, params) -> None:
+        """Nothing to do: the new weights were gathered at the end of the last step."""
+
+    @contextmanager
+    def no_sync_func(self) -> Iterator[None]:
+        """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
+        try:
+            yield
+        finally:
+            if self._last_flush and self._waiting:
+                self._waiting.pop().close()
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        if not self._last_flush:
+            return
+        assert not self._waiting, "a chunk's last backward ran without the reduction"
+        for ddp in self._ddp:
+            ddp.finish_grad_sync()
+        if self._groups.tp.size() > 1:
+            partial = [s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)]
+            self._sum(partial, self._groups.tp)
+        embedding = self._groups.embedding
+        if embedding is not None and embedding.size() > 1:
+            # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
+            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
+
+    @staticmethod
+    def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        for grad in grads:
+            dist.all_reduce(grad, group=group)
+
+    # --- the step ---
+
+    def begin_step(self) -> None:
+        self._waiting = [ExitStack() for _ in self._ddp]
+        for stack, ddp in zip(self._waiting, self._ddp, strict=True):
+            ddp.zero_grad_buffer()
+            stack.enter_context(ddp.no_sync())
+
+    def gather(self) -> None:
+        """Nothing to do: parameters are whole."""
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        """This rank's run of each parameter that it owns a part of."""
+        for name, param in model.named_parameters(self._chunks):  # type: ignore[arg-type]
+            start, stop = private.megatron_share(self.optimizer, param)
+            if stop > start:
+                yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Megatron's step on this rank's share, then its all-gather of the new weights."""
+        self.optimizer.step()
+
+    def discard(self) -> None:
+        """Nothing to do: the next step empties the buffers."""
+
+    def state(self) -> Iterator[StatePiece]:
+        for name, param in model.named_parameters(self._chunks):  # type: ignore[arg-type]
+            start, stop = private.megatron_share(self.optimizer, param)
+            if stop > start:
+                yield StatePiece(name, param, start, private.megatron_state(self.optimizer, param))
+
+    def adopt_state(self, num_steps: int) -> None:
+        private.megatron_adopt(self.optimizer, num_steps)
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.optimizer.param_groups

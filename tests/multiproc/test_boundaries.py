@@ -1,0 +1,227 @@
+"""Every boundary and policy takes the same step: the gradient of one process on the whole batch."""
+
+from itertools import pairwise
+
+import pytest
+
+from megaaccum.testing import run_ranks, try_ranks
+from tests.multiproc.distance import check, problems
+from tests.multiproc.parity import Case, make, microbatches
+
+PP = "--pipeline_model_parallel_size 2 "
+VPP = PP + "--virtual_pipeline_model_parallel_size 2 "
+SPLIT = "--grad_accum_steps 2 --num_chunks 4 "
+STREAM = SPLIT + "--sync streaming "
+FSDP2 = SPLIT + "--boundary fsdp2 "
+MEGATRON = SPLIT + "--boundary megatron "
+TP = "--tensor_model_parallel_size 2 --sequence_parallel "
+UNTIED = "--untie_embeddings_and_output_weights "
+LLAMA = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
+
+
+def fp64(layout: str, model: str = "") -> Case:
+    return Case(4, layout + "--params_dtype fp64 ", model, "fp64")
+
+
+def test_streaming_zero3():
+    check(
+        [
+            Case(4, STREAM),
+            Case(4, PP + STREAM),
+            Case(4, PP + STREAM + "--flush per_round", UNTIED),
+            Case(4, VPP + STREAM, LLAMA),
+            Case(4, TP + STREAM),
+            Case(4, PP + STREAM + "--max_live_parameters 30000"),
+            Case(4, PP + STREAM + "--offload_optimizer cpu"),
+        ]
+    )
+
+
+def test_streaming_zero3_with_recompute_and_in_bf16():
+    full = "--recompute_granularity full "
+    check(
+        [
+            Case(4, PP + STREAM + full, LLAMA),
+            Case(4, PP + STREAM + full + "--recompute_method uniform --recompute_num_layers 2", LLAMA),
+            Case(4, PP + STREAM, LLAMA, "bf16"),
+        ]
+    )
+
+
+def test_one_data_parallel_rank():
+    check([Case(2, PP + STREAM), Case(2, PP + SPLIT + "--deterministic"), Case(2, PP + MEGATRON)])
+    check([Case(2, PP + FSDP2 + "--params_dtype fp64", "", "fp64")])
+
+
+def test_fsdp2_float64():
+    stream, replicas = "--sync streaming ", "--data_parallel_replicas 2 "
+    check(
+        [
+            fp64(FSDP2),
+            fp64(FSDP2 + replicas),
+            fp64(FSDP2 + stream + replicas),
+            fp64(PP + FSDP2),
+            fp64(PP + FSDP2 + stream),
+            fp64(PP + FSDP2 + "--flush per_round "),
+            fp64(VPP + FSDP2, LLAMA),
+            fp64(VPP + FSDP2 + stream, UNTIED),
+            fp64(TP + FSDP2),
+        ]
+    )
+
+
+def test_fsdp2_engine():
+    check(
+        [
+            Case(4, PP + FSDP2),
+            Case(4, PP + FSDP2 + "--sync streaming", LLAMA),
+            Case(4, PP + FSDP2, LLAMA, "bf16"),
+            Case(4, FSDP2 + "--data_parallel_replicas 2", "", "bf16"),
+        ]
+    )
+
+
+def test_megatron():
+    check(
+        [
+            Case(4, MEGATRON),
+            Case(4, PP + MEGATRON),
+            Case(4, PP + MEGATRON + "--flush per_round", UNTIED),
+            Case(4, VPP + MEGATRON, LLAMA),
+            Case(4, TP + MEGATRON),
+            Case(4, PP + MEGATRON, UNTIED, "bf16"),
+        ]
+    )
+
+
+def test_sums_in_rank_order():
+    ordered = "--deterministic "
+    check(
+        [Case(4, PP + SPLIT + ordered), Case(4, SPLIT + ordered + "--offload_optimizer cpu"), Case(4, STREAM + ordered)]
+    )
+    check([Case(4, MEGATRON + ordered, LLAMA), fp64(FSDP2 + ordered), fp64(SPLIT + ordered)])
+
+
+# --- what streaming holds at a time -----------------------------------------------------------------------------------
+
+
+def most_held(cases: list[Case]) -> list[tuple[int, int, int]]:
+    """Of a step of each case on this rank: most elements of whole parameters at once, most elements of whole gradients,
+    and elements of the two largest neighbouring units."""
+    results = []
+    for case in cases:
+        plan, built, _, bound, stepper = make(case)
+        stepper.train(microbatches(plan, built.dp.rank()), step=0)
+        with Watch(bound) as watch:
+            stepper.train(microbatches(plan, built.dp.rank()), step=1)
+        sizes = [unit.numel for unit in bound.units]
+        results.append((watch.params, watch.grads, max(map(sum, pairwise(sizes)))))
+    return results
+
+
+class Watch:
+    """High-water marks of a streaming boundary, looked at whenever it gathers, releases or reduces."""
+
+    def __init__(self, bound):
+        self.bound, self.params, self.grads = bound, 0, 0
+
+    def __enter__(self):
+        zero, reducer = self.bound._zero, self.bound._reducer
+        self.undo = [(zero, "start_gather", zero.start_gather), (reducer, "add", reducer.add)]
+        for owner, name, method in self.undo:
+            setattr(owner, name, self._looking(method))
+        return self
+
+    def __exit__(self, *error):
+        for owner, name, method in self.undo:
+            setattr(owner, name, method)
+
+    def _looking(self, method):
+        def call(*args):
+            self._look()
+            result = method(*args)
+            self._look()
+            return result
+
+        return call
+
+    def _look(self) -> None:
+        params = self.bound._zero.params
+        self.params = max(self.params, sum(p.ds_numel for p in params if p.ds_status.name != "NOT_AVAILABLE"))
+        self.grads = max(self.grads, sum(p.grad.numel() for p in params if p.grad is not None))
+
+
+def test_streaming_holds_two_units_whatever_is_in_flight():
+    cases = [Case(2, PP + f"--num_chunks {chunks} --sync streaming", UNTIED) for chunks in (4, 16)]
+    cases += [Case(2, PP + "--num_chunks 4 --sync streaming --recompute_granularity full", UNTIED)]
+    for rank in run_ranks(most_held, 2, cases):
+        few, many, _ = rank
+        assert few == many
+        for params, grads, two_units in rank:
+            assert 0 < params <= two_units
+            assert 0 < grads <= two_units
+
+
+# --- broken on purpose ------------------------------------------------------------------------------------------------
+
+
+def reduced_twice(case: Case):
+    """A unit's gradients enter its partitions twice."""
+    from megaaccum.boundary.reduction import PartitionReducer
+    from tests.multiproc.parity import gradient
+
+    add = PartitionReducer.add
+
+    def twice(self, shares):
+        kept = [None if param.grad is None else param.grad.clone() for param, _ in shares]
+        add(self, shares)
+        for (param, _), grad in zip(shares, kept, strict=True):
+            param.grad = grad
+        add(self, shares)
+
+    PartitionReducer.add = twice
+    return gradient(case)
+
+
+def replicas_forgotten(case: Case):
+    """The sum over replicas is left out."""
+    from megaaccum.boundary.fsdp2 import Fsdp2Boundary
+    from tests.multiproc.parity import gradient
+
+    expect = Fsdp2Boundary._expect_last_backward
+
+    def without(self, root):
+        expect(self, root)
+        root.set_requires_all_reduce(False)
+
+    Fsdp2Boundary._expect_last_backward = without
+    return gradient(case)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (reduced_twice, Case(4, PP + STREAM)),
+        (replicas_forgotten, fp64(FSDP2 + "--data_parallel_replicas 2 ")),
+    ],
+)
+def test_a_mistake_is_seen(mistake, case):
+    ends = try_ranks(mistake, 4, case)
+    if any(end.failed for end in ends):
+        return  # a rank raised: seen too
+    import pickle
+
+    assert problems(case, [pickle.loads(end.result) for end in ends])
+
+
+def dropped_too_early(case: Case):
+    """The unit is released before its backward."""
+    from megaaccum.boundary.streaming import StreamingBoundary
+    from tests.multiproc.parity import gradient
+
+    StreamingBoundary._before_backward = lambda self, unit: setattr(self, "_in_backward", None)
+    return gradient(case)
+
+
+def test_a_backward_without_its_parameters_fails():
+    assert all(end.failed for end in try_ranks(dropped_too_early, 2, Case(2, SPLIT + "--sync streaming")))
