@@ -95,7 +95,7 @@ def _section(name: str, cls: type, docs: dict[str, str]) -> str:
 
 
 def _row(field: dataclasses.Field, doc: str) -> str:
-    cells = [f"`{field.name}`", _type(str(field.type)), _default(field), doc]
+    cells = [f"`{field.name}`", _type(str(field.type)), _default(field), " ".join(doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -209,7 +209,7 @@ class ShardingConfig:
     fp16: bool = False
     """FP16 parameters and activations with loss scaling, FP32 master weights."""
     params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Another way to say it; fp64 only with the ddp boundary. Default fp32, or what bf16 / fp16 say."""
+    """Another way to say it; fp64 only with the ddp and fsdp2 boundaries. Default fp32, or what bf16 / fp16 say."""
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients of micro-batches are added."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
