@@ -50,6 +50,22 @@ _STAGE12_ATTRIBUTES = (
     "single_partition_of_fp32_groups",
 )
 
+_DCP = "torch.distributed.checkpoint"
+CHECKPOINT_METADATA_CLASSES = frozenset(
+    {
+        *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *((f"{_DCP}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
+        *((f"{_DCP}.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),  # looks a torch.layout up by its name
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # the same under Python 3.13
+    }
+)
+"""(module, name) of what torch 2.13 puts into the `.metadata` of a checkpoint of plain tensors, beside dtypes. The
+private ones of them are how that file says which tensor lies where."""
+
 
 def check() -> list[str]:
     """Names that this version of DeepSpeed or Megatron-core lacks, as sentences; empty when all is well."""
@@ -243,6 +259,8 @@ def _views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count
     for moment in ("exp_avg", "exp_avg_sq"):
         if moment not in state:
             state[moment] = torch.zeros_like(flat)
+    if isinstance(adam, torch.optim.AdamW) and "step" not in state:  # else its first step takes the state for complete
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device=flat.device)
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
 
