@@ -65,11 +65,28 @@ def save(folder: str | os.PathLike, boundary: Boundary, groups: Groups, progress
     files = Files(Path(folder), progress, keep_last)
     try:
         files.prepare()
-        dcp.save(_pieces(boundary, groups) | _rng(groups), storage_writer=dcp.FileSystemWriter(files.aside))
+        dcp.save(_pieces(boundary, groups) | _rng(groups), storage_writer=_Writer(files.aside))
         together(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
         raise files.given_up(error) from error
     return files.target
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer; where the system refuses a write, its own error is what other ranks are told.
+
+    torch's zip format, closed over half a tensor, raises another one about offsets, and an error that crosses ranks
+    comes without the one that it was raised in.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            origin: BaseException | None = error
+            while origin is not None and not isinstance(origin, OSError):
+                origin = origin.__context__
+            raise origin or error from None
 
 
 class BackgroundSave:
@@ -98,7 +115,7 @@ class BackgroundSave:
             raise self._files.given_up(error) from error
         writing = dcp.async_save(
             _pieces(boundary, groups) | _rng(groups),
-            storage_writer=dcp.FileSystemWriter(self._files.aside),
+            storage_writer=_Writer(self._files.aside),
             process_group=group,
             async_stager=_Copies(),
         )

@@ -149,8 +149,6 @@ def cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).strip()
-    if "PytorchStreamWriter" in text or "unexpected pos" in text:  # torch's zip writer, of a write that was cut short
-        return "a file could not be written to its end"
     return text.splitlines()[0] if text else type(error).__name__
 
 

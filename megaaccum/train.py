@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
-from megaaccum.errors import CheckpointError, ConfigError, MegaaccumError, RankDisagreement
+from megaaccum.errors import CheckpointError, ConfigError, LaunchError, MegaaccumError, RankDisagreement
 
 if TYPE_CHECKING:
     import torch
@@ -402,7 +402,14 @@ def _start_process_group(plan: Plan) -> None:
     elif plan.config.run.num_threads:
         torch.set_num_threads(plan.config.run.num_threads)
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
-    torch.distributed.init_process_group(cpu.backend(), timeout=timeout)
+    try:
+        torch.distributed.init_process_group(cpu.backend(), timeout=timeout)
+    except torch.distributed.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. Where the "
+            "port is in use, give the launcher another --master_port"
+        ) from error
 
 
 def _end_process_group() -> None:
