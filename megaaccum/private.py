@@ -11,8 +11,10 @@ partitions and the optimizer under those hooks are sound, and those are what is 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -73,7 +75,7 @@ def check() -> list[str]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    problems = []
+    problems = [] if hasattr(_deepspeed_backend(), "build_shm_op") else ["deepspeed.comm.torch.build_shm_op is missing"]
     for cls, methods, attributes in (
         (DeepSpeedZeroOptimizer_Stage3, _STAGE3, _STAGE3_ATTRIBUTES),
         (DeepSpeedZeroOptimizer, _STAGE12, _STAGE12_ATTRIBUTES),
@@ -83,6 +85,21 @@ def check() -> list[str]:
         problems += [f"{cls.__name__}.{name} is missing" for name in methods if not hasattr(cls, name)]
         problems += [f"{cls.__name__}.{name} is missing" for name in attributes if f"self.{name}" not in source]
     return problems
+
+
+def _deepspeed_backend() -> Any:
+    """The module deepspeed.comm.torch; as an attribute of deepspeed.comm that name is the torch library itself."""
+    return importlib.import_module("deepspeed.comm.torch")
+
+
+def without_shared_memory_operator() -> None:
+    """Keep DeepSpeed from compiling its shared-memory sum at every start on a CPU.
+
+    Only `inference_all_reduce` uses it (deepspeed/comm/torch.py); for training it is half a minute of C++ at the first
+    start, 70 MB of /dev/shm per rank, and, when a start is killed while it compiles, a lock file on which every later
+    start waits for ever.
+    """
+    _deepspeed_backend().build_shm_op = lambda: None
 
 
 class Zero3:
