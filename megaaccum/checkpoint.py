@@ -11,10 +11,9 @@ the save. What is not a tensor is JSON beside them.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from megaaccum import cpu, model
+from megaaccum.agreement import said_once, together
+from megaaccum.checkpoint_files import Files, Progress, cause, latest, read_progress
+from megaaccum.checkpoint_reader import CheckpointReader
 from megaaccum.errors import CheckpointError
 from megaaccum.flops import padded_vocab_size
 
@@ -33,19 +36,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.groups import Groups
 
-FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
-    lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors."""
-
-    step: int
-    consumed_samples: int
-    lr_schedule: dict[str, Any]
-    data: str
-    shape: dict[str, Any]
+__all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
@@ -67,43 +58,161 @@ def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def latest(folder: str | os.PathLike) -> Path | None:
-    """The checkpoint that `folder` calls current; None where there is none. Raises CheckpointError when it is named
-    but not there."""
-    pointer = Path(folder) / "latest"
-    if not pointer.exists():
-        return None
-    current = Path(folder) / pointer.read_text().strip()
-    if not (current / "state.json").exists():
-        raise CheckpointError(
-            f"{pointer} names {current.name}, which is not a whole checkpoint: write the name of another folder of "
-            f"{folder} into it, or start afresh with --no_load"
-        )
-    return current
-
-
 def save(folder: str | os.PathLike, boundary: Boundary, groups: Groups, progress: Progress, *, keep_last: int) -> Path:
     """Write a checkpoint of the run and make it current; collective over the world.
 
     Raises CheckpointError on every rank when any of them could not write; what was current before still is.
     """
-    target = Path(folder) / f"step_{progress.step:07d}"
-    aside = target.with_name(target.name + ".tmp")
+    files = Files(Path(folder), progress, keep_last)
     try:
-        _on_rank0(lambda: _make_empty(aside), f"cannot prepare {aside}")
-        dcp.save(_pieces(boundary, groups) | _rng(groups), storage_writer=dcp.FileSystemWriter(aside))
-        _on_rank0(lambda: _publish(aside, target, progress, keep_last), f"cannot make {target} current")
+        files.prepare()
+        dcp.save(_pieces(boundary, groups) | _rng(groups), storage_writer=_Writer(files.aside))
+        together(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(_reason(error, folder, progress.step)) from error
-    return target
+        raise files.given_up(error) from error
+    return files.target
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer; where the system refuses a write, its own error is what other ranks are told.
+
+    torch's zip format, closed over half a tensor, raises another one about offsets, and an error that crosses ranks
+    comes without the one that it was raised in.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            origin: BaseException | None = error
+            while origin is not None and not isinstance(origin, OSError):
+                origin = origin.__context__
+            raise origin or error from None
+
+
+class BackgroundSave:
+    """A checkpoint that is written while training goes on; it holds a copy of this rank's tensors until then.
+
+    It becomes current as soon as all ranks have written, on rank 0's own thread. Constructed and finished on every
+    rank; `group` is `groups.for_background`'s, and at most one BackgroundSave may use it at a time.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        boundary: Boundary,
+        groups: Groups,
+        progress: Progress,
+        *,
+        keep_last: int,
+        group: dist.ProcessGroup,
+    ):
+        """Copy the tensors and start to write. Raises CheckpointError on every rank when the folder cannot be made."""
+        self._files = Files(Path(folder), progress, keep_last)
+        self._current: Future[None] = Future()
+        try:
+            self._files.prepare()
+        except CheckpointError as error:
+            raise self._files.given_up(error) from error
+        writing = dcp.async_save(
+            _pieces(boundary, groups) | _rng(groups),
+            storage_writer=_Writer(self._files.aside),
+            process_group=group,
+            async_stager=_Copies(),
+        )
+        assert isinstance(writing, Future)
+        writing.add_done_callback(self._publish)
+
+    def _publish(self, writing: Future) -> None:
+        """On the writing thread. torch's save ends on a rank only when all ranks have written, or with an error on all
+        of them."""
+        try:
+            writing.result()
+            self._files.publish_on_rank0()
+        except BaseException as error:
+            self._current.set_exception(error)
+        else:
+            self._current.set_result(None)
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint is current, and return its folder; collective over the world. Raises
+        CheckpointError on every rank when any of them could not write; what was current before still is."""
+        try:
+            together(self._result)
+        except CheckpointError as error:
+            raise self._files.given_up(error) from error
+        return self._files.target
+
+    def _result(self) -> None:
+        try:
+            self._current.result()
+        except CheckpointException as error:
+            raise CheckpointError(cause(error)) from error
+
+    @property
+    def target(self) -> Path:
+        """The folder that it becomes."""
+        return self._files.target
+
+    def problem(self) -> CheckpointError | None:
+        """Why it failed, if this rank knows that by now."""
+        error = self._current.exception() if self._current.done() else None
+        return self._files.given_up(error) if error is not None else None
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for this rank's part, whatever became of it: for a run that ends with another error."""
+        wait_for([self._current], timeout=seconds)
+
+
+class _Copies(AsyncStager):
+    """What `dcp.async_save` is to write: copies in host memory, made before training may change the tensors.
+
+    torch's own stager copies the whole storage behind each view; the pieces are views of one flat buffer.
+    """
+
+    def __init__(self) -> None:
+        self._synchronize_after_execute = False  # `stage` returns when the copies are made
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+        return
+
+    def close(self) -> None:
+        """Nothing to release."""
+        return
 
 
 def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, Any]) -> Progress:
-    """Read a checkpoint into the model and optimizer; collective. Raises CheckpointError on every rank, naming each
-    number that differs, when it is of another model, or a piece is missing."""
-    progress = Progress(**_read_state(current))
+    """Read a checkpoint into the model and optimizer; collective over the world.
+
+    Raises CheckpointError on every rank when it is of another model (naming each number that differs), a piece is
+    missing, a file cannot be read, or it holds what no checkpoint holds.
+    """
+    progress, reader, wanted = together(_open, current, boundary, groups, shape)
+    stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
+    rng = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
+    try:
+        dcp.load(read | rng, storage_reader=reader)
+    except CheckpointException as error:
+        what = cause(error)
+        if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file
+            what = "one of its .distcp files is damaged"
+        raise said_once(CheckpointError(f"{current} cannot be read: {what}")) from error
+    _fill(boundary, groups, read)
+    boundary.adopt_state(progress.step)
+    _set_rng(groups, rng)
+    return progress
+
+
+def _open(
+    current: Path, boundary: Boundary, groups: Groups, shape: dict[str, Any]
+) -> tuple[Progress, CheckpointReader, list[str]]:
+    """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
+    progress = read_progress(current)
     wrong = [
         f"{key} is {progress.shape.get(key)} in {current} and {shape[key]} in the configuration"
         for key in shape
@@ -111,19 +220,10 @@ def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, 
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
-    reader = dcp.FileSystemReader(current)
-    try:
-        stored = dict(reader.read_metadata().state_dict_metadata)
-        wanted = _overlapping(stored, boundary, groups)
-        read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}  # type: ignore[union-attr]
-        rng = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}  # type: ignore[union-attr]
-        dcp.load(read | rng, storage_reader=reader)
-    except (CheckpointException, OSError, EOFError) as error:
-        raise CheckpointError(f"{current} cannot be read: {_first_line(error)}") from error
-    _fill(boundary, groups, read)
-    boundary.adopt_state(progress.step)
-    _set_rng(groups, rng)
-    return progress
+    reader = CheckpointReader(current)
+    wanted = _overlapping(reader.read_metadata().state_dict_metadata, boundary, groups)
+    reader.check_files(set(wanted))
+    return progress, reader, wanted
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -215,72 +315,3 @@ def _set_rng(groups: Groups, rng: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states.pop("cuda"))
     get_cuda_rng_tracker().set_states({k: v for k, v in states.items() if k != "cpu"})
     torch.set_rng_state(states["cpu"])
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _publish(aside: Path, target: Path, progress: Progress, keep_last: int) -> None:
-    _write(aside / "state.json", json.dumps({"format": FORMAT} | asdict(progress), indent=1))
-    if target.exists():
-        shutil.rmtree(target)
-    aside.rename(target)
-    _write(target.parent / "latest", target.name + "\n")
-    old = sorted(p for p in target.parent.glob("step_*") if p.is_dir() and p.suffix != ".tmp" and p != target)
-    for folder in old[: max(0, len(old) - keep_last + 1)] if keep_last > 0 else []:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one, never a part."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def _read_state(current: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((current / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{current}/state.json cannot be read: {error}") from error
-    if state.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{current} was written in another format than {FORMAT}")
-    return state
-
-
-def _on_rank0(action, failure: str) -> None:
-    """Run `action` on global rank 0, and raise its failure on every rank."""
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = [f"{failure}: {error.strerror or error}"]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise CheckpointError(problem[0])
-
-
-def _reason(error: BaseException, folder: str | os.PathLike, step: int) -> str:
-    try:
-        current = latest(folder)
-    except CheckpointError:
-        current = None
-    still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
-    return f"the checkpoint of step {step} could not be written: {_first_line(error)}; {still}"
-
-
-def _first_line(error: BaseException) -> str:
-    """The cause that a reader can act on, out of torch's collected tracebacks."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

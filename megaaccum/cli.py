@@ -88,9 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def complain(error: BaseException, code: int) -> int:
     """Prints the error as the user reads it, and returns `code`.
 
-    Under torchrun or the deepspeed launcher each rank prints its own, with its number.
+    Under torchrun or the deepspeed launcher each rank prints its own, with its number; what ranks have in common, one
+    of them prints.
     """
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
+    speaker = {"rank 0": "RANK", "one rank per host": "LOCAL_RANK"}.get(getattr(error, "said_by", ""))
+    if speaker is not None:
+        if os.environ.get(speaker, "0") == "0":
+            print(f"megaaccum: {text}", file=sys.stderr)
+        return code
     rank = os.environ.get("RANK")
     print(f"megaaccum: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,6 +86,15 @@ def build(layout: Layout, *, timeout_minutes: float) -> Groups:
         create_gloo_process_groups=False,
     )
     return Groups(layout=layout, collection=ProcessGroupCollection.use_mpu_process_groups())
+
+
+def for_background(timeout_minutes: float) -> dist.ProcessGroup:
+    """A group of all ranks for a thread that communicates while training does (collective over the world).
+
+    Over gloo and the CPU on every machine: two threads must not share a group, and what such a thread sends lies in
+    host memory.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
 
 
 def destroy() -> None:

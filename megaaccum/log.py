@@ -10,7 +10,7 @@ from typing import Any
 
 from megaaccum import plot
 from megaaccum.config import Config, Plan
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.metrics import journal
 from megaaccum.metrics.journal import Journal, Record
 from megaaccum.metrics.monitor import Monitor, blocks_of, missing_packages
@@ -52,6 +52,8 @@ class RunLog:
             f"rank {rank} cannot write the log: DeepSpeed's monitor writes on rank 0 alone"
         )
         self._is_writer = is_writer
+        self.problem: MegaaccumError | None = None
+        """Why a record could not be written, once that happened; only ever set on the writing rank."""
         if not is_writer:
             return
         check(plan.config)
@@ -105,7 +107,8 @@ class RunLog:
             print(text, flush=True)
 
     def close(self, outcome: str = "Done") -> None:
-        """Write what is left, draw the picture, print the summary behind `outcome`. Closing twice is harmless.
+        """Write what is left, draw the picture, print the summary behind `outcome`. Closing twice is harmless. Raises
+        MegaaccumError when a record is missing because it could not be written.
 
         A picture that cannot be written is told in the summary and ends nothing: the run is over, and log.jsonl, from
         which it can be drawn again, is whole.
@@ -116,12 +119,18 @@ class RunLog:
         if self._monitor is not None:
             self._monitor.close()
         self._journal.close()
+        if self.problem is not None:
+            raise self.problem
         records = journal.read(self._journal.path)
         files = {"log": self._journal.path} | self._draw(records)
         self.note(summarize(records, outcome=outcome, seconds=self._clock() - self._started, files=files))
 
     def _write(self, record: Record) -> None:
-        self._journal.append(record)
+        try:
+            self._journal.append(record)
+        except MegaaccumError as error:
+            self.problem = self.problem or error
+            raise
         if self._monitor is not None:
             self._monitor.add(record)
 
@@ -148,18 +157,21 @@ def check(config: Config) -> None:
     """What can be known before the run starts: output_dir can be written, and the packages of the services asked for
     are installed. Imports none of them and needs no process group, so a launcher can ask before it starts a rank.
     `config` is a resolved one. Raises ConfigError with every problem at once."""
-    problems = missing_packages(config)
-    folder = Path(config.run.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        problems.append(
-            f"output_dir {config.run.output_dir!r} cannot be written: {error.strerror or error}; "
-            f"set output_dir to a folder that can"
-        )
+    problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)
     if problems:
         raise ConfigError(problems)
+
+
+def folder_problems(key: str, folder: str) -> list[str]:
+    """Why the folder that `key` names cannot be written, or nothing; it is made, and a byte is written to it, since a
+    full disk still makes empty files."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        return [f"{key} {folder!r} cannot be written: {error.strerror or error}; set {key} to a folder that can"]
+    return []
 
 
 def _read(record: Mapping[str, Any]) -> Record:

@@ -37,9 +37,10 @@ def prepare() -> None:
 def libraries() -> None:
     """Imports LIBRARIES in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread of ours."""
     prepare()
-    from megaaccum import cpu
+    from megaaccum import cpu, private
 
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
     for name in LIBRARIES:
         importlib.import_module(name)
+    private.without_shared_memory_operator()
     quiet.hush_prints()

@@ -11,8 +11,10 @@ partitions and the optimizer under those hooks are sound, and those are what is 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -55,6 +57,22 @@ _STAGE12_ATTRIBUTES = (
     "single_partition_of_fp32_groups",
 )
 
+_DCP = "torch.distributed.checkpoint"
+CHECKPOINT_METADATA_CLASSES = frozenset(
+    {
+        *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *((f"{_DCP}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
+        *((f"{_DCP}.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),  # looks a torch.layout up by its name
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # the same under Python 3.13
+    }
+)
+"""(module, name) of what torch 2.13 puts into the `.metadata` of a checkpoint of plain tensors, beside dtypes. The
+private ones of them are how that file says which tensor lies where."""
+
 
 def check() -> list[str]:
     """Names that this version of DeepSpeed or Megatron-core lacks, as sentences; empty when all is well."""
@@ -62,7 +80,7 @@ def check() -> list[str]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    problems = []
+    problems = [] if hasattr(_deepspeed_backend(), "build_shm_op") else ["deepspeed.comm.torch.build_shm_op is missing"]
     for cls, methods, attributes in (
         (DeepSpeedZeroOptimizer_Stage3, _STAGE3, _STAGE3_ATTRIBUTES),
         (DeepSpeedZeroOptimizer, _STAGE12, _STAGE12_ATTRIBUTES),
@@ -72,6 +90,21 @@ def check() -> list[str]:
         problems += [f"{cls.__name__}.{name} is missing" for name in methods if not hasattr(cls, name)]
         problems += [f"{cls.__name__}.{name} is missing" for name in attributes if f"self.{name}" not in source]
     return problems
+
+
+def _deepspeed_backend() -> Any:
+    """The module deepspeed.comm.torch; as an attribute of deepspeed.comm that name is the torch library itself."""
+    return importlib.import_module("deepspeed.comm.torch")
+
+
+def without_shared_memory_operator() -> None:
+    """Keep DeepSpeed from compiling its shared-memory sum at every start on a CPU.
+
+    Only `inference_all_reduce` uses it (deepspeed/comm/torch.py); for training it is half a minute of C++ at the first
+    start, 70 MB of /dev/shm per rank, and, when a start is killed while it compiles, a lock file on which every later
+    start waits for ever.
+    """
+    _deepspeed_backend().build_shm_op = lambda: None
 
 
 class Zero3:
@@ -284,6 +317,8 @@ def _views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count
     for moment in ("exp_avg", "exp_avg_sq"):
         if moment not in state:
             state[moment] = torch.zeros_like(flat)
+    if isinstance(adam, torch.optim.AdamW) and "step" not in state:  # else its first step takes the state for complete
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device=flat.device)
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
 

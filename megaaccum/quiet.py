@@ -69,6 +69,11 @@ LOG_LINES: tuple[tuple[str, str, str], ...] = (
         "GPTModel IS DEPRECATED",
         "GPTModel is what megaaccum is written against; Megatron-core 0.19 has it.",
     ),
+    (
+        "megatron.core.tensor_parallel.random",
+        "CPU RNG state changed within GPU RNG context",
+        "In the CPU lane the CPU's random state is the one that dropout draws from.",
+    ),
 )
 """(logger, start of the message, reason)."""
 

@@ -19,6 +19,7 @@ from megaaccum.loss import StepLoss
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary
     from megaaccum.config import Plan
+    from megaaccum.errors import MegaaccumError
     from megaaccum.groups import Groups
 
 Microbatch = dict[str, torch.Tensor]
@@ -57,10 +58,20 @@ class Stepper:
         )
         self._digest = plan.digest()
 
-    def train(self, microbatches: Sequence[Microbatch], *, step: int, stop: bool = False) -> StepResult:
-        """Make the accumulated step on this rank's `num_microbatches` micro-batches: the step on the global batch."""
+    def train(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        step: int,
+        stop: bool = False,
+        problem: MegaaccumError | None = None,
+    ) -> StepResult:
+        """Make the accumulated step on this rank's `num_microbatches` micro-batches: the step on the global batch.
+
+        A rank that cannot take the step comes with its `problem`, which every rank then raises before it begins.
+        """
         clock = _Clock()
-        stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop)
+        stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop, problem=problem)
         loss = self._divisor(microbatches)
         clock.lap("agree")
         self._boundary.begin_step()
@@ -88,9 +99,10 @@ class Stepper:
         self._run_flushes(microbatches, loss)
         return loss
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+    def evaluate(self, microbatches: Sequence[Microbatch], problem: MegaaccumError | None = None) -> tuple[float, int]:
         """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
-        rank."""
+        rank. A `problem` of any rank is raised on every rank."""
+        agree(self._digest, num_microbatches=len(microbatches), problem=problem)
         loss = self._divisor(microbatches)
         self._boundary.gather()
         for chunk in self._chunks:

@@ -12,25 +12,32 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
-from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.errors import CheckpointError, ConfigError, LaunchError, MegaaccumError, RankDisagreement
 
 if TYPE_CHECKING:
+    import torch
+
     from megaaccum.boundary import Boundary
+    from megaaccum.checkpoint import BackgroundSave, Progress
     from megaaccum.config import Config, Plan
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
     from megaaccum.groups import Groups
     from megaaccum.log import RunLog
     from megaaccum.lr_schedule import LrSchedule
-    from megaaccum.step import Stepper, StepResult
+    from megaaccum.step import Microbatch, Stepper, StepResult
+
+_WAIT_AFTER_AN_ERROR = 5.0
+"""Seconds in which a checkpoint that is being written may become whole when the run ends with an error; less than the
+time that the launcher gives ranks to end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,33 +46,42 @@ def main(argv: Sequence[str]) -> int:
         print((__doc__ or "").strip())
         return 0
     argv, port = _take(argv, "--master_port")
-    path, overrides = _config_path(argv)
-    config = configuration.load(path, overrides)
     if "RANK" in os.environ:
-        return train(configuration.resolve(config, world_size=int(os.environ["WORLD_SIZE"])))
-    return _launch(argv, config, int(port or 0))
+        return train(_plan_of_this_rank(argv))
+    return _launch(argv, configuration.load(*_config_path(argv)), int(port or 0))
+
+
+def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
+    """The plan, on a rank that a launcher started."""
+    try:
+        config = configuration.load(*_config_path(argv))
+        return configuration.resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
+    except ConfigError as error:
+        error.said_by = "one rank per host"  # they have read the same file and the same command line
+        raise
 
 
 def train(plan: Plan) -> int:
     """Run `plan` on this rank; collective over the world. Returns 0 when it ended, or stopped when told to."""
     from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
+    from megaaccum.agreement import together
     from megaaccum.data.dataset import build_datasets
     from megaaccum.step import Stepper
 
-    _refuse_what_is_not_there_yet(plan)
     _start_process_group(plan)
+    together(_check_folders, plan.config)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
-    data = build_datasets(plan)
-    chunks = model.build_chunks(plan, places, vocab_size=data.vocabulary.size)
+    data = together(build_datasets, plan)
+    chunks = together(model.build_chunks, plan, places, vocab_size=data.vocabulary.size)
     sharded = boundary.build(plan, places, chunks, optimizer.build(plan, chunks))
     schedule = lr_schedule.build(sharded, plan.config)
     saver = Saver(plan, places, sharded, schedule, data, checkpoint.shape_of(plan, data.vocabulary.size))
     step, consumed = saver.resume()
-    log = _open_log(plan, data, start_step=step)
+    log = together(_open_log, plan, data, start_step=step)
     stepper = Stepper(plan, places, chunks, sharded)
-    with closing(_loader(plan, places, data, consumed)) as loader:
+    with saver, closing(_loader(plan, places, data, consumed)) as loader:
         outcome = _loop(plan, places, stepper, loader, schedule, saver, log, data, step)
-    log.close(outcome)
+    together(log.close, outcome)
     _end_process_group()
     return 0
 
@@ -89,7 +105,11 @@ def _loop(
     if run.eval_interval and data.valid is not None and step == 0:
         _evaluate(plan, places, stepper, data, log, step)
     while step < last:
-        result = _one_step(plan, stepper, loader, schedule, log, step + 1, stop=signals.received)
+        problem = saver.problem() or log.problem
+        try:
+            result = _one_step(plan, stepper, loader, schedule, log, step + 1, stop=signals.received, problem=problem)
+        except MegaaccumError as error:
+            raise saver.saved(error, step, loader.consumed_samples) from error
         step += 1
         ends = step == last or result.stop
         if run.eval_interval and data.valid is not None and (step % run.eval_interval == 0 or step == last):
@@ -110,18 +130,23 @@ def _one_step(
     step: int,
     *,
     stop: bool,
+    problem: MegaaccumError | None,
 ) -> StepResult:
-    """Pull, step, commit, record. What commits together: weights, learning rate, consumed samples."""
+    """Pull, step, commit, record. What commits together: weights, learning rate, consumed samples.
+
+    A `problem` of this rank, or one with its data, is raised on every rank, before any of them begins the step.
+    """
     if plan.config.run.step_timeout_seconds > 0:
         faulthandler.dump_traceback_later(plan.config.run.step_timeout_seconds, exit=True)
-    microbatches = loader.next_step(plan.batch.num_microbatches)
+    microbatches, unreadable = _pull(plan, loader)
     lr = schedule.lr
-    result = stepper.train(microbatches, step=step, stop=stop)  # type: ignore[arg-type]
+    result = stepper.train(microbatches, step=step, stop=stop, problem=problem or unreadable)
     loader.commit(plan.batch.global_batch_size)
     if not result.skipped:
         schedule.step()
     faulthandler.cancel_dump_traceback_later()
-    log.step(
+    _record(
+        log.step,
         {
             "step": step,
             "loss": result.loss,
@@ -131,9 +156,24 @@ def _one_step(
             "consumed_samples": loader.consumed_samples,
             "skipped": result.skipped,
             "seconds_per_step": sum(result.seconds.values()),
-        }
+        },
     )
     return result
+
+
+def _record(write: Callable[[dict], None], record: dict) -> None:
+    """Write to the log. Where that fails, on rank 0 alone, `log.problem` ends the run in front of the next step: by
+    itself, rank 0 would leave the others in a collective."""
+    with suppress(MegaaccumError):
+        write(record)
+
+
+def _pull(plan: Plan, loader: MicrobatchLoader) -> tuple[list[Microbatch], MegaaccumError | None]:
+    """This rank's micro-batches of the step, or none and why."""
+    try:
+        return loader.next_step(plan.batch.num_microbatches), None  # type: ignore[return-value]
+    except MegaaccumError as error:
+        return [], error
 
 
 def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log: RunLog, step: int) -> None:
@@ -142,10 +182,10 @@ def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log:
     total, tokens = 0.0, 0
     with closing(_loader(plan, places, data, 0, validation=True)) as loader:
         for _ in range(data.valid_batches):
-            loss, count = stepper.evaluate(loader.next_step(plan.batch.num_microbatches))  # type: ignore[arg-type]
+            loss, count = stepper.evaluate(*_pull(plan, loader))
             loader.commit(plan.batch.global_batch_size)
             total, tokens = total + loss * count, tokens + count
-    log.evaluation({"step": step, "loss": total / max(tokens, 1)})
+    _record(log.evaluation, {"step": step, "loss": total / max(tokens, 1)})
 
 
 # --- what the run is made of -----------------------------------------------------------------------------------------
@@ -153,7 +193,10 @@ def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log:
 
 @dataclass
 class Saver:
-    """Checkpoints of one run: where they are, when they are due, and what is in them beside tensors."""
+    """Checkpoints of one run: where they are, when they are due, and what is in them beside tensors.
+
+    A context manager around the steps: at its end what is being written in the background is waited for.
+    """
 
     plan: Plan
     places: Groups
@@ -161,52 +204,123 @@ class Saver:
     schedule: LrSchedule
     data: Datasets
     shape: dict
+    _writing: BackgroundSave | None = None
+    _group: torch.distributed.ProcessGroup | None = None
 
     @property
     def folder(self) -> Path:
-        run = self.plan.config.run
-        return Path(run.save or Path(run.output_dir) / "checkpoints")
+        return _checkpoint_folder(self.plan.config)
 
     def is_due(self, step: int, ends: bool) -> bool:
         """After every save_interval steps, and (save_at_end) after the last one or a signal; never with interval 0."""
         run = self.plan.config.run
         return run.save_interval > 0 and (step % run.save_interval == 0 or (ends and run.save_at_end))
 
-    def save(self, step: int, consumed_samples: int) -> Path:
+    def save(self, step: int, consumed_samples: int) -> str:
+        """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what to tell the user.
+        Raises CheckpointError on every rank when this one, or the one that was being written, failed."""
         from megaaccum import checkpoint
 
-        progress = checkpoint.Progress(
+        self.finish()
+        keep, what = self.plan.config.run.keep_last, self._progress(step, consumed_samples)
+        if not self.plan.config.run.async_save:
+            return str(checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep))
+        self._writing = checkpoint.BackgroundSave(
+            self.folder, self.boundary, self.places, what, keep_last=keep, group=self._background_group()
+        )
+        return f"{self._writing.target} (being written)"
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Raises CheckpointError on every rank if it failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
+
+    def problem(self) -> MegaaccumError | None:
+        """What went wrong in the background, as far as this rank knows by now."""
+        return self._writing.problem() if self._writing is not None else None
+
+    def saved(self, error: MegaaccumError, step: int, consumed_samples: int) -> MegaaccumError:
+        """`error`, which ends the run behind `step`, after a checkpoint of that step where one is wanted and possible.
+
+        It is when all ranks raise the error together, in front of the next step: then they stand alike.
+        """
+        everywhere = error.said_by == "rank 0" and not isinstance(error, RankDisagreement)
+        if not everywhere or not self.is_due(step, ends=True):
+            return error
+        from megaaccum import checkpoint
+        from megaaccum.agreement import said_once
+
+        keep, what = self.plan.config.run.keep_last, self._progress(step, consumed_samples)
+        texts = [str(error)]
+        try:
+            with suppress(CheckpointError):  # that may be the error; its step is written again
+                self.finish()
+            path = checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep)
+            texts.append(f"nothing is lost: {path} holds the {step} steps before")
+        except CheckpointError as second:
+            texts.append(str(second))
+        return said_once(type(error)("\n".join(dict.fromkeys(texts))))
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        elif self._writing is not None:
+            self._writing.wait(_WAIT_AFTER_AN_ERROR)
+
+    def _progress(self, step: int, consumed_samples: int) -> Progress:
+        from megaaccum import checkpoint
+
+        return checkpoint.Progress(
             step=step,
             consumed_samples=consumed_samples,
             lr_schedule=self.schedule.state_dict(),
             data=self.data.digest,
             shape=self.shape,
         )
-        keep = self.plan.config.run.keep_last
-        return checkpoint.save(self.folder, self.boundary, self.places, progress, keep_last=keep)
+
+    def _background_group(self) -> torch.distributed.ProcessGroup:
+        from megaaccum import groups
+
+        if self._group is None:
+            self._group = groups.for_background(self.plan.config.parallel.distributed_timeout_minutes)
+        return self._group
 
     def resume(self) -> tuple[int, int]:
         """Take up the current checkpoint of `load` (default: `save`). Returns (step, consumed samples), or (0, 0)."""
         from megaaccum import checkpoint
+        from megaaccum.agreement import alike, said_once, together
 
-        run = self.plan.config.run
-        if run.no_load:
-            return 0, 0
-        current = checkpoint.latest(run.load or self.folder)
+        current = together(self._current)
+        # Ranks that each resume from what their own host has would wait for each other for ever.
+        alike("the checkpoint to resume from; hosts have to share its folder", current.name if current else "none")
         if current is None:
-            if run.load:
-                raise CheckpointError(f"load: {run.load} holds no checkpoint (no file named latest)")
             return 0, 0
         progress = checkpoint.load(current, self.boundary, self.places, shape=self.shape)
         if progress.data != self.data.digest:
-            raise CheckpointError(
+            text = (
                 f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
                 "global_batch_size have changed; set them back, or start afresh with --no_load"
             )
+            raise said_once(CheckpointError(text))
         self.schedule.load_state_dict(progress.lr_schedule)
         if int(os.environ["RANK"]) == 0:
             print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
         return progress.step, progress.consumed_samples
+
+    def _current(self) -> Path | None:
+        from megaaccum import checkpoint
+
+        run = self.plan.config.run
+        if run.no_load:
+            return None
+        current = checkpoint.latest(run.load or self.folder)
+        if current is None and run.load:
+            raise CheckpointError(f"load: {run.load} holds no checkpoint (no file named latest)")
+        return current
 
 
 def _loader(plan: Plan, places: Groups, data: Datasets, consumed: int, *, validation: bool = False) -> MicrobatchLoader:
@@ -258,9 +372,17 @@ class _Signals:
         self.received = True
 
 
-def _refuse_what_is_not_there_yet(plan: Plan) -> None:
-    if plan.config.run.async_save:
-        raise ConfigError("async_save: checkpoints are written by the step that is due; set async_save to false")
+def _checkpoint_folder(config: Config) -> Path:
+    return Path(config.run.save or Path(config.run.output_dir) / "checkpoints")
+
+
+def _check_folders(config: Config) -> None:
+    """Before anything takes long: logs and checkpoints can be written. Raises ConfigError."""
+    from megaaccum import log
+
+    log.check(config)
+    if config.run.save_interval > 0 and (problems := log.folder_problems("save", str(_checkpoint_folder(config)))):
+        raise ConfigError(problems)
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -280,7 +402,14 @@ def _start_process_group(plan: Plan) -> None:
     elif plan.config.run.num_threads:
         torch.set_num_threads(plan.config.run.num_threads)
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
-    torch.distributed.init_process_group(cpu.backend(), timeout=timeout)
+    try:
+        torch.distributed.init_process_group(cpu.backend(), timeout=timeout)
+    except torch.distributed.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. Where the "
+            "port is in use, give the launcher another --master_port"
+        ) from error
 
 
 def _end_process_group() -> None:
@@ -295,7 +424,7 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     from megaaccum import launch
 
     nproc = config.run.nproc_per_node or launch.num_gpus() or _model_ranks(config)
-    configuration.resolve(config, world_size=nproc)
+    _check_folders(configuration.resolve(config, world_size=nproc).config)
     return launch.launch_local(list(argv), nproc=nproc, num_threads=config.run.num_threads, master_port=port)
 
 

@@ -49,8 +49,12 @@ class Journal:
             raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file; nothing is left to be written by then. Closing twice is harmless."""
-        self._file.close()
+        """Close the file. Closing twice is harmless. Raises MegaaccumError where a line that could not be written
+        before still cannot."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
 
 def read(path: Path) -> list[Record]:

@@ -1,0 +1,232 @@
+"""Checkpoints on ranks: one written in the background holds its step, to the bit; bad ones are refused."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megaaccum.checkpoint_files import Progress
+from megaaccum.errors import CheckpointError
+from megaaccum.testing import run_ranks
+from tests.multiproc.parity import Case, make, microbatches
+
+CASE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --num_chunks 2", "--num_layers 2 --clip_grad 1")
+SHAPE = {"num_layers": 2}
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, consumed_samples=step * 8, lr_schedule={}, data="made up", shape=SHAPE)
+
+
+class Run:
+    """A model that can take steps; as much of a training run as a checkpoint holds."""
+
+    def __init__(self, case: Case = CASE):
+        self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(case)
+
+    def step(self, number: int) -> None:
+        first = number * self.plan.batch.global_batch_size
+        self.stepper.train(microbatches(self.plan, self.groups.dp.rank(), first), step=number)
+
+    def state(self) -> dict:
+        return {
+            (piece.name, kind, piece.start): tensor.clone()
+            for piece in self.boundary.state()
+            for kind, tensor in piece.tensors.items()
+        }
+
+    def load(self, folder: Path) -> Progress:
+        from megaaccum import checkpoint
+
+        current = checkpoint.latest(folder)
+        assert current is not None
+        return checkpoint.load(current, self.boundary, self.groups, shape=SHAPE)
+
+
+def same(one: dict, other: dict) -> bool:
+    import torch
+
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+class Held:
+    """Holds the writing thread of a rank at the start of its files, until `release`d."""
+
+    def __init__(self):
+        import threading
+
+        import torch.distributed.checkpoint as dcp
+
+        self.released, self.write_data = threading.Event(), dcp.FileSystemWriter.write_data
+        dcp.FileSystemWriter.write_data = self._write_data = lambda *args: (
+            self.released.wait(60),
+            self.write_data(*args),
+        )[1]
+
+    def release(self) -> None:
+        self.released.set()
+
+
+def written_while_training(folder: str) -> tuple[bool, bool, bool, str, int]:
+    """Save after step 2 in the background, take step 3 before a byte is written, then resume from the checkpoint."""
+    from megaaccum import checkpoint, groups
+
+    run, held = Run(), Held()
+    run.step(1)
+    run.step(2)
+    then = run.state()
+    writing = checkpoint.BackgroundSave(
+        folder, run.boundary, run.groups, progress(2), keep_last=2, group=groups.for_background(1)
+    )
+    run.step(3)
+    not_yet = checkpoint.latest(folder) is None
+    held.release()
+    path = writing.finish()
+    moved_on = not same(run.state(), then)
+    uninterrupted = run.state()
+    resumed = Run()
+    step = resumed.load(Path(folder)).step
+    holds_step_2 = same(resumed.state(), then)
+    resumed.step(3)
+    return not_yet and moved_on, holds_step_2, same(resumed.state(), uninterrupted), path.name, step
+
+
+def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path):
+    for outcome in run_ranks(written_while_training, 2, str(tmp_path)):
+        assert outcome == (True, True, True, "step_0000002", 2)
+
+
+def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str, int]:
+    """Step 1 is saved well; then rank 1 finds no space. Returns the error, what is current and left, and its step."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    from megaaccum import checkpoint, groups
+
+    run, group, create = Run(), groups.for_background(1), FileSystem.create_stream
+    checkpoint.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
+    full = Path("/dev/full")
+    if dist.get_rank() == 1:
+        FileSystem.create_stream = lambda self, path, mode: create(self, full, mode)
+    try:
+        if background:
+            writing = checkpoint.BackgroundSave(folder, run.boundary, run.groups, progress(2), keep_last=1, group=group)
+            run.step(2)
+            writing.finish()
+        else:
+            checkpoint.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
+        text = "no error"
+    except CheckpointError as error:
+        text = f"{error} [{error.said_by}]"
+    FileSystem.create_stream = create
+    dist.barrier()
+    left = sorted(entry.name for entry in Path(folder).iterdir())
+    return text, str(checkpoint.latest(folder)), " ".join(left), Run().load(Path(folder)).step
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, background):
+    current = tmp_path / "step_0000001"
+    for text, latest, left, step in run_ranks(with_a_disk_that_fails, 2, str(tmp_path), background):
+        assert text.startswith("the checkpoint of step 2 could not be written: No space left on device (")
+        assert text.endswith(f"GiB are free in {tmp_path}); the last good checkpoint is {current} [rank 0]")
+        assert (latest, left, step) == (str(current), "latest step_0000001", 1)
+
+
+class Runs:
+    """Pickled, it is the creation of a file by whoever unpickles it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def cut_short(folder: Path) -> str:
+    (file, *_) = sorted(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:1000])
+    return f"{file} is cut short: 1,000 bytes, where .metadata says at least"
+
+
+def garbage(folder: Path) -> str:
+    (file, *_) = sorted(folder.glob("*.distcp"))
+    file.write_bytes(b"x" * file.stat().st_size)
+    return f"{folder} cannot be read: one of its .distcp files is damaged"
+
+
+def gone(folder: Path) -> str:
+    (file, *_) = sorted(folder.glob("*.distcp"))
+    file.unlink()
+    return f"{file} cannot be read: No such file or directory"
+
+
+def malicious(folder: Path) -> str:
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(folder / "owned")))
+    return f"{folder / '.metadata'} names pathlib"
+
+
+def empty_metadata(folder: Path) -> str:
+    (folder / ".metadata").write_bytes(b"")
+    return f"{folder / '.metadata'} is damaged (EOFError"
+
+
+def without_metadata(folder: Path) -> str:
+    (folder / ".metadata").unlink()
+    return f"{folder / '.metadata'} cannot be read: No such file or directory"
+
+
+def not_a_list(folder: Path) -> str:
+    (folder / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    return "it holds a dict, not a list of tensors"
+
+
+def half_a_state(folder: Path) -> str:
+    (folder / "state.json").write_text((folder / "state.json").read_text()[:20])
+    return f"{folder / 'state.json'} is damaged"
+
+
+def another_model(folder: Path) -> str:
+    path = folder / "state.json"
+    path.write_text(path.read_text().replace('"num_layers": 2', '"num_layers": 3'))
+    return f"num_layers is 3 in {folder} and 2 in the configuration"
+
+
+METADATA = (malicious, empty_metadata, without_metadata, not_a_list)
+DAMAGE = (cut_short, garbage, gone, half_a_state, another_model, *METADATA)
+
+
+def damaged(folder: str) -> list[str]:
+    """What this rank says of each damaged copy of a good checkpoint; rank 0 makes them."""
+    import torch.distributed as dist
+
+    from megaaccum import checkpoint
+
+    run = Run()
+    run.step(1)
+    good = checkpoint.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
+    before, said = run.state(), []
+    for damage in DAMAGE:
+        copy = Path(folder) / damage.__name__
+        if dist.get_rank() == 0:
+            shutil.copytree(good, copy)
+            expected = [damage(copy)]
+        else:
+            expected = [""]
+        dist.broadcast_object_list(expected, src=0)
+        try:
+            checkpoint.load(copy, run.boundary, run.groups, shape=SHAPE)
+            said.append(f"{damage.__name__} was not seen")
+        except CheckpointError as error:
+            said.append("seen" if expected[0] in str(error) else f"{error}, not {expected[0]}")
+    assert same(run.state(), before)
+    return said
+
+
+def test_damaged_and_malicious_checkpoints_are_refused_on_every_rank(tmp_path):
+    for said in run_ranks(damaged, 2, str(tmp_path)):
+        assert said == ["seen"] * len(DAMAGE)
+    assert not (tmp_path / "malicious" / "owned").exists()

@@ -1,0 +1,172 @@
+"""Whole training runs of a tiny model, started as a user starts them, in a process that has the libraries imported."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaaccum.testing import try_ranks
+from tests.unit.data_samples import counting_pair
+
+VOCAB = 2000
+SMALL = (
+    "--num_layers 2 --hidden_size 16 --num_attention_heads 2 --seq_length 16 --train_iters 8 --lr 1e-2 "
+    "--pipeline_model_parallel_size 2 --nproc_per_node 2 --num_threads 1 --micro_batch_size 1 --num_chunks 4 "
+    f"--attention_dropout 0.1 --hidden_dropout 0 --eval_interval 0 --log_interval 1 --save_interval 2 "
+    f"--vocab_size {VOCAB} --split 100,0,0"
+)
+LAUNCHER = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE".split()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit code of a run, and all that it wrote to the terminal."""
+
+    code: int
+    output: str
+
+    def errors(self) -> list[str]:
+        """The lines in which megaaccum speaks of what went wrong."""
+        return [line for line in self.output.splitlines() if line.startswith("megaaccum: ")]
+
+
+def make_data(folder: Path) -> Path:
+    """The pair on which runs train, and its prefix."""
+    return counting_pair(folder / "corpus", num_documents=VOCAB // 40)
+
+
+def flags(folder: Path, **more: object) -> list[str]:
+    """The command line of a run that reads `folder`/corpus and writes to `folder`/run, changed by `more`."""
+    words = SMALL.split()
+    options: dict[str, object] = dict(zip((w.removeprefix("--") for w in words[::2]), words[1::2], strict=True))
+    options |= {"data_path": folder / "corpus", "output_dir": folder / "run", "data_cache_path": folder / "cache"}
+    return [word for name, value in (options | more).items() for word in (f"--{name}", str(value))]
+
+
+def train(folder: Path, *, worker: str = "", max_bytes: int = 0, timeout: float = 100, **more: object) -> Ended:
+    """`megaaccum train`. worker: a function of this file that every rank calls in place of megaaccum.train.main.
+    max_bytes: no file may grow beyond it, for any rank."""
+    (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=timeout)
+    assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
+    output, _, code = rank.output.rpartition("exit code ")
+    return Ended(int(code), output)
+
+
+def _train(argv: list[str], worker: str, max_bytes: int) -> None:
+    from megaaccum import cli, launch
+
+    for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
+        os.environ.pop(name, None)
+    if worker:
+        launch.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}", grace=1.0)
+    if max_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
+    code = cli.main(["train", *argv])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print("exit code", code, flush=True)
+
+
+def losses(folder: Path) -> list[float]:
+    """Training losses of the run, step by step."""
+    records = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+# --- what a rank runs in place of megaaccum.train.main ---------------------------------------------------------------
+
+
+def dies_before_the_ranks_meet(argv: list[str]) -> int:
+    from megaaccum import train
+
+    start = train._start_process_group
+    train._start_process_group = lambda plan: _die_on_rank_1() or start(plan)
+    return train.main(argv)
+
+
+def dies_while_groups_are_built(argv: list[str]) -> int:
+    from megaaccum import groups, train
+
+    build = groups.build
+    groups.build = lambda *args, **kwargs: _die_on_rank_1() or build(*args, **kwargs)
+    return train.main(argv)
+
+
+def _die_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
+    """The run gets SIGTERM right after the checkpoint of step 2 was begun, and writing takes a second longer."""
+    import torch.distributed.checkpoint as dcp
+
+    from megaaccum import checkpoint, train
+
+    write, begin = dcp.FileSystemWriter.write_data, checkpoint.BackgroundSave.__init__
+
+    def slowly(*args):
+        time.sleep(1)
+        return write(*args)
+
+    def and_stop(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        if os.environ["RANK"] == "0" and self.target.name == "step_0000002":
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    dcp.FileSystemWriter.write_data, checkpoint.BackgroundSave.__init__ = slowly, and_stop
+    return train.main(argv)
+
+
+# --- a disk that is full ---------------------------------------------------------------------------------------------
+
+
+def train_on_a_small_disk(folder: Path, num_bytes: int, **more: object) -> tuple[Ended, Ended] | None:
+    """A run whose output_dir is a file system of `num_bytes`, and then, with that enlarged, another start of it.
+
+    What it leaves is copied to `folder`/kept. None where this user may make no file system.
+    """
+    argv = flags(folder, output_dir=folder / "disk", **more)
+    (rank,) = try_ranks(_train_twice, 1, argv, str(folder), num_bytes, init=False, timeout=100)
+    assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
+    if "no file system" in rank.output:
+        return None
+    first, second, _ = rank.output.split("exit code ")
+    code, _, second = second.partition("\n")
+    return Ended(int(code), first), Ended(int(rank.output.rsplit("exit code ", 1)[1]), second)
+
+
+def _train_twice(argv: list[str], folder: str, num_bytes: int) -> None:
+    disk = Path(folder, "disk")
+    disk.mkdir()
+    if not _mount_tmpfs(disk, num_bytes):
+        print("no file system")
+        return
+    _train(argv, "", 0)
+    _mount_tmpfs(disk, 1 << 30, again=True)
+    _train(argv, "", 0)
+    shutil.copytree(disk, Path(folder, "kept"))
+
+
+def _mount_tmpfs(path: Path, num_bytes: int, *, again: bool = False) -> bool:
+    """Whether `path` is now a file system in memory, for this process and its children only. Root may do it in a mount
+    namespace, another user in a user namespace as well, where the system lets users have them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    remount = 32  # MS_REMOUNT
+    try:
+        if not again:
+            os.unshare(os.CLONE_NEWNS | (0 if os.geteuid() == 0 else os.CLONE_NEWUSER))
+    except OSError:
+        return False
+    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC: what is mounted below is seen by nobody else
+    if not again and libc.mount(b"none", b"/", None, private, None) != 0:
+        return False
+    options = f"size={num_bytes}".encode()
+    return libc.mount(b"tmpfs", bytes(path), b"tmpfs", remount if again else 0, options) == 0
