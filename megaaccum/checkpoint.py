@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megaaccum import cpu, model
+from megaaccum import model, rng
 from megaaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,13 +38,20 @@ FORMAT = 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
-    lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors."""
+    lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors;
+    transaction: state of StepTransaction (skipped steps, loss scale, guards), empty in a checkpoint from before it."""
 
     step: int
     consumed_samples: int
     lr_schedule: dict[str, Any]
     data: str
     shape: dict[str, Any]
+    transaction: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that changed the weights: what Adam's bias correction counts."""
+        return self.step - self.transaction.get("skipped_steps", 0)
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
@@ -115,13 +122,13 @@ def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, 
         stored = dict(reader.read_metadata().state_dict_metadata)
         wanted = _overlapping(stored, boundary, groups)
         read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}  # type: ignore[union-attr]
-        rng = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}  # type: ignore[union-attr]
-        dcp.load(read | rng, storage_reader=reader)
+        random_states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}  # type: ignore[union-attr]
+        dcp.load(read | random_states, storage_reader=reader)
     except (CheckpointException, OSError, EOFError) as error:
         raise CheckpointError(f"{current} cannot be read: {_first_line(error)}") from error
     _fill(boundary, groups, read)
-    boundary.adopt_state(progress.step)
-    _set_rng(groups, rng)
+    boundary.adopt_state(progress.num_updates)
+    rng.restore({key.rsplit("/", 1)[1]: state for key, state in random_states.items()})
     return progress
 
 
@@ -195,25 +202,8 @@ def _fill(boundary: Boundary, groups: Groups, read: dict[str, torch.Tensor]) -> 
 
 def _rng(groups: Groups) -> dict[str, torch.Tensor]:
     """This rank's random states, keyed by its place, so that only the same place takes them up again."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     place = f"rng/pp{groups.pp.rank()}/dp{groups.dp_cp.rank()}/tp{groups.tp.rank()}/"
-    states = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
-    if cpu.has_accelerator():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {place + name: state.clone() for name, state in states.items()}
-
-
-def _set_rng(groups: Groups, rng: dict[str, torch.Tensor]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    states = {key.rsplit("/", 1)[1]: state for key, state in rng.items()}
-    if not states:
-        return
-    if "cuda" in states and cpu.has_accelerator():
-        torch.cuda.set_rng_state(states.pop("cuda"))
-    get_cuda_rng_tracker().set_states({k: v for k, v in states.items() if k != "cpu"})
-    torch.set_rng_state(states["cpu"])
+    return {place + name: state for name, state in rng.snapshot().items()}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

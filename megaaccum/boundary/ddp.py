@@ -30,6 +30,8 @@ class DdpBoundary:
     """
 
     grad_sync_func: Callable | None = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replicated_over_dp = True
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
@@ -54,7 +56,7 @@ class DdpBoundary:
                 private.ddp_expect_gradients(self._waiting.pop())
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         if not self._last_flush:

@@ -1,6 +1,6 @@
 """The rules that a configuration has to keep, one function each, by subject. Batch arithmetic is megaaccum.batch's."""
 
-from megaaccum.config.rules import data, model, moe, optimizer, parallel, pipeline, precision, values
+from megaaccum.config.rules import data, model, moe, optimizer, parallel, pipeline, precision, step, values
 from megaaccum.config.rules.subject import Rule, Subject
 
 RULES: tuple[Rule, ...] = (
@@ -10,6 +10,7 @@ RULES: tuple[Rule, ...] = (
     *parallel.RULES,
     *pipeline.RULES,
     *precision.RULES,
+    *step.RULES,
     *optimizer.RULES,
     *data.RULES,
 )
