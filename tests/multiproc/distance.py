@@ -13,8 +13,8 @@ EXACT = 1e-12
 """Float64 lane: largest relative L2 error of any parameter's gradient."""
 FACTOR = 2.0
 """Engine lane: how much farther from float64 than one process in the same precision."""
-SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8}
-"""Largest relative error of loss and norm."""
+SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}
+"""Largest relative error of loss and norm; in 16 bit the distance of 1 to the next number."""
 
 
 def check(cases: list[Case]) -> None:
