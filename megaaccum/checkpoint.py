@@ -51,7 +51,7 @@ class Progress:
     @property
     def num_updates(self) -> int:
         """Steps that changed the weights: what Adam's bias correction counts."""
-        return self.step - self.transaction.get("skipped_steps", 0)
+        return self.transaction.get("num_updates", self.step)
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:

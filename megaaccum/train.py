@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from megaaccum.groups import Groups
     from megaaccum.log import RunLog
     from megaaccum.lr_schedule import LrSchedule
-    from megaaccum.step import Stepper, StepResult
+    from megaaccum.step import Stepper
+    from megaaccum.transaction import Committed, StepTransaction
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +52,7 @@ def train(plan: Plan) -> int:
     from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
     from megaaccum.data.dataset import build_datasets
     from megaaccum.step import Stepper
+    from megaaccum.transaction import StepTransaction
 
     _refuse_what_is_not_there_yet(plan)
     _start_process_group(plan)
@@ -60,11 +62,13 @@ def train(plan: Plan) -> int:
     sharded = boundary.build(plan, places, chunks, optimizer.build(plan, chunks))
     schedule = lr_schedule.build(sharded, plan.config)
     saver = Saver(plan, places, sharded, schedule, data, checkpoint.shape_of(plan, data.vocabulary.size))
-    step, consumed = saver.resume()
+    step, consumed, state = saver.resume()
     log = _open_log(plan, data, start_step=step)
     stepper = Stepper(plan, places, chunks, sharded)
     with closing(_loader(plan, places, data, consumed)) as loader:
-        outcome = _loop(plan, places, stepper, loader, schedule, saver, log, data, step)
+        steps = StepTransaction(plan, stepper, loader, schedule, step=step, last_good=saver.last_good)
+        steps.load_state_dict(state)
+        outcome = _loop(plan, places, stepper, loader, steps, saver, log, data)
     log.close(outcome)
     _end_process_group()
     return 0
@@ -75,65 +79,56 @@ def _loop(
     places: Groups,
     stepper: Stepper,
     loader: MicrobatchLoader,
-    schedule: LrSchedule,
+    steps: StepTransaction,
     saver: Saver,
     log: RunLog,
     data: Datasets,
-    step: int,
 ) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals = plan.config.run, _Signals()
-    last = run.train_iters if run.max_steps is None else min(run.train_iters, step + run.max_steps)
-    if step >= last:
-        return f"Nothing left to do after step {step} of {run.train_iters}"
-    if run.eval_interval and data.valid is not None and step == 0:
-        _evaluate(plan, places, stepper, data, log, step)
-    while step < last:
-        result = _one_step(plan, stepper, loader, schedule, log, step + 1, stop=signals.received)
-        step += 1
-        ends = step == last or result.stop
-        if run.eval_interval and data.valid is not None and (step % run.eval_interval == 0 or step == last):
+    last = run.train_iters if run.max_steps is None else min(run.train_iters, steps.step + run.max_steps)
+    if steps.step >= last:
+        return f"Nothing left to do after step {steps.step} of {run.train_iters}"
+    if run.eval_interval and data.valid is not None and steps.step == 0:
+        _evaluate(plan, places, stepper, data, log, steps.step)
+    while steps.step < last:
+        done = _one_step(plan, steps, loader, log, stop=signals.received)
+        step, stops = steps.step, done.result.stop
+        is_eval = run.eval_interval and done.advanced and (step % run.eval_interval == 0 or step == last)
+        if is_eval and data.valid is not None:
             _evaluate(plan, places, stepper, data, log, step)
-        if saver.is_due(step, ends):
-            log.note(f"checkpoint  {saver.save(step, loader.consumed_samples)}")
-        if result.stop:
+        if (done.advanced or stops) and saver.is_due(step, step == last or stops):
+            log.note(f"checkpoint  {saver.save(step, loader.consumed_samples, steps.state_dict())}")
+        if stops:
             return f"Stopped by a signal after step {step}"
     return "Done"
 
 
-def _one_step(
-    plan: Plan,
-    stepper: Stepper,
-    loader: MicrobatchLoader,
-    schedule: LrSchedule,
-    log: RunLog,
-    step: int,
-    *,
-    stop: bool,
-) -> StepResult:
-    """Pull, step, commit, record. What commits together: weights, learning rate, consumed samples."""
+def _one_step(plan: Plan, steps: StepTransaction, loader: MicrobatchLoader, log: RunLog, *, stop: bool) -> Committed:
+    """Attempt a step and record what it came to."""
     if plan.config.run.step_timeout_seconds > 0:
         faulthandler.dump_traceback_later(plan.config.run.step_timeout_seconds, exit=True)
-    microbatches = loader.next_step(plan.batch.num_microbatches)
-    lr = schedule.lr
-    result = stepper.train(microbatches, step=step, stop=stop)  # type: ignore[arg-type]
-    loader.commit(plan.batch.global_batch_size)
-    if not result.skipped:
-        schedule.step()
+    done = steps.run(stop=stop)
     faulthandler.cancel_dump_traceback_later()
-    log.step(
-        {
-            "step": step,
-            "loss": result.loss,
-            "lr": lr,
-            "grad_norm": result.grad_norm,
-            "num_tokens": result.num_tokens,
-            "consumed_samples": loader.consumed_samples,
-            "skipped": result.skipped,
-            "seconds_per_step": sum(result.seconds.values()),
-        }
-    )
-    return result
+    result = done.result
+    record = {
+        "step": done.step,
+        "loss": result.loss,
+        "lr": done.lr,
+        "grad_norm": result.grad_norm,
+        "num_tokens": result.num_tokens,
+        "consumed_samples": loader.consumed_samples,
+        "skipped": result.skipped,
+        "seconds_per_step": sum(result.seconds.values()),
+    }
+    if plan.config.sharding.fp16:
+        record["loss_scale"] = result.loss_scale
+    if result.sanitized:
+        record["sanitized"] = result.sanitized
+    log.step(record)
+    if result.note:
+        log.note(f"step {done.step}: {result.note}{' (skipped)' if result.skipped else ''}")
+    return done
 
 
 def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log: RunLog, step: int) -> None:
@@ -172,7 +167,14 @@ class Saver:
         run = self.plan.config.run
         return run.save_interval > 0 and (step % run.save_interval == 0 or (ends and run.save_at_end))
 
-    def save(self, step: int, consumed_samples: int) -> Path:
+    def last_good(self) -> str:
+        """Which checkpoint a run that ends now goes on from, in words; the same on every rank."""
+        from megaaccum import checkpoint
+
+        current = checkpoint.latest(self.folder)
+        return f"The last good checkpoint is {current}." if current else "There is no checkpoint of this run."
+
+    def save(self, step: int, consumed_samples: int, transaction: dict) -> Path:
         from megaaccum import checkpoint
 
         progress = checkpoint.Progress(
@@ -181,22 +183,24 @@ class Saver:
             lr_schedule=self.schedule.state_dict(),
             data=self.data.digest,
             shape=self.shape,
+            transaction=transaction,
         )
         keep = self.plan.config.run.keep_last
         return checkpoint.save(self.folder, self.boundary, self.places, progress, keep_last=keep)
 
-    def resume(self) -> tuple[int, int]:
-        """Take up the current checkpoint of `load` (default: `save`). Returns (step, consumed samples), or (0, 0)."""
+    def resume(self) -> tuple[int, int, dict]:
+        """Take up the current checkpoint of `load` (default: `save`). Returns (step, consumed samples, state of the
+        transaction), or (0, 0, {})."""
         from megaaccum import checkpoint
 
         run = self.plan.config.run
         if run.no_load:
-            return 0, 0
+            return 0, 0, {}
         current = checkpoint.latest(run.load or self.folder)
         if current is None:
             if run.load:
                 raise CheckpointError(f"load: {run.load} holds no checkpoint (no file named latest)")
-            return 0, 0
+            return 0, 0, {}
         progress = checkpoint.load(current, self.boundary, self.places, shape=self.shape)
         if progress.data != self.data.digest:
             raise CheckpointError(
@@ -206,7 +210,7 @@ class Saver:
         self.schedule.load_state_dict(progress.lr_schedule)
         if int(os.environ["RANK"]) == 0:
             print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
-        return progress.step, progress.consumed_samples
+        return progress.step, progress.consumed_samples, progress.transaction
 
 
 def _loader(plan: Plan, places: Groups, data: Datasets, consumed: int, *, validation: bool = False) -> MicrobatchLoader:
