@@ -251,6 +251,9 @@ def _views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count
     for moment in ("exp_avg", "exp_avg_sq"):
         if moment not in state:
             state[moment] = torch.zeros_like(flat)
+    if isinstance(adam, torch.optim.AdamW) and "step" not in state:
+        # torch takes a state that is there for whole: a step after a checkpoint of a run that never stepped needs it.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
 

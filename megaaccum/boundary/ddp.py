@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
@@ -38,7 +39,11 @@ class DdpBoundary:
         self._groups = groups
         self._chunks = chunks
         self._optimizer = optimizer
+        self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
+        if plan.config.step.nonfinite == "zero":
+            for ddp in self._ddp:
+                ddp.register_comm_hook(groups.dp_cp, self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
         self._last_flush = True
         self._waiting: list[DistributedDataParallel] = []
@@ -72,6 +77,14 @@ class DdpBoundary:
     def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         for grad in grads:
             dist.all_reduce(grad, group=group)
+
+    def _look_and_reduce(self, group, bucket):
+        """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first.
+        Without annotations: torch reads them and takes no strings."""
+        if self.before_reduce is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self.before_reduce(self._names[id(param)], grad)
+        return allreduce_hook(group, bucket)
 
     def begin_step(self) -> None:
         self._waiting = list(self._ddp)

@@ -20,6 +20,8 @@ class Fault:
     value: float = float("inf")
     chunk: int = 0
     times: int = 10**9
+    forward: bool = False
+    """Put it into what the chunk computes instead."""
 
 
 @contextmanager
@@ -33,15 +35,28 @@ def injected(faults: list[Fault], chunks) -> Iterator[None]:
 
     def call(self, data_iterator, chunk):
         index, microbatch = next(data_iterator)
-        output, loss_func = forward(self, iter([(index, microbatch)]), chunk)
         place = (next(i for i, each in enumerate(chunks) if each is chunk), index)
-        if left.get(place, 0) > 0 and output.requires_grad and microbatch["loss_mask"].any():
-            left[place] -= 1
-            output.register_hook(lambda grad: grad.index_fill(-1, torch.tensor([0]), mine[place].value))
-        return output, loss_func
+        spoils = left.get(place, 0) > 0 and torch.is_grad_enabled() and bool(microbatch["loss_mask"].any())
+        if not spoils:
+            return forward(self, iter([(index, microbatch)]), chunk)
+        left[place] -= 1
+        handle = chunk.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))
+        try:
+            return forward(self, iter([(index, microbatch)]), chunk)
+        finally:
+            handle.remove()
 
     with patch.object(step._ForwardStep, "__call__", call):
         yield
+
+
+def _spoil(output: torch.Tensor, fault: Fault) -> torch.Tensor:
+    """`output` [..., last axis] with the fault's value at index 0 of its last axis, or of its gradient's."""
+    at = torch.tensor([0])
+    if fault.forward:
+        return output.index_fill(-1, at, fault.value)
+    output.register_hook(lambda grad: grad.index_fill(-1, at, fault.value))
+    return output
 
 
 def state_of(bound) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ Every function here runs inside ranks and returns plain data; `distance.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,15 +155,16 @@ def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
 # --- one process ---------------------------------------------------------------------------------------------------
 
 
-def references(wanted: list[tuple[str, int, str]]) -> list[Reference]:
-    """`reference` of each (model flags, global batch in sequences, dtype), on a world of one rank."""
+def references(wanted: list[tuple[str, int | Sequence[int], str]]) -> list[Reference]:
+    """`reference` of each (model flags, global batch, dtype), on a world of one rank."""
     return [reference(*each) for each in wanted]
 
 
-def reference(model_flags: str, global_batch: int, dtype: str) -> Reference:
-    """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward."""
+def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -> Reference:
+    """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward.
+    global_batch: its first so many sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
-    batch = stack(range(global_batch))
+    batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
     loss = whole_batch_loss(chunk, plan, batch)
     scale = LOSS_SCALE if dtype == "fp16" else 1.0
     (loss * scale).backward()
