@@ -117,14 +117,15 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 3) -> in
 def loop_arm(plan) -> Callable[[], float]:
     """One step of megaaccum's own loop: loader, step, commit, schedule, log."""
     from megaaccum import train
+    from megaaccum.transaction import StepTransaction
 
     parts = _Parts(plan)
     log = train._open_log(plan, parts.data, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
     schedule, stepper = parts.schedule_and_stepper()
     loader = train._loader(plan, parts.groups, parts.data, 0)
-    count = iter(range(1, plan.config.run.train_iters + 1))
-    return lambda: train._one_step(plan, stepper, loader, schedule, log, next(count), stop=False).loss
+    steps = StepTransaction(plan, stepper, loader, schedule)
+    return lambda: train._one_step(plan, steps, loader, log, stop=False, problem=None).result.loss
 
 
 def bare_arm(plan, steps: int) -> Callable[[], float]:

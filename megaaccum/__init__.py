@@ -3,7 +3,15 @@
 Importing this package imports neither torch nor DeepSpeed nor Megatron, and starts no CUDA and no process group.
 """
 
-from megaaccum.errors import CheckpointError, ConfigError, DataError, LaunchError, MegaaccumError, RankDisagreement
+from megaaccum.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    MegaaccumError,
+    RankDisagreement,
+    StepError,
+)
 
 __version__ = "0.1.0"
 
@@ -14,5 +22,6 @@ __all__ = [
     "LaunchError",
     "MegaaccumError",
     "RankDisagreement",
+    "StepError",
     "__version__",
 ]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from megaaccum import cpu, model
+from megaaccum import model, rng
 from megaaccum.agreement import said_once, together
 from megaaccum.checkpoint_files import Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint_reader import CheckpointReader
@@ -194,17 +194,17 @@ def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, 
     progress, reader, wanted = together(_open, current, boundary, groups, shape)
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
-    rng = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
+    states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
     try:
-        dcp.load(read | rng, storage_reader=reader)
+        dcp.load(read | states, storage_reader=reader)
     except CheckpointException as error:
         what = cause(error)
         if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file
             what = "one of its .distcp files is damaged"
         raise said_once(CheckpointError(f"{current} cannot be read: {what}")) from error
     _fill(boundary, groups, read)
-    boundary.adopt_state(progress.step)
-    _set_rng(groups, rng)
+    boundary.adopt_state(progress.num_updates)
+    rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
     return progress
 
 
@@ -296,22 +296,5 @@ def _fill(boundary: Boundary, groups: Groups, read: dict[str, torch.Tensor]) -> 
 
 def _rng(groups: Groups) -> dict[str, torch.Tensor]:
     """This rank's random states, keyed by its place, so that only the same place takes them up again."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     place = f"rng/pp{groups.pp.rank()}/dp{groups.dp_cp.rank()}/tp{groups.tp.rank()}/"
-    states = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
-    if cpu.has_accelerator():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {place + name: state.clone() for name, state in states.items()}
-
-
-def _set_rng(groups: Groups, rng: dict[str, torch.Tensor]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    states = {key.rsplit("/", 1)[1]: state for key, state in rng.items()}
-    if not states:
-        return
-    if "cuda" in states and cpu.has_accelerator():
-        torch.cuda.set_rng_state(states.pop("cuda"))
-    get_cuda_rng_tracker().set_states({k: v for k, v in states.items() if k != "cpu"})
-    torch.set_rng_state(states["cpu"])
+    return {place + name: state for name, state in rng.snapshot().items()}

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,20 @@ FORMAT = 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
-    lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors."""
+    lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors;
+    transaction: state of StepTransaction (skipped steps, loss scale, guards), empty in a checkpoint from before it."""
 
     step: int
     consumed_samples: int
     lr_schedule: dict[str, Any]
     data: str
     shape: dict[str, Any]
+    transaction: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that changed the weights: what Adam's bias correction counts."""
+        return self.transaction.get("num_updates", self.step)
 
 
 def latest(folder: str | os.PathLike) -> Path | None:

@@ -39,5 +39,9 @@ class LaunchError(MegaaccumError):
     """Ranks could not be started, or one of them ended early."""
 
 
+class StepError(MegaaccumError):
+    """A step went wrong in a way that the configuration says ends the run; no rank has changed its weights in it."""
+
+
 class RankDisagreement(MegaaccumError):
     """Ranks that have to do the same thing were about to do different things."""

@@ -7,26 +7,37 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum import model
+from megaaccum import cpu, model
 
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary, GradShard
     from megaaccum.groups import Groups
 
 
-def global_norm(boundary: Boundary, groups: Groups) -> float:
-    """L2 norm of the whole model's gradient, the same number on every rank; not finite if any gradient is not.
+def global_norm(boundary: Boundary, groups: Groups, *, also: torch.Tensor | None = None) -> tuple[float, int]:
+    """(L2 norm of the whole model's gradient, sum of the count `also`): the same numbers on every rank; the norm is not
+    finite if any gradient is not.
 
     Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
     tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
+    also: a count on this rank, float64 scalar, that comes along in the same all-reduce.
     """
     grads = [shard.grad for shard in boundary.shards() if shard.grad.numel() and _counts_here(shard, boundary, groups)]
     square = torch.zeros((), dtype=torch.float64)
     if grads:
         square = torch.nn.utils.get_total_norm(grads).double() ** 2
-    square = square.to(grads[0].device if grads else "cpu")
-    dist.all_reduce(square)
-    return float(square.sqrt())
+    device = grads[0].device if grads else cpu.device()
+    sums = torch.stack([square.to(device), torch.zeros_like(square).to(device) if also is None else also.to(device)])
+    dist.all_reduce(sums)
+    square, count = sums.tolist()
+    return square**0.5, int(count)
+
+
+def unscale(boundary: Boundary, loss_scale: float) -> None:
+    """Take the loss scale out of the reduced gradient, once, in the precision that the optimizer reads."""
+    if loss_scale != 1.0:
+        for shard in boundary.shards():
+            shard.grad.mul_(1.0 / loss_scale)
 
 
 def _counts_here(shard: GradShard, boundary: Boundary, groups: Groups) -> bool:

@@ -9,7 +9,7 @@ averaging is taken back here. So the gradient of a step is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,21 +24,32 @@ if TYPE_CHECKING:
 class StepLoss:
     """The divisor of one step, fixed before its first backward.
 
-    masks: loss mask of each of this rank's micro-batches, [micro_batch_size, seq_length], 1 where a token counts; on
-    the CPU. Collective over dp x cp: one all-reduce of a row of integers. `reduction_divisor`: by how much the
-    boundary's reduction divides the sum over ranks.
+    masks: loss mask of each of this rank's micro-batches, [micro_batch_size, seq_length], whole sequences also under
+    context parallelism, 1 where a token counts; on the CPU. Collective over dp: one all-reduce of two integers.
+    `reduction_divisor`: by how much the boundary's reduction divides the sum over ranks. `dummies`: indices of this
+    rank's micro-batches that stand for none; no token of theirs may be unmasked, and they count in no mean.
 
     `num_tokens` is the number of unmasked tokens of the step over all ranks. A step without any has no gradient;
     its divisor is 1, so that it is zero rather than not a number.
     """
 
-    def __init__(self, masks: Sequence[torch.Tensor], *, batch: BatchPlan, groups: Groups, reduction_divisor: int):
+    def __init__(
+        self,
+        masks: Sequence[torch.Tensor],
+        *,
+        batch: BatchPlan,
+        groups: Groups,
+        reduction_divisor: int,
+        dummies: Collection[int] = (),
+    ):
         self._per_token = batch.loss_norm == "token"
-        self._counts = _count(masks, groups)
-        self._loss_microbatches = batch.num_microbatches * groups.layout.dp
-        total = self._counts.sum().reshape(1)
+        self._counts = torch.stack([mask.count_nonzero() for mask in masks])
+        self.dummies = frozenset(dummies)
+        assert not any(self._counts[index] for index in self.dummies), "a dummy micro-batch has no tokens"
+        total = torch.tensor([int(self._counts.sum()), len(masks) - len(self.dummies)]).to(_device())
         dist.all_reduce(total, group=groups.dp)
-        self.num_tokens = int(total)
+        self.num_tokens, real_microbatches = total.tolist()
+        self._loss_microbatches = max(real_microbatches, 1)
         divisor = max(self.num_tokens, 1) if self._per_token else self._loss_microbatches
         self._scale = reduction_divisor / divisor
 
@@ -58,10 +69,11 @@ class StepLoss:
 
     def aux_scale(self, rows: int) -> float:
         """Scale of an auxiliary loss (MoE load balancing, z) so that its coefficient means the same at any split: the
-        mean over all micro-batches of the step.
+        mean over all micro-batches of the step. For a dummy micro-batch it is 0 instead.
 
-        rows: tokens of a micro-batch that this rank's router sees. Megatron multiplies the loss by them when the
-        schedule does not divide (megatron-core 0.19: TopKRouter.attach_and_log_load_balancing_loss).
+        rows: tokens of a whole micro-batch, masked ones included. Megatron multiplies the loss by the tokens that this
+        rank's router sees and by the ranks of tp x cp that share the rest, where the schedule does not divide
+        (megatron-core 0.19: TopKRouter.attach_and_log_load_balancing_loss).
         """
         return (
             self._scale
@@ -89,11 +101,3 @@ def _device() -> torch.device:
     from megaaccum import cpu
 
     return cpu.device()
-
-
-def _count(masks: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
-    """Unmasked tokens of each micro-batch, int64 [num_microbatches], over the ranks that share its sequences (cp)."""
-    counts = torch.stack([mask.count_nonzero() for mask in masks]).to(_device())
-    if groups.collection.cp.size() > 1:
-        dist.all_reduce(counts, group=groups.collection.cp)
-    return counts

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 _STAGE3 = (
+    "_get_norm_groups",
+    "check_overflow",
     "_get_fp32_grad_state_partition",
     "_reassign_or_swap_out_partitioned_parameters",
     "independent_gradient_partition_epilogue",
@@ -28,6 +30,7 @@ _STAGE3 = (
 )
 _ACCUMULATORS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _STAGE12 = (
+    "check_overflow",
     "independent_gradient_partition_epilogue",
     "reduce_independent_p_g_buckets_and_remove_grads",
     "set_gradient_accumulation_boundary",
@@ -47,6 +50,7 @@ _STAGE3_ATTRIBUTES = (
     "__param_id_to_grad_partition",
 )
 _STAGE12_ATTRIBUTES = (
+    "compute_grad_norm",
     "_grad_acc_hooks",
     "averaged_gradients",
     "params_in_partition",
@@ -114,6 +118,7 @@ class Zero3:
         self.optimizer = engine.optimizer
         self.params = [param for param in engine.module.parameters() if param.requires_grad]
         _remove_hooks(self.optimizer)
+        _leave_verdict_to_us(self.optimizer)
         self.optimizer.parameter_offload._remove_module_hooks()
         self._handed_over: set[int] = set()
         self._own = {id(param): _own_part(param) for param in self.params}
@@ -234,6 +239,7 @@ class Zero12:
         self.optimizer.gradient_accumulation_dtype = accumulate_in  # see zero1_config
         self._group_of = {id(p): i for i, group in enumerate(self.optimizer.bit16_groups) for p in group}
         _remove_hooks(self.optimizer)
+        _leave_verdict_to_us(self.optimizer)
         if self.optimizer.gradient_accumulation_dtype != self.optimizer.dtype:
             # Stage 2 would round the FP32 sum of the micro-batches to 16 bit on its way into the bucket; stage 1 keeps
             # it in `grad_accum`, and stage 2 does the same when told to.
@@ -266,6 +272,8 @@ class Zero12:
     def discard(self) -> None:
         """Drop this step's gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer.cpu_offload:
+            self.optimizer.reset_cpu_buffers()
         for group in self.optimizer.averaged_gradients:
             self.optimizer.averaged_gradients[group] = None
             self.optimizer.all_grad_tensors[group] = None
@@ -317,8 +325,9 @@ def _views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count
     for moment in ("exp_avg", "exp_avg_sq"):
         if moment not in state:
             state[moment] = torch.zeros_like(flat)
-    if isinstance(adam, torch.optim.AdamW) and "step" not in state:  # else its first step takes the state for complete
-        state["step"] = torch.tensor(0.0, dtype=torch.float32, device=flat.device)
+    if isinstance(adam, torch.optim.AdamW) and "step" not in state:
+        # torch takes a state that is there for whole: a step after a checkpoint of a run that never stepped needs it.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
 
@@ -344,6 +353,18 @@ def _remove_hooks(optimizer) -> None:
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
     optimizer._grad_acc_hooks.clear()
+
+
+def _leave_verdict_to_us(optimizer) -> None:
+    """Let `optimizer.step()` step, whatever it thinks of the gradients.
+
+    megaaccum has taken the norm and the verdict by then, over all ranks at once. DeepSpeed's own come from one pass
+    more over the gradients and several small collectives, and what it remembers of a gradient that was dropped
+    (`inf_or_nan_tracker` of stage 3, `local_overflow` of stages 1 and 2 with offload) would skip a later, good step.
+    """
+    optimizer.check_overflow = lambda partition_gradients=True: None
+    optimizer._get_norm_groups = lambda: [torch.zeros((), device=optimizer.device)]  # stage 3
+    optimizer.compute_grad_norm = False  # stages 1 and 2
 
 
 def zero1_config(config: dict, params_dtype: torch.dtype) -> dict:

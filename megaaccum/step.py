@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import cpu, grad_norm
+from megaaccum import cpu, grad_norm, rng
 from megaaccum.agreement import agree
+from megaaccum.errors import StepError
 from megaaccum.loss import StepLoss
+from megaaccum.norm_guard import NormGuard
+from megaaccum.precision import sanitize, scaler
+from megaaccum.precision.findings import Findings, Probe
 
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary
@@ -31,21 +35,54 @@ class StepResult:
     """What one step did; the same on every rank, but for `seconds`.
 
     loss: mean over the step (loss_norm). num_tokens: unmasked tokens over all ranks. grad_norm: L2 norm of the model's
-    gradient before clipping. skipped: the gradient was not finite on some rank, and no rank changed its weights.
-    stop: some rank was told to stop after this step.
-    seconds: by phase.
+    gradient before clipping, with FP16 after unscaling. loss_scale: what the loss was multiplied by in the backward (1
+    without FP16). skipped: no rank changed its weights. sanitized: elements of the gradient set to 0, or micro-batches
+    left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank was told to stop after this
+    step. seconds: by phase.
     """
 
     loss: float
     num_tokens: int
     grad_norm: float
     skipped: bool
+    loss_scale: float = 1.0
+    sanitized: int = 0
+    note: str = ""
     stop: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A gradient, reduced and unscaled. norm, num_zeroed (elements that `nonfinite: zero` set to 0): over all ranks."""
+
+    loss: StepLoss
+    reports: list[torch.Tensor]
+    norm: float
+    num_zeroed: int = 0
+    num_dropped: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What becomes of an attempt. overflow: the loss scale has to go down. bad: counts towards max_bad_steps."""
+
+    attempt: _Attempt
+    skip: bool
+    overflow: bool = False
+    bad: bool = False
+    note: str = ""
+
+
 class Stepper:
-    """Runs steps of one model over one boundary. Every method is collective over the world."""
+    """Runs steps of one model over one boundary. Every method is collective over the world.
+
+    scaler: the loss scale of an FP16 run, else None. What a checkpoint has to hold of a stepper is `state_dict`.
+    """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], boundary: Boundary):
         self._plan = plan
@@ -57,6 +94,12 @@ class Stepper:
             pp_size=plan.layout.pp, vp_size=plan.layout.vpp if plan.layout.vpp > 1 else None
         )
         self._digest = plan.digest()
+        self._keys = plan.config.step
+        self.scaler = scaler.build(plan)
+        self._zero = sanitize.install(boundary, self._keys)
+        self._guard = NormGuard(self._keys)
+        self._bad_steps = sanitize.BadSteps(self._keys)
+        self._probe: Probe | None = None
 
     def train(
         self,
@@ -68,36 +111,47 @@ class Stepper:
     ) -> StepResult:
         """Make the accumulated step on this rank's `num_microbatches` micro-batches: the step on the global batch.
 
-        A rank that cannot take the step comes with its `problem`, which every rank then raises before it begins.
+        Where it is skipped, weights, optimizer and random states are as before. Raises StepError on every rank, before
+        anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
+        step comes with its `problem`, which every rank then raises before it begins.
         """
         clock = _Clock()
         stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop, problem=problem)
-        loss = self._divisor(microbatches)
         clock.lap("agree")
-        self._boundary.begin_step()
-        clock.lap("gather")
-        reports = self._run_flushes(microbatches, loss)
-        clock.lap("forward_backward")
-        norm = grad_norm.global_norm(self._boundary, self._groups)
-        skipped = not math.isfinite(norm)
-        clock.lap("norm")
-        self._update(norm, skipped)
+        before = rng.snapshot()
+        attempt = self._attempt(microbatches, clock)
+        verdict = self._judge(step, microbatches, attempt, before)
+        self._bad_steps.count(verdict.bad, step=step, why=verdict.note)
+        clock.lap("verdict")
+        self._update(verdict, before)
         clock.lap("optimizer")
+        attempt = verdict.attempt
         return StepResult(
-            loss=loss.mean(reports, self._groups),
-            num_tokens=loss.num_tokens,
-            grad_norm=norm,
-            skipped=skipped,
+            loss=attempt.loss.mean(attempt.reports, self._groups),
+            num_tokens=attempt.loss.num_tokens,
+            grad_norm=attempt.norm,
+            skipped=verdict.skip,
+            loss_scale=self._boundary.loss_scale,
+            sanitized=attempt.num_zeroed + attempt.num_dropped,
+            note=verdict.note,
             stop=stop,
             seconds=clock.seconds,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale, guard and counters, as plain numbers; the same on every rank."""
+        parts = {"bad_steps": self._bad_steps.state_dict(), "guard": self._guard.state_dict()}
+        return parts | ({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. A part that `state` lacks starts afresh (the precision was another)."""
+        for name, part in (("bad_steps", self._bad_steps), ("guard", self._guard), ("loss_scale", self.scaler)):
+            if part is not None and name in state:
+                part.load_state_dict(state[name])
+
     def gradient(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Everything up to the reduced gradient, which the boundary's `shards` then show (tests, diagnosis)."""
-        loss = self._divisor(microbatches)
-        self._boundary.begin_step()
-        self._run_flushes(microbatches, loss)
-        return loss
+        return self._attempt(microbatches, _Clock()).loss
 
     def evaluate(self, microbatches: Sequence[Microbatch], problem: MegaaccumError | None = None) -> tuple[float, int]:
         """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
@@ -113,32 +167,33 @@ class Stepper:
             chunk.train()
         return loss.mean(reports, self._groups), loss.num_tokens
 
-    def _divisor(self, microbatches: Sequence[Microbatch]) -> StepLoss:
+    def _divisor(self, microbatches: Sequence[Microbatch], dummies: frozenset[int] = frozenset()) -> StepLoss:
         masks = [microbatch["loss_mask"] for microbatch in microbatches]
         loss = StepLoss(
             masks,
             batch=self._plan.batch,
             groups=self._groups,
             reduction_divisor=self._boundary.reduction_divisor,
+            dummies=dummies,
         )
         self._scale_side_losses(loss, rows=masks[0].numel())
         return loss
 
     def _scale_side_losses(self, loss: StepLoss, *, rows: int) -> None:
         """Give Megatron the scale of the losses that it differentiates on the side (MoE balancing, MTP)."""
-        layout = self._plan.layout
-        rows //= layout.cp * (layout.tp if self._plan.config.parallel.sequence_parallel else 1)
         configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in self._chunks}
         for config in configs.values():
-            config.moe_grad_scale_func = lambda: loss.aux_scale(rows)
-            config.mtp_grad_scale_func = lambda: loss.scale
+            config.moe_grad_scale_func = lambda: loss.aux_scale(rows) * self._boundary.loss_scale
+            config.mtp_grad_scale_func = lambda: loss.scale * self._boundary.loss_scale
 
-    def _run_flushes(self, microbatches: Sequence[Microbatch], loss: StepLoss) -> list[torch.Tensor]:
+    def _run_flushes(
+        self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool = True
+    ) -> list[torch.Tensor]:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
         size, count = self._plan.batch.microbatches_per_flush, self._plan.batch.num_flushes
         reports: list[torch.Tensor] = []
         for flush in range(count):
-            self._boundary.set_last_flush(flush == count - 1)
+            self._boundary.set_last_flush(reduce and flush == count - 1)
             reports += self._flush(microbatches[flush * size : (flush + 1) * size], flush * size, loss)
         return reports
 
@@ -147,7 +202,7 @@ class Stepper:
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         return self._schedule(
-            forward_step_func=_ForwardStep(loss, self._groups),
+            forward_step_func=_ForwardStep(loss, self._groups, self._probe),
             data_iterator=[iter(indexed) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(indexed),
@@ -158,20 +213,102 @@ class Stepper:
             pg_collection=self._groups.collection,
         )
 
-    def _update(self, norm: float, skipped: bool) -> None:
-        if skipped:
+    # --- verdict ---
+
+    def _attempt(
+        self, microbatches: Sequence[Microbatch], clock: _Clock, dummies: frozenset[int] = frozenset()
+    ) -> _Attempt:
+        """The gradient of `microbatches`, reduced, unscaled and measured."""
+        loss = self._divisor(microbatches, dummies)
+        self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
+        self._boundary.begin_step()
+        clock.lap("gather")
+        if self._zero is not None:
+            self._zero.clear()
+        reports = self._run_flushes(microbatches, loss)
+        clock.lap("forward_backward")
+        grad_norm.unscale(self._boundary, self._boundary.loss_scale)
+        zeroed = None if self._zero is None else self._zero.total()
+        norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed)
+        clock.lap("norm")
+        return _Attempt(loss, reports, norm, num_zeroed)
+
+    def _judge(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
+        """Whether `attempt` becomes an update. All that is asked is the same on every rank, so the answer is too."""
+        if self._keys.nonfinite == "off":
+            return _Verdict(attempt, skip=False)
+        if attempt.num_zeroed and attempt.is_finite:
+            assert self._zero is not None
+            where = sanitize.describe(self._zero)
+            return _Verdict(attempt, skip=False, bad=True, note=f"set to 0 before the reduction: {where}")
+        if attempt.is_finite:
+            alarm = self._guard.judge(attempt.norm)
+            return self._on_alarm(step, attempt, alarm) if alarm else _Verdict(attempt, skip=False)
+        if self.scaler is not None and self.scaler.can_back_off:
+            return _Verdict(attempt, skip=True, overflow=True)
+        return self._on_nonfinite(step, microbatches, attempt, before)
+
+    def _on_alarm(self, step: int, attempt: _Attempt, alarm: str) -> _Verdict:
+        if self._guard.action == "stop":
+            raise StepError(f"step {step}: {alarm}. Set grad_norm_guard to warn or skip to go on.")
+        skip = self._guard.action == "skip"
+        return _Verdict(attempt, skip=skip, bad=skip, note=alarm)
+
+    def _on_nonfinite(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
+        """Say where it came from; then end the run, step without those micro-batches, or skip."""
+        findings = self._look(microbatches, before)
+        if self.scaler is not None and self.scaler.is_dynamic:
+            raise StepError(
+                f"step {step} overflows at loss scale {self.scaler.scale:g}, the floor (min_loss_scale): {findings}."
+                " A smaller scale will not help: lower lr or clip_grad, or train with bf16."
+            )
+        if self._keys.nonfinite == "raise":
+            raise StepError(f"step {step}: the gradient is not finite: {findings}. (nonfinite: raise)")
+        if self._keys.nonfinite == "drop_microbatch":
+            attempt = self._attempt_without(microbatches, findings, before)
+        return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {findings}")
+
+    def _look(self, microbatches: Sequence[Microbatch], before: dict[str, torch.Tensor]) -> Findings:
+        """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
+        self._boundary.discard()
+        self._boundary.begin_step()
+        rng.restore(before)
+        loss = self._divisor(microbatches)
+        with Probe(self._chunks, self._groups) as self._probe:
+            self._run_flushes(microbatches, loss, reduce=False)
+            findings = self._probe.gather()
+        self._probe = None
+        self._boundary.begin_step()
+        return findings
+
+    def _attempt_without(self, microbatches, findings: Findings, before: dict[str, torch.Tensor]) -> _Attempt:
+        """The gradient of the step's other micro-batches, divided by their tokens: those that `findings` names are
+        replaced by dummies, on every stage alike."""
+        bad = findings.bad_microbatches()
+        mine = frozenset(bad.get(self._groups.dp.rank(), []))
+        rng.restore(before)
+        rest = [_dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
+        return replace(self._attempt(rest, _Clock(), dummies=mine), num_dropped=sum(map(len, bad.values())))
+
+    def _update(self, verdict: _Verdict, before: dict[str, torch.Tensor]) -> None:
+        """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
+        if verdict.skip:
             self._boundary.discard()
-            return
-        grad_norm.clip(self._boundary, norm, self._plan.config.optimizer.clip_grad)
-        self._boundary.step()
+            rng.restore(before)
+        else:
+            grad_norm.clip(self._boundary, verdict.attempt.norm, self._plan.config.optimizer.clip_grad)
+            self._boundary.step()
+        if self.scaler is not None:
+            self.scaler.update(verdict.overflow)
 
 
 class _ForwardStep:
     """The `forward_step_func` of Megatron's schedules: the next micro-batch through one chunk."""
 
-    def __init__(self, loss: StepLoss, groups: Groups):
+    def __init__(self, loss: StepLoss, groups: Groups, probe: Probe | None):
         self._loss = loss
         self._cp = groups.collection.cp
+        self._probe = probe
 
     def __call__(self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module):
         index, microbatch = next(data_iterator)
@@ -182,6 +319,10 @@ class _ForwardStep:
             batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
             loss_mask=batch["loss_mask"],
         )  # fmt: skip
+        if self._probe is not None:
+            self._probe.watch(chunk, index, output)
+        if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:  # type: ignore[union-attr]
+            _weigh_side_losses(output, chunk.config, 0.0 if index in self._loss.dummies else 1.0)
         loss_func = self._loss.of_microbatch(index)
         return output, lambda losses: loss_func(batch["loss_mask"], losses)
 
@@ -192,6 +333,21 @@ class _ForwardStep:
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         return get_batch_on_this_cp_rank(batch, cp_group=self._cp)
+
+
+def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:
+    """Multiply the auxiliary losses of the micro-batch behind `output` by `weight`. Megatron has one scale for all of
+    them, read in the backward, and a backward begins where the gradient of `output` arrives."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    scale = torch.tensor(weight * config.moe_grad_scale_func(), device=output.device)
+    output.register_hook(lambda _grad: MoEAuxLossAutoScaler.set_loss_scale(scale))
+
+
+def _dummy_of(microbatch: Microbatch) -> Microbatch:
+    """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
+    zeros = {name: torch.zeros_like(microbatch[name]) for name in ("tokens", "labels", "loss_mask")}
+    return {**microbatch, **zeros}
 
 
 class _Clock:

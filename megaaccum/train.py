@@ -14,30 +14,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
-from megaaccum.errors import CheckpointError, ConfigError, LaunchError, MegaaccumError, RankDisagreement
+from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
 
 if TYPE_CHECKING:
-    import torch
-
-    from megaaccum.boundary import Boundary
-    from megaaccum.checkpoint import BackgroundSave, Progress
     from megaaccum.config import Config, Plan
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
     from megaaccum.groups import Groups
     from megaaccum.log import RunLog
-    from megaaccum.lr_schedule import LrSchedule
-    from megaaccum.step import Microbatch, Stepper, StepResult
-
-_WAIT_AFTER_AN_ERROR = 5.0
-"""Seconds in which a checkpoint that is being written may become whole when the run ends with an error; less than the
-time that the launcher gives ranks to end."""
+    from megaaccum.saver import Saver
+    from megaaccum.step import Stepper
+    from megaaccum.transaction import Committed, StepTransaction
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +57,9 @@ def train(plan: Plan) -> int:
     from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
     from megaaccum.agreement import together
     from megaaccum.data.dataset import build_datasets
+    from megaaccum.saver import Saver
     from megaaccum.step import Stepper
+    from megaaccum.transaction import StepTransaction
 
     _start_process_group(plan)
     together(_check_folders, plan.config)
@@ -76,11 +69,13 @@ def train(plan: Plan) -> int:
     sharded = boundary.build(plan, places, chunks, optimizer.build(plan, chunks))
     schedule = lr_schedule.build(sharded, plan.config)
     saver = Saver(plan, places, sharded, schedule, data, checkpoint.shape_of(plan, data.vocabulary.size))
-    step, consumed = saver.resume()
+    step, consumed, state = saver.resume()
     log = together(_open_log, plan, data, start_step=step)
     stepper = Stepper(plan, places, chunks, sharded)
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
-        outcome = _loop(plan, places, stepper, loader, schedule, saver, log, data, step)
+        steps = StepTransaction(plan, stepper, loader, schedule, step=step, last_good=saver.last_good)
+        steps.load_state_dict(state)
+        outcome = _loop(plan, places, stepper, loader, steps, saver, log, data)
     together(log.close, outcome)
     _end_process_group()
     return 0
@@ -91,74 +86,69 @@ def _loop(
     places: Groups,
     stepper: Stepper,
     loader: MicrobatchLoader,
-    schedule: LrSchedule,
+    steps: StepTransaction,
     saver: Saver,
     log: RunLog,
     data: Datasets,
-    step: int,
 ) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals = plan.config.run, _Signals()
-    last = run.train_iters if run.max_steps is None else min(run.train_iters, step + run.max_steps)
-    if step >= last:
-        return f"Nothing left to do after step {step} of {run.train_iters}"
-    if run.eval_interval and data.valid is not None and step == 0:
-        _evaluate(plan, places, stepper, data, log, step)
-    while step < last:
+    last = run.train_iters if run.max_steps is None else min(run.train_iters, steps.step + run.max_steps)
+    if steps.step >= last:
+        return f"Nothing left to do after step {steps.step} of {run.train_iters}"
+    if run.eval_interval and data.valid is not None and steps.step == 0:
+        _evaluate(plan, places, stepper, data, log, steps.step)
+    while steps.step < last:
         problem = saver.problem() or log.problem
         try:
-            result = _one_step(plan, stepper, loader, schedule, log, step + 1, stop=signals.received, problem=problem)
+            done = _one_step(plan, steps, loader, log, stop=signals.received, problem=problem)
         except MegaaccumError as error:
-            raise saver.saved(error, step, loader.consumed_samples) from error
-        step += 1
-        ends = step == last or result.stop
-        if run.eval_interval and data.valid is not None and (step % run.eval_interval == 0 or step == last):
+            raise saver.saved(error, steps.step, loader.consumed_samples, steps.state_dict()) from error
+        step, stops = steps.step, done.result.stop
+        is_eval = run.eval_interval and done.advanced and (step % run.eval_interval == 0 or step == last)
+        if is_eval and data.valid is not None:
             _evaluate(plan, places, stepper, data, log, step)
-        if saver.is_due(step, ends):
-            log.note(f"checkpoint  {saver.save(step, loader.consumed_samples)}")
-        if result.stop:
+        if (done.advanced or stops) and saver.is_due(step, step == last or stops):
+            log.note(f"checkpoint  {saver.save(step, loader.consumed_samples, steps.state_dict())}")
+        if stops:
             return f"Stopped by a signal after step {step}"
     return "Done"
 
 
 def _one_step(
     plan: Plan,
-    stepper: Stepper,
+    steps: StepTransaction,
     loader: MicrobatchLoader,
-    schedule: LrSchedule,
     log: RunLog,
-    step: int,
     *,
     stop: bool,
     problem: MegaaccumError | None,
-) -> StepResult:
-    """Pull, step, commit, record. What commits together: weights, learning rate, consumed samples.
-
-    A `problem` of this rank, or one with its data, is raised on every rank, before any of them begins the step.
-    """
+) -> Committed:
+    """Attempt a step and record what it came to. A `problem` of this rank, or one with its data, is raised on every
+    rank, before any of them begins the step."""
     if plan.config.run.step_timeout_seconds > 0:
         faulthandler.dump_traceback_later(plan.config.run.step_timeout_seconds, exit=True)
-    microbatches, unreadable = _pull(plan, loader)
-    lr = schedule.lr
-    result = stepper.train(microbatches, step=step, stop=stop, problem=problem or unreadable)
-    loader.commit(plan.batch.global_batch_size)
-    if not result.skipped:
-        schedule.step()
+    done = steps.run(stop=stop, problem=problem)
     faulthandler.cancel_dump_traceback_later()
-    _record(
-        log.step,
-        {
-            "step": step,
-            "loss": result.loss,
-            "lr": lr,
-            "grad_norm": result.grad_norm,
-            "num_tokens": result.num_tokens,
-            "consumed_samples": loader.consumed_samples,
-            "skipped": result.skipped,
-            "seconds_per_step": sum(result.seconds.values()),
-        },
-    )
-    return result
+    result = done.result
+    record = {
+        "step": done.step,
+        "loss": result.loss,
+        "lr": done.lr,
+        "grad_norm": result.grad_norm,
+        "num_tokens": result.num_tokens,
+        "consumed_samples": loader.consumed_samples,
+        "skipped": result.skipped,
+        "seconds_per_step": sum(result.seconds.values()),
+    }
+    if plan.config.sharding.fp16:
+        record["loss_scale"] = result.loss_scale
+    if result.sanitized:
+        record["sanitized"] = result.sanitized
+    _record(log.step, record)
+    if result.note:
+        log.note(f"step {done.step}: {result.note}{' (skipped)' if result.skipped else ''}")
+    return done
 
 
 def _record(write: Callable[[dict], None], record: dict) -> None:
@@ -168,159 +158,19 @@ def _record(write: Callable[[dict], None], record: dict) -> None:
         write(record)
 
 
-def _pull(plan: Plan, loader: MicrobatchLoader) -> tuple[list[Microbatch], MegaaccumError | None]:
-    """This rank's micro-batches of the step, or none and why."""
-    try:
-        return loader.next_step(plan.batch.num_microbatches), None  # type: ignore[return-value]
-    except MegaaccumError as error:
-        return [], error
-
-
 def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log: RunLog, step: int) -> None:
     """Mean loss per token over the validation samples, the same ones each time."""
     assert data.valid is not None
     total, tokens = 0.0, 0
     with closing(_loader(plan, places, data, 0, validation=True)) as loader:
         for _ in range(data.valid_batches):
-            loss, count = stepper.evaluate(*_pull(plan, loader))
+            loss, count = stepper.evaluate(*loader.try_next_step(plan.batch.num_microbatches))  # type: ignore[arg-type]
             loader.commit(plan.batch.global_batch_size)
             total, tokens = total + loss * count, tokens + count
     _record(log.evaluation, {"step": step, "loss": total / max(tokens, 1)})
 
 
 # --- what the run is made of -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Saver:
-    """Checkpoints of one run: where they are, when they are due, and what is in them beside tensors.
-
-    A context manager around the steps: at its end what is being written in the background is waited for.
-    """
-
-    plan: Plan
-    places: Groups
-    boundary: Boundary
-    schedule: LrSchedule
-    data: Datasets
-    shape: dict
-    _writing: BackgroundSave | None = None
-    _group: torch.distributed.ProcessGroup | None = None
-
-    @property
-    def folder(self) -> Path:
-        return _checkpoint_folder(self.plan.config)
-
-    def is_due(self, step: int, ends: bool) -> bool:
-        """After every save_interval steps, and (save_at_end) after the last one or a signal; never with interval 0."""
-        run = self.plan.config.run
-        return run.save_interval > 0 and (step % run.save_interval == 0 or (ends and run.save_at_end))
-
-    def save(self, step: int, consumed_samples: int) -> str:
-        """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what to tell the user.
-        Raises CheckpointError on every rank when this one, or the one that was being written, failed."""
-        from megaaccum import checkpoint
-
-        self.finish()
-        keep, what = self.plan.config.run.keep_last, self._progress(step, consumed_samples)
-        if not self.plan.config.run.async_save:
-            return str(checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep))
-        self._writing = checkpoint.BackgroundSave(
-            self.folder, self.boundary, self.places, what, keep_last=keep, group=self._background_group()
-        )
-        return f"{self._writing.target} (being written)"
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any. Raises CheckpointError on every rank if it failed."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.finish()
-
-    def problem(self) -> MegaaccumError | None:
-        """What went wrong in the background, as far as this rank knows by now."""
-        return self._writing.problem() if self._writing is not None else None
-
-    def saved(self, error: MegaaccumError, step: int, consumed_samples: int) -> MegaaccumError:
-        """`error`, which ends the run behind `step`, after a checkpoint of that step where one is wanted and possible.
-
-        It is when all ranks raise the error together, in front of the next step: then they stand alike.
-        """
-        everywhere = error.said_by == "rank 0" and not isinstance(error, RankDisagreement)
-        if not everywhere or not self.is_due(step, ends=True):
-            return error
-        from megaaccum import checkpoint
-        from megaaccum.agreement import said_once
-
-        keep, what = self.plan.config.run.keep_last, self._progress(step, consumed_samples)
-        texts = [str(error)]
-        try:
-            with suppress(CheckpointError):  # that may be the error; its step is written again
-                self.finish()
-            path = checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep)
-            texts.append(f"nothing is lost: {path} holds the {step} steps before")
-        except CheckpointError as second:
-            texts.append(str(second))
-        return said_once(type(error)("\n".join(dict.fromkeys(texts))))
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        elif self._writing is not None:
-            self._writing.wait(_WAIT_AFTER_AN_ERROR)
-
-    def _progress(self, step: int, consumed_samples: int) -> Progress:
-        from megaaccum import checkpoint
-
-        return checkpoint.Progress(
-            step=step,
-            consumed_samples=consumed_samples,
-            lr_schedule=self.schedule.state_dict(),
-            data=self.data.digest,
-            shape=self.shape,
-        )
-
-    def _background_group(self) -> torch.distributed.ProcessGroup:
-        from megaaccum import groups
-
-        if self._group is None:
-            self._group = groups.for_background(self.plan.config.parallel.distributed_timeout_minutes)
-        return self._group
-
-    def resume(self) -> tuple[int, int]:
-        """Take up the current checkpoint of `load` (default: `save`). Returns (step, consumed samples), or (0, 0)."""
-        from megaaccum import checkpoint
-        from megaaccum.agreement import alike, said_once, together
-
-        current = together(self._current)
-        # Ranks that each resume from what their own host has would wait for each other for ever.
-        alike("the checkpoint to resume from; hosts have to share its folder", current.name if current else "none")
-        if current is None:
-            return 0, 0
-        progress = checkpoint.load(current, self.boundary, self.places, shape=self.shape)
-        if progress.data != self.data.digest:
-            text = (
-                f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
-                "global_batch_size have changed; set them back, or start afresh with --no_load"
-            )
-            raise said_once(CheckpointError(text))
-        self.schedule.load_state_dict(progress.lr_schedule)
-        if int(os.environ["RANK"]) == 0:
-            print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
-        return progress.step, progress.consumed_samples
-
-    def _current(self) -> Path | None:
-        from megaaccum import checkpoint
-
-        run = self.plan.config.run
-        if run.no_load:
-            return None
-        current = checkpoint.latest(run.load or self.folder)
-        if current is None and run.load:
-            raise CheckpointError(f"load: {run.load} holds no checkpoint (no file named latest)")
-        return current
 
 
 def _loader(plan: Plan, places: Groups, data: Datasets, consumed: int, *, validation: bool = False) -> MicrobatchLoader:
@@ -372,16 +222,13 @@ class _Signals:
         self.received = True
 
 
-def _checkpoint_folder(config: Config) -> Path:
-    return Path(config.run.save or Path(config.run.output_dir) / "checkpoints")
-
-
 def _check_folders(config: Config) -> None:
     """Before anything takes long: logs and checkpoints can be written. Raises ConfigError."""
     from megaaccum import log
+    from megaaccum.saver import checkpoint_folder
 
     log.check(config)
-    if config.run.save_interval > 0 and (problems := log.folder_problems("save", str(_checkpoint_folder(config)))):
+    if config.run.save_interval > 0 and (problems := log.folder_problems("save", str(checkpoint_folder(config)))):
         raise ConfigError(problems)
 
 

@@ -52,6 +52,12 @@ class Boundary(Protocol):
     replica: int
     """Of the data-parallel ranks that hold the same part of the reduced gradient, which one this is; 0 counts it."""
 
+    loss_scale: float
+    """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
+
+    before_reduce: Callable[[str, torch.Tensor], None] | None
+    """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
+
     def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
         """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by
         `begin_step` for every other schedule; a second call finds nothing to do."""
@@ -66,7 +72,7 @@ class Boundary(Protocol):
         """After the flush: finish the reduction, then the sums over tp and over the two copies of a tied embedding."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale of the loss in the backward pass (FP16); the identity elsewhere."""
+        """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
 
     def begin_step(self) -> None:
         """Parameters are whole after this on every rank, and gradients empty."""

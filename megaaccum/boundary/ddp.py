@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
@@ -31,16 +32,19 @@ class DdpBoundary:
     """
 
     grad_sync_func: Callable | None = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self._groups = groups
         self._chunks = chunks
         self._optimizer = optimizer
+        self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
-        if plan.config.sharding.deterministic:
+        self._reduce_bucket = average_in_rank_order if plan.config.sharding.deterministic else allreduce_hook
+        if plan.config.sharding.deterministic or plan.config.step.nonfinite == "zero":
             for ddp in self._ddp:
-                # A lambda: DDP compares a hook's annotations, which are strings in these modules.
-                ddp.register_comm_hook(groups.dp_cp, lambda group, bucket: average_in_rank_order(group, bucket))
+                ddp.register_comm_hook(groups.dp_cp, self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
         self.replica = groups.dp_cp.rank()
         self._last_flush = True
@@ -59,7 +63,7 @@ class DdpBoundary:
                 private.ddp_expect_gradients(self._waiting.pop())
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         if not self._last_flush:
@@ -75,6 +79,14 @@ class DdpBoundary:
     def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         for grad in grads:
             dist.all_reduce(grad, group=group)
+
+    def _look_and_reduce(self, group, bucket):
+        """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first.
+        Without annotations: torch reads them and takes no strings."""
+        if self.before_reduce is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self.before_reduce(self._names[id(param)], grad)
+        return self._reduce_bucket(group, bucket)
 
     def begin_step(self) -> None:
         self._waiting = list(self._ddp)

@@ -36,6 +36,8 @@ class DeepSpeedBoundary:
 
     grad_sync_func: Callable | None = None
     replica = 0
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self._groups = groups
@@ -89,7 +91,7 @@ class DeepSpeedBoundary:
             self._syncing = self._last_flush and self._reduce_in_backward
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         """After the step's last flush: reduce what is left, then the sums that no data-parallel reduction makes."""
@@ -149,7 +151,12 @@ class DeepSpeedBoundary:
         if not self._reducing:
             self.parts.begin_reduction()
             self._reducing = True
+        self._look_at(param)
         self.parts.reduce(param)
+
+    def _look_at(self, param: torch.nn.Parameter) -> None:
+        if self.before_reduce is not None and param.grad is not None:
+            self.before_reduce(self._names[id(param)], param.grad)
 
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
@@ -161,6 +168,7 @@ class DeepSpeedBoundary:
             if param.grad is None:
                 param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
             if self._waits_for_its_copy(param):
+                self._look_at(param)  # a copy that is not finite must not reach the other stage
                 dist.all_reduce(param.grad, group=self._groups.embedding)
             self._reduce(param)
 

@@ -33,6 +33,8 @@ class Fsdp2Boundary:
     """
 
     grad_sync_func: Callable | None = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         sharding = plan.config.sharding
@@ -95,7 +97,7 @@ class Fsdp2Boundary:
                 self._expect_last_backward(self._waiting.pop())
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         if not self._last_flush:

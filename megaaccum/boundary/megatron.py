@@ -31,6 +31,8 @@ class MegatronBoundary:
     """
 
     grad_sync_func: Callable | None = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
     reduction_divisor = 1
     """Megatron sums where the loss is per token, as it is told here."""
@@ -102,7 +104,7 @@ class MegatronBoundary:
                 self._waiting.pop().close()
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         if not self._last_flush:

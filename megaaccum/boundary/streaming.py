@@ -140,6 +140,8 @@ class StreamingBoundary(DeepSpeedBoundary):
         if unit is None:
             return
         if unit.own:
+            for param in unit.own:
+                self._look_at(param)
             self._reducer.add([(param, self._zero.accumulator(param)) for param in unit.own])
         self._release(unit)
 

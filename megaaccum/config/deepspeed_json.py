@@ -150,6 +150,8 @@ def write(config: Config, batch: BatchPlan) -> dict[str, object]:
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
         "bf16": {"enabled": sharding.bf16},
+        # The loss is scaled and gradients are unscaled outside DeepSpeed: a second scale of 1, that never moves.
+        "fp16": {"enabled": sharding.fp16, "loss_scale": 1.0},
         "communication_data_type": sharding.grad_reduce_dtype,
         "data_types": {"grad_accum_dtype": sharding.grad_accum_dtype},
         # The optimizer is built by megaaccum, which DeepSpeed calls untested whatever it is.
@@ -177,7 +179,35 @@ def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]
 
 def _precision(reconciler: Reconciler, name: str, value: object) -> None:
     key = "fp16" if name == "fp16" else "bf16"
-    reconciler.same(f"{name}.enabled", _mapping(reconciler, name, value).get("enabled"), key)
+    block = _mapping(reconciler, name, value)
+    reconciler.same(f"{name}.enabled", block.get("enabled"), key)
+    if name == "fp16" and block.get("enabled") is not False:
+        _loss_scale(reconciler, block)
+
+
+_LOSS_SCALE_KEYS = {
+    "loss_scale_window": "loss_scale_window",
+    "hysteresis": "hysteresis",
+    "min_loss_scale": "min_loss_scale",
+}
+
+
+def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """DeepSpeed's loss scale in megaaccum's keys: loss_scale 0 is a dynamic one, that starts at a power of two."""
+    if block.get("loss_scale") not in (None, "auto", 0):
+        reconciler.same("fp16.loss_scale", block["loss_scale"], "loss_scale")
+    power = block.get("initial_scale_power")
+    if isinstance(power, int):
+        reconciler.same("fp16.initial_scale_power", 2.0**power, "initial_loss_scale")
+    for inner, key in _LOSS_SCALE_KEYS.items():
+        reconciler.same(f"fp16.{inner}", block.get(inner), key)
+    for inner, instead in (
+        ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
+        ("auto_cast", "Megatron's layers take token numbers; leave it out"),
+        ("fp16_master_weights_and_grads", "master weights and sums of gradients are FP32; leave it out"),
+    ):
+        if block.get(inner):
+            reconciler.refuse(f"fp16.{inner}", block[inner], instead)
 
 
 def _zero(reconciler: Reconciler, name: str, value: object) -> None:

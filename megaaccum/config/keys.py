@@ -16,6 +16,7 @@ SECTIONS: dict[str, type] = {
     "parallel": schema.ParallelConfig,
     "batch": schema.BatchConfig,
     "sharding": schema.ShardingConfig,
+    "step": schema.StepConfig,
     "optimizer": schema.OptimizerConfig,
     "data": schema.DataConfig,
     "run": schema.RunConfig,

@@ -156,17 +156,23 @@ def _read_text(reading: Reading, writer: str, name: str) -> str | None:
 
 
 def loss_scaling(reading: Reading) -> None:
-    """Loss scaling belongs to FP16, in which megaaccum does not train yet; without FP16 the flags say nothing."""
-    given = [str(reading.given[name]) for name in _LOSS_SCALING if name in reading.given]
-    if given and reading.known("fp16") is True:
-        reading.problems.append(
-            f"--fp16 {' '.join(given)}: there is no loss scaling yet; write --bf16 in their place, which needs none."
-        )
+    """Loss scaling belongs to FP16; without FP16 the flags say nothing."""
+    given = {name: reading.given[name] for name in _LOSS_SCALING if name in reading.given}
+    if reading.known("fp16") is True:
+        for name, item in given.items():
+            reading.put(_LOSS_SCALING[name], item.values[0], str(item))
     elif given:
-        reading.notes.append(f"without effect: {', '.join(given)}. Only FP16 needs its loss scaled.")
+        texts = ", ".join(str(item) for item in given.values())
+        reading.notes.append(f"without effect: {texts}. Only FP16 needs its loss scaled.")
 
 
-_LOSS_SCALING = ("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis")
+_LOSS_SCALING = {
+    "--loss-scale": "loss_scale",
+    "--initial-loss-scale": "initial_loss_scale",
+    "--min-loss-scale": "min_loss_scale",
+    "--loss-scale-window": "loss_scale_window",
+    "--hysteresis": "hysteresis",
+}
 
 
 _FORK = ("--deepspeed", "--zero-stage", "--no-pipeline-parallel", "--deepspeed-activation-checkpointing")

@@ -217,6 +217,38 @@ class ShardingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class StepConfig:
+    """When a step counts: the loss scale of FP16, and what happens to a step that went wrong."""
+
+    loss_scale: float | None = None
+    """A fixed loss scale for FP16; default: a dynamic one, by the four keys below."""
+    initial_loss_scale: float = 65536.0
+    """Dynamic loss scale of the first step."""
+    min_loss_scale: float = 1.0
+    """Floor of the dynamic loss scale: a step that overflows there ends the run."""
+    loss_scale_window: int = 2000
+    """Steps in a row without an overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows before the dynamic loss scale is halved; counted afresh when it doubles, as in Megatron."""
+    nonfinite: Literal["skip", "zero", "drop_microbatch", "raise", "off"] = "skip"
+    """A gradient that is not finite: skip the step, set it to 0, leave its micro-batch out, end the run, or none."""
+    skipped_samples: Literal["consumed", "retried"] = "consumed"
+    """Samples of a skipped step count as consumed, as in Megatron, or come again in the next step."""
+    max_bad_steps_in_a_row: int = 10
+    """End the run after so many steps in a row that were not finite or that the guard skipped; 0 is no limit."""
+    max_bad_steps: int = 100
+    """The same for all such steps of the run; 0 is no limit."""
+    grad_norm_guard: Literal["off", "warn", "skip", "stop"] = "off"
+    """What to do about a gradient norm far above its moving average."""
+    grad_norm_guard_deviations: float = 6.0
+    """How far: in standard deviations of the norm, themselves a moving average."""
+    grad_norm_guard_window: int = 100
+    """Steps over which the averages are taken; the guard is silent in the first so many."""
+    short_batch: Literal["error", "pad", "drop"] = "error"
+    """A rank with too few micro-batches: end the run, fill up with such of weight zero, or skip the step everywhere."""
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW and its schedule (Megatron's OptimizerParamScheduler)."""
 
@@ -340,6 +372,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    step: StepConfig = field(default_factory=StepConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     run: RunConfig = field(default_factory=RunConfig)

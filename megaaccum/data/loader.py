@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megaaccum.data.dataset import SampleDataset
-from megaaccum.errors import ConfigError, DataError
+from megaaccum.errors import ConfigError, DataError, MegaaccumError
 from megaaccum.nearest import either, nearest_multiples
 
 Batch = dict[str, torch.Tensor | None]
@@ -86,6 +86,14 @@ class MicrobatchLoader:
             self._pulled.append(self._stream.read())
         self._next = num_microbatches
         return [self._pulled[m] for m in range(num_microbatches)]
+
+    def try_next_step(self, num_microbatches: int) -> tuple[list[Batch], MegaaccumError | None]:
+        """As `next_step`; what it raises is returned, with no micro-batches, for all ranks to hear of before they
+        begin the step."""
+        try:
+            return self.next_step(num_microbatches), None
+        except MegaaccumError as error:
+            return [], error
 
     def __iter__(self) -> Iterator[Batch]:
         return self

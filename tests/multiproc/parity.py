@@ -5,7 +5,7 @@ Every function here runs inside ranks and returns plain data; `distance.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ MODEL = (
     "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --init_method_std 0.1 --clip_grad 0 "
     "--micro_batch_size 1 --data_path none"
 )
-LANE = {"fp64": "--boundary ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16"}
+LANE = {"fp64": "--boundary ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
+LOSS_SCALE = 65536.0
+"""Of the FP16 lane, in one process and in megaaccum's default."""
 MASKED_OUT = 5
 """The sequence whose tokens are all masked."""
 
@@ -154,18 +156,20 @@ def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
 # --- one process ---------------------------------------------------------------------------------------------------
 
 
-def references(wanted: list[tuple[str, int, str]]) -> list[Reference]:
-    """`reference` of each (model flags, global batch in sequences, dtype), on a world of one rank."""
+def references(wanted: list[tuple[str, int | Sequence[int], str]]) -> list[Reference]:
+    """`reference` of each (model flags, global batch, dtype), on a world of one rank."""
     return [reference(*each) for each in wanted]
 
 
-def reference(model_flags: str, global_batch: int, dtype: str) -> Reference:
-    """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward."""
+def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -> Reference:
+    """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward.
+    global_batch: its first so many sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
-    batch = stack(range(global_batch))
+    batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
     loss = whole_batch_loss(chunk, plan, batch)
-    loss.backward()
-    grads = {name: param.grad.double() for name, param in named(chunk)}
+    scale = LOSS_SCALE if dtype == "fp16" else 1.0
+    (loss * scale).backward()
+    grads = {name: param.grad.double() / scale for name, param in named(chunk)}
     gated = bool(chunk.config.gated_linear_unit)
     cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
@@ -173,16 +177,16 @@ def reference(model_flags: str, global_batch: int, dtype: str) -> Reference:
 
 
 def one_process(model_flags: str, dtype: str):
-    """The whole model in `dtype` on one rank, and its plan. BF16 parameters add their gradients up in FP32."""
+    """The whole model in `dtype` on one rank, and its plan. 16-bit parameters add their gradients up in FP32."""
     from megaaccum import config, groups, model
 
-    flags = merged(MODEL, f"--num_chunks 1 --boundary ddp --params_dtype {dtype}", model_flags)
+    flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
     plan = config.resolve(config.load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
     (chunk,) = model.build_chunks(plan, built, vocab_size=VOCAB)
     for param in chunk.parameters():
-        if dtype == "bf16":
+        if dtype in ("bf16", "fp16"):
             param.grad_dtype = torch.float32
     return chunk, plan
 

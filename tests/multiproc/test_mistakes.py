@@ -70,8 +70,8 @@ def mean_of_means() -> Iterator[None]:
 
     init = StepLoss.__init__
 
-    def unweighted(self, masks, *, batch, groups, reduction_divisor):
-        init(self, masks, batch=batch, groups=groups, reduction_divisor=reduction_divisor)
+    def unweighted(self, masks, *, reduction_divisor, **rest):
+        init(self, masks, reduction_divisor=reduction_divisor, **rest)
         self._per_token = False
         self._scale = reduction_divisor / self._loss_microbatches
 

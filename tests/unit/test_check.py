@@ -66,13 +66,13 @@ def test_what_the_command_line_recomputed_is_told(run_yaml: str) -> None:
 
 
 def test_every_error_of_reading_and_resolving_at_once(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main([run_yaml, "--world-size", "3", "--lr", "fast", "--fp16", "--num_layers", "7"]) == 2
+    assert check.main([run_yaml, "--world-size", "3", "--lr", "fast", "--hysteresis", "1", "--num_layers", "7"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = captured.err.splitlines()
     assert lines[0] == f"4 errors in {run_yaml}:"
     assert len(lines) == 5
-    for words in ("lr must be a number", "world size 3", "num_layers 7", "fp16"):
+    for words in ("lr must be a number", "world size 3", "num_layers 7", "hysteresis"):
         assert any(words in line for line in lines[1:]), words
 
 

@@ -219,8 +219,22 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("one_precision", 1, dict(bf16=True, fp16=True), ["bf16 and fp16"]),
     ("one_precision", 1, dict(bf16=True, params_dtype="fp32"), ["bf16 is true and params_dtype is fp32"]),
     ("one_precision", 1, dict(bf16=False, params_dtype="bf16"), ["bf16 is false and params_dtype is bf16"]),
-    ("no_fp16", 1, dict(fp16=True), ["loss scaling", "bf16 to true"]),
-    ("no_fp16", 1, dict(params_dtype="fp16"), ["loss scaling"]),
+    ("half_precision", 1, dict(fp16=True, boundary="ddp"), ["master weights", "boundary to deepspeed"]),
+    ("loss_scale_needs_fp16", 1, dict(bf16=True, loss_scale=128.0), ["loss_scale", "BF16 has FP32's range", "fp16 to"]),
+    ("loss_scale_needs_fp16", 1, dict(hysteresis=1, loss_scale_window=10), ["hysteresis", "fp32", "Leave them out"]),
+    ("one_loss_scale", 1, dict(fp16=True, loss_scale=8.0, hysteresis=1), ["loss_scale 8 is fixed", "hysteresis"]),
+    ("one_loss_scale", 1, dict(fp16=True, initial_loss_scale=2.0, min_loss_scale=4.0), ["at least 4"]),
+    ("overflow_is_seen", 1, dict(fp16=True, nonfinite="zero"), ["nonfinite zero with fp16", "Set nonfinite to skip"]),
+    ("overflow_is_seen", 1, dict(fp16=True, nonfinite="off"), ["nonfinite off with fp16"]),
+    ("guard_needs_itself", 1, dict(grad_norm_guard_window=10), ["grad_norm_guard_window", "grad_norm_guard to warn"]),
+    (
+        "exact_without_microbatches",
+        1,
+        EXPERTS
+        | dict(moe_router_load_balancing_type="global_aux_loss")
+        | dict(short_batch="pad", nonfinite="drop_microbatch"),
+        ["nonfinite drop_microbatch and short_batch pad", "weight zero", "aux_loss"],
+    ),
     ("double_precision", 1, dict(params_dtype="fp64"), ["fp64", "boundary to ddp"]),
     ("low_precision_sums", 1, dict(grad_accum_dtype="bf16"), ["fp32 parameters", "grad_accum_dtype to fp32"]),
     ("streaming", 1, dict(sync="streaming", zero_stage=2), ["zero_stage 2", "resident"]),
@@ -235,6 +249,8 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         EXPERTS | dict(expert_model_parallel_size=2, boundary="fsdp2"),
         ["expert_model_parallel_size 2", "fsdp2", "deepspeed"],
     ),
+    ("gradient_looked_at", 1, dict(nonfinite="zero", boundary="fsdp2"), ["fsdp2", "deepspeed", "skip"]),
+    ("scaled_loss", 1, dict(fp16=True, boundary="megatron"), ["megatron", "bf16"]),
     ("deepspeed_only", 1, dict(boundary="ddp", zero_stage=3), ["zero_stage needs boundary deepspeed", "ddp"]),
     ("deepspeed_only", 1, dict(boundary="ddp", offload_optimizer="cpu"), ["offload_optimizer"]),
     ("deepspeed_only", 1, dict(boundary="ddp", deepspeed={"steps_per_print": 1}), ["deepspeed block"]),
@@ -309,6 +325,9 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (1, LATENT),
     (1, dict(bf16=True, grad_accum_dtype="bf16")),
     (1, dict(params_dtype="bf16")),
+    (1, dict(fp16=True)),
+    (1, dict(params_dtype="fp16", loss_scale=1024.0)),
+    (1, dict(fp16=True, initial_loss_scale=4.0, min_loss_scale=4.0, hysteresis=1, loss_scale_window=1)),
     (1, dict(boundary="ddp", params_dtype="fp64")),
     (1, dict(recompute_granularity="full")),
     (1, dict(recompute_granularity="selective", recompute_modules=["mlp", "core_attn"])),
@@ -329,10 +348,10 @@ def test_a_configuration_that_keeps_the_rules_is_accepted(world_size: int, keys:
 
 def test_all_broken_rules_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(make(fp16=True, swiglu=True, squared_relu=True, min_lr=1.0, device_batch_size=3), world_size=1)
+        resolve(make(hysteresis=1, swiglu=True, squared_relu=True, min_lr=1.0, device_batch_size=3), world_size=1)
     text = str(caught.value)
     assert len(caught.value.problems) == 4
-    for words in ("fp16", "squared_relu", "min_lr", "device_batch_size 3"):
+    for words in ("hysteresis", "squared_relu", "min_lr", "device_batch_size 3"):
         assert words in text
 
 

@@ -45,6 +45,7 @@ def test_public_names():
         "LaunchError",
         "MegaaccumError",
         "RankDisagreement",
+        "StepError",
         "__version__",
     ]
     assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)

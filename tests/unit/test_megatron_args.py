@@ -258,7 +258,12 @@ def test_loss_scaling_is_without_effect_except_for_fp16():
     reading = read_flags("--bf16 --initial-loss-scale 65536 --hysteresis 2".split())
     assert reading.problems == []
     assert any("Only FP16" in note for note in reading.notes)
-    assert "write --bf16" in problem("--fp16 --loss-scale-window 500")
+    scaled = values("--fp16 --loss-scale-window 500 --initial-loss-scale 4096 --hysteresis 1 --min-loss-scale 2")
+    assert scaled == {
+        "fp16": True, "loss_scale_window": 500, "initial_loss_scale": 4096.0, "hysteresis": 1, "min_loss_scale": 2.0
+    }  # fmt: skip
+    assert values("--fp16 --loss-scale 128")["loss_scale"] == 128.0
+    assert "--hysteresis one: hysteresis must be" in problem("--fp16 --hysteresis one")
 
 
 def test_experts_of_megatron_core():

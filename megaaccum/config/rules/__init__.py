@@ -1,6 +1,6 @@
 """The rules that a configuration has to keep, one function each, by subject. Batch arithmetic is megaaccum.batch's."""
 
-from megaaccum.config.rules import data, model, moe, optimizer, parallel, pipeline, precision, sharding, values
+from megaaccum.config.rules import data, model, moe, optimizer, parallel, pipeline, precision, sharding, step, values
 from megaaccum.config.rules.subject import Rule, Subject
 
 RULES: tuple[Rule, ...] = (
@@ -11,6 +11,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *precision.RULES,
     *sharding.RULES,
+    *step.RULES,
     *optimizer.RULES,
     *data.RULES,
 )

@@ -20,12 +20,12 @@ def one_precision(subject: Subject) -> Iterator[str]:
             yield f"{name} is false and params_dtype is {name}: leave one of them out."
 
 
-def no_fp16(subject: Subject) -> Iterator[str]:
-    """FP16 needs a loss scale that all stages share and that is saved; there is none yet."""
-    if subject.sharding.fp16:
+def half_precision(subject: Subject) -> Iterator[str]:
+    """FP16 weights need FP32 masters, or most updates round to nothing; torch DDP keeps none."""
+    if subject.sharding.fp16 and subject.sharding.boundary == "ddp":
         yield (
-            "fp16 needs dynamic loss scaling with one scale and one overflow verdict over all stages, which this"
-            " version does not have: set bf16 to true and leave fp16 out (it has FP32's range and needs no loss scale)."
+            "fp16 needs FP32 master weights, which boundary ddp does not keep: set boundary to deepspeed, or fp16 to"
+            " false."
         )
 
 
@@ -64,4 +64,4 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
         yield "a deepspeed block needs boundary deepspeed: leave the block out, or set boundary to deepspeed."
 
 
-RULES: tuple[Rule, ...] = (one_precision, no_fp16, double_precision, low_precision_sums, deepspeed_only)
+RULES: tuple[Rule, ...] = (one_precision, half_precision, double_precision, low_precision_sums, deepspeed_only)

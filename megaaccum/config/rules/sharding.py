@@ -73,4 +73,28 @@ def expert_parallel(subject: Subject) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (streaming, live_parameters, deterministic, replicas, expert_parallel)
+def gradient_looked_at(subject: Subject) -> Iterator[str]:
+    """`nonfinite: zero` changes a rank's own gradient before it is reduced, where the boundary shows it."""
+    boundary = subject.sharding.boundary
+    if subject.config.step.nonfinite == "zero" and boundary in ("fsdp2", "megatron"):
+        yield (
+            f"nonfinite zero needs boundary deepspeed or ddp, as {boundary} reduces gradients that it does not show: set"
+            " boundary to deepspeed, or nonfinite to skip or drop_microbatch."
+        )
+
+
+def scaled_loss(subject: Subject) -> Iterator[str]:
+    """Megatron's optimizer keeps a loss scale of its own for FP16."""
+    if subject.sharding.fp16 and subject.sharding.boundary == "megatron":
+        yield "fp16 needs another boundary than megatron: set boundary to deepspeed, or bf16 instead of fp16 to true."
+
+
+RULES: tuple[Rule, ...] = (
+    streaming,
+    live_parameters,
+    deterministic,
+    replicas,
+    expert_parallel,
+    gradient_looked_at,
+    scaled_loss,
+)

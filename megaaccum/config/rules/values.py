@@ -19,18 +19,21 @@ AT_LEAST_ONE = (
     "num_layers_per_virtual_pipeline_stage", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "reduce_bucket_size", "lr_decay_iters", "lr_wsd_decay_iters", "eval_iters",
-    "data_parallel_replicas", "max_steps", "log_interval", "num_threads", "nproc_per_node",
+    "loss_scale_window", "hysteresis", "grad_norm_guard_window", "data_parallel_replicas",
+    "max_steps", "log_interval", "num_threads", "nproc_per_node",
 )  # fmt: skip
 
 AT_LEAST_ZERO = (
     "lr_warmup_iters", "lr_warmup_init", "min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
     "clip_grad", "eval_interval", "save_interval", "keep_last", "num_workers", "step_timeout_seconds", "seed",
-    "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor", "max_live_parameters",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor", "max_bad_steps_in_a_row", "max_bad_steps",
+    "max_live_parameters",
 )  # fmt: skip
 
 MORE_THAN_ZERO = (
     "norm_epsilon", "init_method_std", "adam_eps", "distributed_timeout_minutes", "rotary_percent",
-    "moe_router_topk_scaling_factor",
+    "moe_router_topk_scaling_factor", "loss_scale", "initial_loss_scale", "min_loss_scale",
+    "grad_norm_guard_deviations",
 )  # fmt: skip
 
 BELOW_ONE = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")

@@ -1,0 +1,73 @@
+"""Rules on when a step counts: loss scale, values that are not finite, the guard of the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaaccum.config.rules.subject import Rule, Subject
+
+DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+"""Keys of the dynamic loss scale."""
+
+
+def loss_scale_needs_fp16(subject: Subject) -> Iterator[str]:
+    """Only FP16's range is too small for gradients as they are."""
+    names = subject.given("loss_scale", *DYNAMIC)
+    precision = subject.sharding.params_dtype
+    if names and precision != "fp16":
+        reason = "BF16 has FP32's range, so its gradients do not underflow" if precision == "bf16" else "no need"
+        yield (
+            f"{', '.join(names)} with params_dtype {precision}: only FP16 scales its loss ({reason}). Leave"
+            f" {'it' if len(names) == 1 else 'them'} out, or set fp16 to true."
+        )
+
+
+def one_loss_scale(subject: Subject) -> Iterator[str]:
+    """A fixed scale does not move, and a dynamic one starts above its floor."""
+    step = subject.config.step
+    if step.loss_scale is not None and (names := subject.given(*DYNAMIC)):
+        yield f"loss_scale {step.loss_scale:g} is fixed, and {', '.join(names)} move it: leave one or the other out."
+    if step.loss_scale is None and 0 < step.initial_loss_scale < step.min_loss_scale:
+        yield (
+            f"initial_loss_scale {step.initial_loss_scale:g} is less than min_loss_scale {step.min_loss_scale:g}: set"
+            f" initial_loss_scale to at least {step.min_loss_scale:g}."
+        )
+
+
+def overflow_is_seen(subject: Subject) -> Iterator[str]:
+    """The loss scale of FP16 moves by overflows, so nothing may hide them or end the run at the first."""
+    policy = subject.config.step.nonfinite
+    if subject.sharding.fp16 and policy != "skip":
+        yield (
+            f"nonfinite {policy} with fp16: the loss scale is found by steps that overflow and are skipped, and at its"
+            " floor the run ends by itself. Set nonfinite to skip."
+        )
+
+
+def guard_needs_itself(subject: Subject) -> Iterator[str]:
+    """Numbers of a guard that is off."""
+    names = subject.given("grad_norm_guard_deviations", "grad_norm_guard_window")
+    if names and subject.config.step.grad_norm_guard == "off":
+        yield f"{', '.join(names)} without a guard: set grad_norm_guard to warn, skip or stop, or leave it out."
+
+
+def exact_without_microbatches(subject: Subject) -> Iterator[str]:
+    """A micro-batch of weight zero still passes the router, and global_aux_loss counts the tokens of all."""
+    step, model = subject.config.step, subject.model
+    names = [f"nonfinite {step.nonfinite}"] if step.nonfinite == "drop_microbatch" else []
+    names += ["short_batch pad"] if step.short_batch == "pad" else []
+    if names and model.num_experts and model.moe_router_load_balancing_type == "global_aux_loss":
+        yield (
+            f"{' and '.join(names)} with moe_router_load_balancing_type global_aux_loss: tokens of weight zero would"
+            " count in its statistics. Set moe_router_load_balancing_type to aux_loss, or nonfinite to skip and"
+            " short_batch to error."
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    loss_scale_needs_fp16,
+    one_loss_scale,
+    overflow_is_seen,
+    guard_needs_itself,
+    exact_without_microbatches,
+)

@@ -1,0 +1,1 @@
+"""What a precision asks for beside its dtype: the loss scale of FP16, values that are not finite, FP8."""

@@ -1,0 +1,82 @@
+"""Faults that tests put into a step on purpose, and what is compared after it. Runs inside ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A value put into the gradient of what one rank's chunk computes from one micro-batch, at most `times` times: a
+    step that is run again sees it again. Micro-batches without unmasked tokens are spared."""
+
+    rank: int
+    microbatch: int
+    value: float = float("inf")
+    chunk: int = 0
+    times: int = 10**9
+    forward: bool = False
+    """Put it into what the chunk computes instead."""
+
+
+@contextmanager
+def injected(faults: list[Fault], chunks) -> Iterator[None]:
+    """While inside, the faults of this rank are in every step."""
+    from megaaccum import step
+
+    mine = {(f.chunk, f.microbatch): f for f in faults if f.rank == torch.distributed.get_rank()}
+    left = {place: fault.times for place, fault in mine.items()}
+    forward = step._ForwardStep.__call__
+
+    def call(self, data_iterator, chunk):
+        index, microbatch = next(data_iterator)
+        place = (next(i for i, each in enumerate(chunks) if each is chunk), index)
+        spoils = left.get(place, 0) > 0 and torch.is_grad_enabled() and bool(microbatch["loss_mask"].any())
+        if not spoils:
+            return forward(self, iter([(index, microbatch)]), chunk)
+        left[place] -= 1
+        handle = chunk.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))
+        try:
+            return forward(self, iter([(index, microbatch)]), chunk)
+        finally:
+            handle.remove()
+
+    with patch.object(step._ForwardStep, "__call__", call):
+        yield
+
+
+def _spoil(output: torch.Tensor, fault: Fault) -> torch.Tensor:
+    """`output` [..., last axis] with the fault's value at index 0 of its last axis, or of its gradient's."""
+    at = torch.tensor([0])
+    if fault.forward:
+        return output.index_fill(-1, at, fault.value)
+    output.register_hook(lambda grad: grad.index_fill(-1, at, fault.value))
+    return output
+
+
+def state_of(bound) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parts of master weights and moments: {name/kind/start: tensor}."""
+    return {
+        f"{piece.name}/{kind}/{piece.start}": tensor.clone()
+        for piece in bound.state()
+        for kind, tensor in piece.tensors.items()
+    }
+
+
+def weights(bound, chunks) -> dict[str, torch.Tensor]:
+    """Copies of the weights that the next forward reads, by name."""
+    from megaaccum import model
+
+    bound.gather()
+    return {name: param.detach().clone() for name, param in model.named_parameters(chunks)}
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names under which two states are not equal to the bit."""
+    only_one = sorted(one.keys() ^ other.keys())
+    return only_one + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]

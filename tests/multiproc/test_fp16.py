@@ -1,0 +1,182 @@
+"""FP16: the gradient of one process, and an overflow anywhere skips the step everywhere and halves the scale once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.distance import check
+from tests.multiproc.faults import Fault, differences, injected, state_of, weights
+from tests.multiproc.parity import Case, make, microbatches
+from tests.unit.test_loss_scaler import of_torch, verdicts
+
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
+TENSOR = "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --num_chunks 4 "
+INTERLEAVED = PIPELINE + "--virtual_pipeline_model_parallel_size 2 "
+FP16 = "--fp16 --hysteresis 1 --lr 1e-2 --num_layers 4 --hidden_dropout 0.1 --attention_dropout 0.1 "
+
+
+UNTIED = "--untie_embeddings_and_output_weights "
+
+
+def test_the_gradient_is_that_of_one_process():
+    cases = [Case(4, PIPELINE + f"--zero_stage {stage}", lane="fp16") for stage in (1, 2, 3)]
+    check([*cases, Case(4, TENSOR + "--num_chunks 8", lane="fp16")])
+
+
+# Each stage, data-parallel or tensor-parallel rank in turn; first, middle and last micro-batch; inf and nan.
+FAULTS = [Fault(0, 0), Fault(1, 3), Fault(2, 7, value=float("nan")), Fault(3, 5)]
+TP_FAULTS = [Fault(0, 3), Fault(1, 0), Fault(2, 2), Fault(3, 2, value=float("nan"))]
+LAYOUTS = [
+    *((PIPELINE + f"--zero_stage {stage}", FAULTS) for stage in (1, 2, 3)),
+    (INTERLEAVED, [Fault(0, 2, chunk=1), Fault(3, 6)]),
+    (TENSOR, TP_FAULTS),
+    (PIPELINE + "--zero_stage 2 --offload_optimizer cpu", FAULTS[:1]),
+    (PIPELINE + "--zero_stage 3 --offload_optimizer cpu", FAULTS[1:2]),
+]
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a step may change on this rank."""
+
+    masters: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    rng: dict[str, torch.Tensor]
+
+    def differences(self, other: State) -> list[str]:
+        """What is not equal to the bit."""
+        pairs = [(self.masters, other.masters), (self.weights, other.weights), (self.rng, other.rng)]
+        return [name for mine, theirs in pairs for name in differences(mine, theirs)]
+
+
+def state(bound, chunks) -> State:
+    from megaaccum import rng
+
+    return State(state_of(bound), weights(bound, chunks), rng.snapshot())
+
+
+def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
+    """What this rank has to complain about steps with a fault each, behind one without: every one is skipped, changes
+    nothing, and halves the scale once."""
+    plan, built, chunks, bound, stepper = make(Case(4, layout, FP16))
+    size = plan.batch.global_batch_size
+    stepper.train(microbatches(plan, built.dp.rank()), step=0)
+    before, problems = state(bound, chunks), []
+    for number, fault in enumerate(faults, start=1):
+        scale = stepper.scaler.scale
+        with injected([fault], chunks):
+            result = stepper.train(microbatches(plan, built.dp.rank(), size), step=number)
+        where = f"{layout} {fault}"
+        problems += [] if result.skipped else [f"{where}: not skipped"]
+        problems += [] if stepper.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
+        problems += [f"{where}: {what} differs" for what in state(bound, chunks).differences(before)]
+    return problems
+
+
+def all_layouts() -> list[str]:
+    return [problem for layout, faults in LAYOUTS for problem in skipped_steps(layout, faults)]
+
+
+def test_an_overflow_anywhere_is_skipped_everywhere_and_changes_nothing():
+    assert run_ranks(all_layouts, 4, timeout=240) == [[]] * 4
+
+
+def run(case: Case, steps: list[Fault | None]) -> State:
+    """The state after steps on consecutive global batches, step n with fault n in it; a skipped batch comes again."""
+    plan, built, chunks, bound, stepper = make(case)
+    first = 0
+    for number, fault in enumerate(steps):
+        with injected([fault] if fault else [], chunks):
+            result = stepper.train(microbatches(plan, built.dp.rank(), first), step=number)
+        assert result.skipped == (fault is not None)
+        first += 0 if result.skipped else plan.batch.global_batch_size
+    return state(bound, chunks)
+
+
+def with_and_without(cases: list[Case], fault: Fault) -> list[str]:
+    """What differs after a run in which `fault` made a step be skipped from one that never saw that step."""
+    return [
+        f"{case}: {what}"
+        for case in cases
+        for what in run(case, [None, fault, None]).differences(run(case, [None, None]))
+    ]
+
+
+def test_the_steps_after_a_skip_are_those_of_a_run_that_never_saw_it():
+    # A fixed scale: the dynamic one is halved, which moves what underflows in FP16.
+    fixed = FP16.replace("--hysteresis 1", "--loss_scale 1024")
+    cases = [Case(4, PIPELINE, fixed), Case(4, PIPELINE + "--zero_stage 1", fixed)]
+    cases += [Case(4, PIPELINE + f"--zero_stage {stage}", fixed[fixed.index("--lr") :], "bf16") for stage in (2, 3)]
+    assert run_ranks(with_and_without, 4, cases, FAULTS[1], timeout=200) == [[]] * 4
+
+
+def to_the_floor() -> list[tuple[float, str]]:
+    """Every step overflows, until the run ends: the scale of each and what the end said."""
+    from megaaccum.errors import StepError
+
+    plan, built, chunks, _, stepper = make(Case(4, PIPELINE, FP16 + "--initial_loss_scale 8 --min_loss_scale 2"))
+    seen = []
+    with injected([Fault(3, 5)], chunks):
+        for number in range(5):
+            try:
+                result = stepper.train(microbatches(plan, built.dp.rank()), step=number)
+                seen.append((result.loss_scale, result.note))
+            except StepError as error:
+                seen.append((stepper.scaler.scale, str(error)))
+                break
+    return seen
+
+
+def test_the_floor_ends_the_run_and_says_what_overflowed_where():
+    by_rank = run_ranks(to_the_floor, 4, timeout=90)
+    assert all(rank == by_rank[0] for rank in by_rank)
+    scales, texts = zip(*by_rank[0], strict=True)
+    assert scales == (8.0, 4.0, 2.0)
+    for words in ("step 2", "loss scale 2", "min_loss_scale", "micro-batch 5 of data-parallel rank 1", "stage 1",
+                  "rank 3", "bf16", "inf"):  # fmt: skip
+        assert words in texts[2]
+
+
+def a_verdict_for_each_rank() -> list[bool]:
+    """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
+    from megaaccum import grad_norm
+
+    plan, built, chunks, _, stepper = make(Case(4, PIPELINE, FP16 + UNTIED))
+
+    class Alone:
+        @staticmethod
+        def all_reduce(tensor):
+            pass
+
+    real, grad_norm.dist = grad_norm.dist, Alone
+    try:
+        with injected([Fault(0, 5)], chunks):
+            return [stepper.train(microbatches(plan, built.dp.rank()), step=0).skipped]
+    finally:
+        grad_norm.dist = real
+
+
+def test_a_verdict_for_each_rank_would_be_seen():
+    verdicts = {skipped for (skipped,) in run_ranks(a_verdict_for_each_rank, 4, timeout=60)}
+    assert verdicts == {True, False}
+
+
+def test_fifty_steps_of_a_run_have_the_scales_of_torchs_scaler():
+    overflows = verdicts(seed=11, share=0.2)
+    (scales, skipped), other = run_ranks(fifty_steps, 2, overflows, timeout=150)
+    assert (scales, skipped) == other
+    assert skipped == overflows
+    assert scales == of_torch(overflows, scale=65536.0, window=4)[:-1]
+
+
+def fifty_steps(overflows: list[bool]) -> tuple[list[float], list[bool]]:
+    flags = FP16 + "--loss_scale_window 4 --lr 1e-4 --num_layers 2"
+    plan, built, chunks, _, stepper = make(Case(2, "--pipeline_model_parallel_size 2 --num_chunks 4", flags))
+    results = []
+    for number, overflow in enumerate(overflows):
+        with injected([Fault(number % 2, number % 4)] if overflow else [], chunks):
+            results.append(stepper.train(microbatches(plan, built.dp.rank(), 4 * number), step=number))
+    return [r.loss_scale for r in results], [r.skipped for r in results]

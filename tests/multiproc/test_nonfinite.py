@@ -1,0 +1,219 @@
+"""What each policy of `nonfinite` makes of a gradient that is not finite, and what it says about where it came from."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.distance import problems
+from tests.multiproc.faults import Fault, differences, injected, state_of, weights
+from tests.multiproc.parity import Case, Gradient, assemble, make, microbatches
+
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
+DDP = PIPELINE + "--boundary ddp --params_dtype fp64 "
+NAN = float("nan")
+
+
+def attempt(case: Case, faults: list[Fault]) -> tuple[Gradient, object]:
+    """One step with `faults` in it: the gradient that the optimizer receives, none if it is skipped, and the result."""
+    plan, built, chunks, bound, stepper = make(case)
+    seen: dict[str, torch.Tensor] = {}
+    bound.step = lambda: seen.update(assemble(bound, built, chunks))
+    with injected(faults, chunks):
+        result = stepper.train(microbatches(plan, built.dp.rank()), step=1)
+    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank()), result
+
+
+def attempts(cases: list[Case], faults: list[Fault]) -> list[tuple[Gradient, object]]:
+    return [attempt(case, faults) for case in cases]
+
+
+# --- drop_microbatch -------------------------------------------------------------------------------------------------
+
+# Micro-batch m of data-parallel rank r is sequence 2 * m + r: these are sequences 3 and 12. Rank 1 is stage 0.
+DROPPED = [Fault(1, 1, value=NAN), Fault(2, 6)]
+REST = tuple(index for index in range(16) if index not in (3, 12))
+
+
+def test_a_step_without_the_bad_microbatches_is_the_step_on_the_rest():
+    drop = "--nonfinite drop_microbatch "
+    cases = [Case(4, PIPELINE + drop + f"--zero_stage {stage}") for stage in (1, 2, 3)]
+    cases += [
+        Case(4, PIPELINE + drop, lane="fp64"),
+        Case(4, PIPELINE + drop + "--flush per_round --virtual_pipeline_model_parallel_size 2", lane="fp64"),
+        Case(4, PIPELINE + drop, "--loss_norm microbatch", lane="fp64"),
+    ]
+    by_rank = run_ranks(attempts, 4, cases, DROPPED, timeout=150)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        gradients, results = zip(*ranks, strict=True)
+        assert problems(case, list(gradients), REST) == []
+        for result in results:
+            assert (result.skipped, result.sanitized) == (False, 2)
+            assert "micro-batch 1 of data-parallel rank 1: first in the backward of stage 0 (rank 1)" in result.note
+            assert "micro-batch 6 of data-parallel rank 0: first in the backward of" in result.note
+
+
+def without_correction(case: Case) -> Gradient:
+    """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
+    from megaaccum import step
+
+    def keeping_tokens(self, microbatches, dummies=frozenset()):
+        return real(self, originals or microbatches)
+
+    real, originals = step.Stepper._divisor, []
+    with patch.object(step.Stepper, "_divisor", keeping_tokens):
+        plan, built, *_ = made = make(case)
+        originals += microbatches(plan, built.dp.rank())
+        with patch(f"{__name__}.make", lambda _case: made):
+            return attempt(case, DROPPED)[0]
+
+
+def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():
+    case = Case(4, PIPELINE + "--nonfinite drop_microbatch ")
+    assert any("error" in problem for problem in problems(case, run_ranks(without_correction, 4, case), REST))
+
+
+def test_a_fault_that_does_not_come_back_drops_nothing():
+    once = [Fault(1, 1, value=NAN, times=1)]
+    cases = [Case(4, PIPELINE + "--nonfinite drop_microbatch "), Case(4, PIPELINE)]
+    clean = run_ranks(attempt, 4, cases[1], [])
+    for rank, ((dropped, result), (skipped, its_result)) in enumerate(run_ranks(attempts, 4, cases, once, timeout=60)):
+        assert (result.skipped, result.sanitized) == (False, 0)
+        assert differences(dropped.parts, clean[rank][0].parts) == []
+        assert its_result.skipped
+        assert skipped.parts == {}
+        assert "every micro-batch is finite when it runs again" in its_result.note
+
+
+# --- zero ------------------------------------------------------------------------------------------------------------
+
+
+def one_element(cases: list[Case]) -> list[tuple[list[int], int, bool, str]]:
+    """Of each case: where the gradient of one parameter differs from the clean one when one of its elements is not
+    finite in one micro-batch of rank 1, how many elements were counted, whether all is finite, and the note."""
+    return [_one_element(case) for case in cases]
+
+
+NAME = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
+    from megaaccum import model
+
+    clean, _ = attempt(case, [])
+    made = make(case)
+    param = dict(model.named_parameters(made[2])).get(NAME)
+    if param is not None and torch.distributed.get_rank() == 1:
+        backwards: list[int] = []
+
+        def spoil(grad):
+            backwards.append(1)
+            return (
+                torch.where(torch.arange(grad.numel()).view_as(grad) == 7, NAN, grad) if len(backwards) == 3 else grad
+            )
+
+        param.register_hook(spoil)
+    with patch(f"{__name__}.make", lambda _case: made):
+        got, result = attempt(case, [])
+    assert not result.skipped
+    changed = [i for name in got.parts for i in _where(got.parts[name], clean.parts[name])]
+    finite = all(bool(torch.isfinite(part).all()) for part in got.parts.values())
+    return changed, result.sanitized, finite, result.note
+
+
+def _where(one: torch.Tensor, other: torch.Tensor) -> list[int]:
+    return (one != other).view(-1).nonzero().view(-1).tolist()
+
+
+def test_zero_changes_the_elements_that_are_not_finite_and_no_other():
+    zero = "--nonfinite zero --untie_embeddings_and_output_weights "
+    cases = [Case(4, PIPELINE + zero + f"--zero_stage {stage}") for stage in (1, 2, 3)]
+    cases.append(Case(4, PIPELINE + zero, lane="fp64"))
+    for rank, seen in enumerate(run_ranks(one_element, 4, cases, timeout=90)):
+        for changed, counted, finite, note in seen:
+            assert changed == ([7] if rank < 2 else [])  # stage 0 is ranks 0 and 1
+            assert (counted, finite) == (1, True)
+            assert note == f"set to 0 before the reduction: 1 of {NAME} on rank 1"
+
+
+# --- skip, raise, off, limits ----------------------------------------------------------------------------------------
+
+
+def policies() -> dict[str, object]:
+    """What the other policies do with the same fault on this rank."""
+    from megaaccum.errors import StepError
+
+    seen: dict[str, object] = {}
+    plan, built, chunks, bound, stepper = make(Case(4, PIPELINE + "--nonfinite raise"))
+    before = state_of(bound)
+    try:
+        with injected([Fault(1, 4, value=NAN, forward=True)], chunks):
+            stepper.train(microbatches(plan, built.dp.rank()), step=9)
+    except StepError as error:
+        seen["raise"] = str(error)
+    seen["changed by raise"] = differences(state_of(bound), before)
+    plan, built, chunks, bound, stepper = make(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2"))
+    try:
+        for number, faults in enumerate([[Fault(1, 0)], [], [Fault(1, 0)], [Fault(1, 0)]], start=1):
+            with injected(faults, chunks):
+                seen["last good"] = stepper.train(microbatches(plan, built.dp.rank()), step=number).note or number
+    except StepError as error:
+        seen["limit"] = str(error)
+    plan, built, chunks, bound, stepper = make(Case(4, PIPELINE + "--nonfinite off"))
+    with injected([Fault(1, 0, value=NAN)], chunks):
+        seen["off"] = stepper.train(microbatches(plan, built.dp.rank()), step=1).skipped
+    seen["not finite with off"] = any(not bool(torch.isfinite(w).all()) for w in weights(bound, chunks).values())
+    return seen
+
+
+def test_raise_off_and_the_limits():
+    by_rank = run_ranks(policies, 4, timeout=90)
+    assert all(rank["raise"] == by_rank[0]["raise"] for rank in by_rank)
+    for seen in by_rank:
+        assert "step 9: the gradient is not finite: micro-batch 4 of data-parallel rank 1" in seen["raise"]
+        assert "first in the forward of stage 0 (rank 1), its output holds" in seen["raise"]
+        assert seen["changed by raise"] == []
+        assert "step 4 brings the bad steps in a row to 2 (max_bad_steps_in_a_row 2)" in seen["limit"]
+        assert "micro-batch 0 of data-parallel rank 1" in seen["limit"]
+        assert seen["off"] is False
+        assert seen["not finite with off"] is True
+
+
+# --- the guard of the norm -------------------------------------------------------------------------------------------
+
+
+def guarded(action: str) -> list[tuple[bool, str]]:
+    """Five ordinary steps, then one whose gradient is 100 times as large, then an ordinary one."""
+    from megaaccum.errors import StepError
+
+    flags = f"--grad_norm_guard {action} --grad_norm_guard_window 4 --grad_norm_guard_deviations 20 --lr 1e-4"
+    plan, built, _, bound, stepper = make(Case(4, PIPELINE, flags))
+    seen, before = [], {}
+    for number in range(7):
+        before = state_of(bound)
+        with patch.object(bound, "reduction_divisor", 200 if number == 5 else 2):
+            try:
+                result = stepper.train(microbatches(plan, built.dp.rank(), 16 * number), step=number)
+            except StepError as error:
+                return [*seen, (not differences(state_of(bound), before), str(error))]
+        seen.append((not differences(state_of(bound), before), result.note))
+    return seen
+
+
+@pytest.mark.parametrize("action", ["warn", "skip", "stop"])
+def test_the_guard(action):
+    by_rank = run_ranks(guarded, 4, action, timeout=60)
+    assert all(rank == by_rank[0] for rank in by_rank)
+    unchanged, notes = zip(*by_rank[0], strict=True)
+    assert notes[:5] == ("",) * 5
+    assert not any(unchanged[:5])
+    assert "gradient norm" in notes[5]
+    assert "is above" in notes[5]
+    assert unchanged[5] == (action != "warn")
+    assert len(notes) == (6 if action == "stop" else 7)
+    if action != "stop":
+        assert notes[6] == ""
+        assert not unchanged[6]

@@ -1,0 +1,90 @@
+"""Whole runs with skipped steps in them: what moves, what does not, and that a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megaaccum.testing import run_ranks, try_ranks
+from tests.multiproc.faults import Fault, injected
+
+SMALL = (
+    "--num_layers 2 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 8 --lr 1e-2 "
+    "--pipeline_model_parallel_size 2 --micro_batch_size 1 --num_chunks 4 --attention_dropout 0.1 --hidden_dropout 0.1 "
+    "--eval_interval 0 --log_interval 1 --save_interval 4 --lr_warmup_iters 4 --num_workers 0 "
+)
+FP16 = SMALL + "--fp16 --hysteresis 1 --loss_scale_window 2 --initial_loss_scale 256 "
+FIXED = SMALL + "--fp16 --loss_scale 256 "
+FAULTS = {3: Fault(1, 2), 6: Fault(0, 0)}
+
+
+def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> None:
+    """`megaaccum train` on this rank, with a fault in the first attempt at each step that `faults` names."""
+    from megaaccum.step import Stepper
+    from megaaccum.train import main
+
+    left = dict(faults or {})
+    real = Stepper.train
+
+    def with_fault(self, microbatches, *, step, stop=False):
+        fault = left.pop(step, None)
+        with injected([fault], self._chunks) if fault else nullcontext():
+            return real(self, microbatches, step=step, stop=stop)
+
+    with patch.object(Stepper, "train", with_fault):
+        main([*flags.split(), "--output_dir", str(folder), "--data_cache_path", str(folder.parent / "cache")])
+
+
+def records(folder: Path) -> list[dict]:
+    """The journal without its times."""
+    read = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    timed = ("second", "mfu", "tflops")
+    return [{key: value for key, value in r.items() if not any(word in key for word in timed)} for r in read]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def run(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> list[dict]:
+    run_ranks(train, 2, flags, folder, faults, init=False, timeout=90)
+    return records(folder)
+
+
+def test_a_skipped_step_moves_its_samples_and_the_loss_scale_and_nothing_else(folder):
+    seen = run(FP16, folder / "whole", FAULTS)
+    assert [r["step"] for r in seen] == list(range(1, 9))
+    assert [r["step"] for r in seen if r["skipped"]] == [3, 6]
+    assert [r["consumed_samples"] for r in seen] == [4 * step for step in range(1, 9)]
+    # Doubles after two good steps, is halved by each overflow.
+    assert [r["loss_scale"] for r in seen] == [256, 256, 512, 256, 256, 512, 256, 256]
+    # Four committed steps of warm-up, then a linear decay; behind a skipped step comes the rate of the skipped one.
+    assert [r["lr"] for r in seen] == pytest.approx([0, 2.5e-3, 5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2, 7.5e-3])
+
+
+def test_a_resumed_run_goes_on_with_scale_schedule_and_adams_count(folder):
+    whole = run(FP16, folder / "again", FAULTS)
+    run(FP16 + "--max_steps 4 ", folder / "parts", FAULTS)
+    assert run(FP16, folder / "parts", FAULTS) == whole
+
+
+def test_a_retried_step_makes_the_run_that_never_saw_the_fault(folder):
+    clean = run(FIXED, folder / "clean")
+    retried = run(FIXED + "--skipped_samples retried ", folder / "retried", FAULTS)
+    assert [r["step"] for r in retried] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8]
+    assert [r for r in retried if not r["skipped"]] == clean
+
+
+def test_the_end_at_the_floor_names_the_last_good_checkpoint(folder):
+    at_floor = SMALL + "--fp16 --initial_loss_scale 256 --min_loss_scale 256 "
+    outcomes = try_ranks(train, 2, at_floor, folder / "floor", {5: Fault(1, 3)}, init=False, timeout=90)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert "step 5 overflows at loss scale 256" in outcome.error.text
+        assert "micro-batch 3 of data-parallel rank 0: first in the backward of stage 1 (rank 1)" in outcome.error.text
+        assert f"The last good checkpoint is {folder / 'floor' / 'checkpoints' / 'step_0000004'}" in outcome.error.text
