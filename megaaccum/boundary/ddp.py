@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,32 +39,47 @@ class DdpBoundary:
         self._optimizer = optimizer
         self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
         self.reduction_divisor = groups.dp_cp.size()
-        self._last_flush = True
+        self._last_flush, self._syncing = True, False
         self._waiting: list[DistributedDataParallel] = []
+        for chunk, ddp in zip(chunks, self._ddp, strict=True):
+            for param in chunk.parameters():
+                if param.requires_grad:
+                    param.register_hook(partial(self._before_gradient, ddp))
 
     def param_sync_func(self, params) -> None:
         """Nothing to do: parameters are whole."""
 
     @contextmanager
     def no_sync_func(self):
-        """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
+        """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk."""
+        self._syncing = False
         try:
             yield
         finally:
-            if self._last_flush and self._waiting:
-                private.ddp_expect_gradients(self._waiting.pop())
+            self._syncing = self._last_flush
+
+    def _before_gradient(self, ddp: DistributedDataParallel, grad: torch.Tensor) -> None:
+        """A chunk's first final gradient is about to be added: from now on each of its gradients is."""
+        if self._syncing and ddp in self._waiting:
+            self._waiting.remove(ddp)
+            private.ddp_expect_gradients(ddp)
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        self._syncing = False
         if not self._last_flush:
             return
         assert not self._waiting, "a chunk's last backward ran without the reduction"
         if self._groups.tp.size() > 1:
             self._sum([s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)], self._groups.tp)
         embedding = self._groups.embedding
-        if embedding is not None and embedding.size() > 1:
+        if pair := model.tied_pair(self._chunks):
+            here, copy = pair
+            here.grad += copy.grad  # type: ignore[operator]
+            copy.grad = here.grad.clone()  # type: ignore[union-attr]
+        elif embedding is not None and embedding.size() > 1:
             self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
 
     @staticmethod
@@ -72,7 +88,7 @@ class DdpBoundary:
             dist.all_reduce(grad, group=group)
 
     def begin_step(self) -> None:
-        self._waiting = list(self._ddp)
+        self._waiting, self._syncing = list(self._ddp), False
         self._optimizer.zero_grad(set_to_none=True)
 
     def gather(self) -> None:

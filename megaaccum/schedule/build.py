@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,7 +49,10 @@ def names() -> list[str]:
 
 
 def entry(name: str) -> Entry:
-    """What is known about a schedule by its name. Raises ScheduleError, with the nearest name, where there is none."""
+    """What is known about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, where there
+    is none, or the file is no table."""
+    if name.endswith(".csv"):
+        return _entry_of_file(name)
     if name not in _REGISTRY:
         from difflib import get_close_matches
 
@@ -62,6 +65,21 @@ def entry(name: str) -> Entry:
     return _REGISTRY[name]
 
 
+def _entry_of_file(path: str) -> Entry:
+    from megaaccum.schedule.table import read_csv
+
+    stored = read_csv(path)
+    if stored.placement is None:
+        raise ScheduleError(
+            f"schedule {path} places stages as {stored.stages}: rank r has to hold stages r, r + pp, ... (as the"
+            " interleaved schedule) or r and 2 * pp - 1 - r (a V)"
+        )
+    return Entry(
+        name=path, chunks=stored.chunks, placement=stored.placement, splits=stored.splits_backward,
+        build=_from_file(stored),
+    )  # fmt: skip
+
+
 def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, placement: Placement = "loop") -> None:
     """Make a schedule of one's own known by `name`, to `build` and as the configuration's `schedule`.
 
@@ -71,13 +89,10 @@ def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, place
     """
     if name in _REGISTRY:
         raise ScheduleError(f"there is a schedule {name!r} already: register yours under another name")
-    if not callable(builder):
-        from megaaccum.schedule.table import read_csv
-
-        stored = read_csv(builder)
-        chunks, placement = stored.chunks, stored.placement or placement
-        builder = _from_file(stored)
-    _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=True, build=builder)
+    if callable(builder):
+        _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=True, build=builder)
+    else:
+        _REGISTRY[name] = replace(_entry_of_file(str(builder)), name=name)
 
 
 def _from_file(stored: Schedule) -> Builder:
@@ -104,8 +119,6 @@ def build(
     """
     if pp < 1 or num_microbatches < 1:
         raise ScheduleError(f"pp {pp} and {num_microbatches} micro-batches: both must be at least 1")
-    if name.endswith(".csv"):
-        return _build_from_csv(name, pp, num_microbatches)
     known = entry(name)
     if known.chunks is not None and chunks not in (None, known.chunks):
         raise ScheduleError(
@@ -122,14 +135,6 @@ def build(
         name, num_microbatches=num_microbatches, placement=known.placement, chunks=chunks, items=table
     )
     return schedule if name in BUILT_IN else _validated(schedule)
-
-
-def _build_from_csv(path: str, pp: int, num_microbatches: int) -> Schedule:
-    from megaaccum.schedule.table import read_csv
-
-    stored = read_csv(path)
-    _from_file(stored)(pp, num_microbatches)
-    return _validated(stored)
 
 
 def _validated(schedule: Schedule) -> Schedule:

@@ -42,9 +42,12 @@ def test_public_names():
         "CheckpointError",
         "ConfigError",
         "DataError",
+        "FlushError",
         "LaunchError",
         "MegaaccumError",
         "RankDisagreement",
+        "ScheduleError",
         "__version__",
+        "get_forward_backward_func",
     ]
     assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)
