@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -41,10 +42,13 @@ class DdpBoundary:
         self.reduction_divisor = groups.dp_cp.size()
         self._last_flush, self._syncing = True, False
         self._waiting: list[DistributedDataParallel] = []
-        for chunk, ddp in zip(chunks, self._ddp, strict=True):
-            for param in chunk.parameters():
-                if param.requires_grad:
-                    param.register_hook(partial(self._before_gradient, ddp))
+        if plan.layout.schedule in BY_MEGATRON or plan.layout.pp == 1:
+            for chunk, ddp in zip(chunks, self._ddp, strict=True):
+                for param in chunk.parameters():
+                    if param.requires_grad:
+                        param.register_hook(partial(self._before_gradient, ddp))
+        else:
+            self.grad_sync_func = self._reduce_chunk
 
     def param_sync_func(self, params) -> None:
         """Nothing to do: parameters are whole."""
@@ -63,6 +67,19 @@ class DdpBoundary:
         if self._syncing and ddp in self._waiting:
             self._waiting.remove(ddp)
             private.ddp_expect_gradients(ddp)
+
+    def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
+        """All-reduce a chunk whose gradients are all there.
+
+        Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
+        reducer takes one gradient per parameter once it expects any. So it is given them at the end, as zeros to add.
+        """
+        mine = [param for param in params if param.requires_grad]
+        ddp = next(d for d, c in zip(self._ddp, self._chunks, strict=True) if next(c.parameters()) is mine[0])
+        if self._last_flush:
+            self._waiting.remove(ddp)
+            private.ddp_expect_gradients(ddp)
+            torch.autograd.backward(mine, [torch.zeros_like(param) for param in mine])
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss

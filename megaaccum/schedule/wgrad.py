@@ -30,6 +30,7 @@ class _Owed:
     grad_output: torch.Tensor
     gather: dist.ProcessGroup | None
 
+    @torch.no_grad()
     def compute(self) -> torch.Tensor:
         whole = self.input if self.gather is None else _gather(self.input, self.gather)
         return _rows(self.grad_output).t().matmul(_rows(whole))
