@@ -25,6 +25,7 @@ class Command:
 COMMANDS = (
     Command(("train",), "megaaccum.train", "train the model of a config; starts the ranks of this machine itself"),
     Command(("check",), "megaaccum.check", "resolve a config and print its plan, or every error in it at once"),
+    Command(("schedule",), "megaaccum.schedule.command", "price, compare and draw pipeline schedules"),
     Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.doctor", "say what is installed, what is missing, and what to do about it"),
 )

@@ -45,3 +45,11 @@ class StepError(MegaaccumError):
 
 class RankDisagreement(MegaaccumError):
     """Ranks that have to do the same thing were about to do different things."""
+
+
+class ScheduleError(ConfigError):
+    """A pipeline schedule is not one that can run: an action is missing, out of order, or waits for ever."""
+
+
+class FlushError(MegaaccumError):
+    """A rank failed in the middle of a pipeline flush; the text names rank, action and micro-batch."""

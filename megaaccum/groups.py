@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -10,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megaaccum import cpu
+from megaaccum.schedule.actions import place
 
 if TYPE_CHECKING:
+    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,21 +54,50 @@ class Groups:
 
     @property
     def embedding(self) -> dist.ProcessGroup | None:
-        """First and last stage of this pipeline: the two copies of a tied embedding. None on the stages between."""
-        return self.collection.embd
+        """First and last stage of this pipeline: the two copies of a tied embedding. None on the stages between, and in
+        a V, where one rank holds both."""
+        return None if self.layout.placement == "v" else self.collection.embd
 
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp.rank() == 0
+    def stage(self, chunk: int) -> int:
+        """The stage, 0 to pp * vpp - 1 in model order, that this rank's chunk is."""
+        return place(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
+
+    def collection_of(self, chunk: int) -> ProcessGroupCollection:
+        """What Megatron's model takes as `pg_collection` to build this chunk.
+
+        Megatron numbers the layers of chunk v on rank r as stage v * pp + r. In a V chunk 1 of rank r is stage
+        2 * pp - 1 - r = pp + (pp - 1 - r), so it is built as if by rank pp - 1 - r; and no ranks share an embedding.
+        """
+        if self.layout.placement != "v":
+            return self.collection
+        collection = copy(self.collection)
+        collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())  # type: ignore[assignment]
+        collection.embd = None
+        return collection
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pp.rank() == self.pp.size() - 1
+        """Whether this rank holds the stage that makes the loss."""
+        return dist.get_rank() == self.last_stage_global_rank
 
     @property
     def last_stage_global_rank(self) -> int:
-        """Global rank of the last stage of this rank's pipeline; losses live there."""
-        return dist.get_global_rank(self.pp, self.pp.size() - 1)
+        """Global rank of the last stage of this rank's pipeline; losses live there. In a V that is the first rank."""
+        return dist.get_global_rank(self.pp, 0 if self.layout.placement == "v" else self.pp.size() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place in a pipeline without the ranks: all that building a chunk asks of the pipeline's group."""
+
+    _rank: int
+    _size: int
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
 
 
 def build(layout: Layout, *, timeout_minutes: float) -> Groups:
@@ -95,6 +128,60 @@ def for_background(timeout_minutes: float) -> dist.ProcessGroup:
     host memory.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+
+
+def default_collection() -> ProcessGroupCollection:
+    """The groups that Megatron's parallel_state holds, for callers that pass none (Megatron's own training scripts)."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+class PipelineChannels:
+    """Point-to-point traffic within one pipeline, in four lanes: activations (F) and gradients (B), to higher and to
+    lower ranks.
+
+    gloo matches messages by tag, so one group carries all lanes. NCCL matches those of a pair of ranks by order alone
+    and works them off one by one, so each lane has a group of its own there (`separate`; collective over pp).
+    """
+
+    def __init__(self, pp: dist.ProcessGroup, *, separate: bool | None = None):
+        self.rank = dist.get_rank(pp)
+        self.sends_can_be_polled = dist.get_backend(pp) == "nccl"
+        separate = self.sends_can_be_polled if separate is None else separate
+        lanes = [(kind, up) for kind in "FB" for up in (True, False)]
+        self.members = ranks = dist.get_process_group_ranks(pp)
+        self._connected: set[tuple[int, int, str]] = set()
+        self._lanes = {
+            lane: (dist.new_group(ranks, use_local_synchronization=True) if separate else pp, tag)
+            for tag, lane in enumerate(lanes)
+        }
+
+    def connect(self, channels: Iterable[tuple[int, int, str]], device: torch.device) -> None:
+        """Send one element over every channel (source, target, kind), one after the other, in one order on all ranks.
+
+        NCCL connects two ranks at their first message, and both wait for it: ranks that post receives ahead, each on
+        another lane first, would wait for each other. Collective over the pipeline, once per set of channels.
+        """
+        import torch
+
+        for source, target, kind in sorted(set(channels) - self._connected):
+            element = torch.zeros(1, device=device)
+            if self.rank == source:
+                self.send(element, target, kind).wait()
+            elif self.rank == target:
+                self.receive(element, source, kind).wait()
+            self._connected.add((source, target, kind))
+
+    def send(self, tensor: torch.Tensor, target: int, kind: str) -> dist.Work:
+        """Begin to send `tensor` to rank `target` of the pipeline."""
+        group, tag = self._lanes[kind, target > self.rank]
+        return dist.isend(tensor, group=group, group_dst=target, tag=tag)  # type: ignore[return-value]
+
+    def receive(self, buffer: torch.Tensor, source: int, kind: str) -> dist.Work:
+        """Begin to receive into `buffer` from rank `source` of the pipeline."""
+        group, tag = self._lanes[kind, source < self.rank]
+        return dist.irecv(buffer, group=group, group_src=source, tag=tag)  # type: ignore[return-value]
 
 
 def destroy() -> None:

@@ -41,6 +41,8 @@ _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_
 def uses_transformer_engine(plan: Plan) -> bool:
     """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
     wanted = plan.config.model.transformer_impl
+    if plan.layout.schedule not in ("none", "1f1b", "interleaved"):
+        return False  # the executor splits the backward of Megatron's own layers
     if wanted == "auto":
         from megatron.core.extensions import transformer_engine
 
@@ -154,9 +156,9 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
 
 def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
     model = plan.config.model
-    last_chunk = chunk == plan.layout.vpp - 1
+    stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
-    spec = _block_spec(plan, config, vp_stage)
+    spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
     mtp = None
     if model.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, uses_transformer_engine(plan), vp_stage=vp_stage)
@@ -165,22 +167,24 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(plan.config, vocab_size),
         max_sequence_length=model.max_position_embeddings or model.seq_length,
-        pre_process=groups.is_first_stage and chunk == 0,
-        post_process=groups.is_last_stage and last_chunk,
+        pre_process=stage == 0,
+        post_process=stage == last,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         mtp_block_spec=mtp,
-        pg_collection=groups.collection,
+        pg_collection=groups.collection_of(chunk),
         vp_stage=vp_stage,
     )
 
 
-def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
+def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
     """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
     with_te = uses_transformer_engine(plan)
-    spec = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(
+        config, with_te, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+    )
     return spec if with_te else with_own_norms(spec)
 
 
@@ -210,6 +214,14 @@ def is_tied_copy(param: torch.nn.Parameter) -> bool:
     """Whether this is the last stage's copy of a tied embedding: it gets the same update as the first stage's
     original, and is not counted again in a norm."""
     return bool(getattr(param, "shared_embedding", False)) and bool(getattr(param, "shared", False))
+
+
+def tied_pair(chunks: list[GPTModel]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """(embedding, its copy in the head) where one rank holds both in two chunks: pipeline rank 0 of a V."""
+    params = [param for _, param in named_parameters(chunks) if is_tied(param)]
+    copies = [param for param in params if is_tied_copy(param)]
+    originals = [param for param in params if not is_tied_copy(param)]
+    return (originals[0], copies[0]) if copies and originals else None
 
 
 def is_tied(param: torch.nn.Parameter) -> bool:

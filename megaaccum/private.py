@@ -11,6 +11,7 @@ partitions and the optimizer under those hooks are sound, and those are what is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -93,6 +94,19 @@ def check() -> list[str]:
         source = inspect.getsource(cls)
         problems += [f"{cls.__name__}.{name} is missing" for name in methods if not hasattr(cls, name)]
         problems += [f"{cls.__name__}.{name} is missing" for name in attributes if f"self.{name}" not in source]
+    return problems + _check_linear()
+
+
+def _check_linear() -> list[str]:
+    """What `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    problems = []
+    for cls in (ColumnParallelLinear, RowParallelLinear):
+        source = inspect.getsource(cls.forward)
+        for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
+            if name not in source:
+                problems.append(f"{cls.__name__}.forward has no {name}")
     return problems
 
 
@@ -109,6 +123,44 @@ def without_shared_memory_operator() -> None:
     start waits for ever.
     """
     _deepspeed_backend().build_shm_op = lambda: None
+
+
+def is_parallel_linear(module: torch.nn.Module) -> bool:
+    """Whether this is one of Megatron-core's own (not Transformer Engine's) tensor-parallel linear layers."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear)
+
+
+def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+    """Let a parallel linear layer make its product by `forward`. Its own is a method that it calls with keywords
+    (megatron-core 0.19: `_forward_impl`); there is no public way to replace the product and keep the layer."""
+    module._forward_impl = forward  # type: ignore[assignment]
+
+
+def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
+    """Megatron-core's own product of a parallel linear layer."""
+    from megatron.core.tensor_parallel import layers
+
+    if not weight.requires_grad:
+        return layers.linear_with_frozen_weight(weight=weight, **arguments)
+    return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
+
+
+def note_failure(key: str, text: str) -> None:
+    """Leave `text` where the other ranks find it, unless one was there first. The store of the rendezvous has no public
+    name in torch 2.13, and no collective can be used once ranks are out of step."""
+    with contextlib.suppress(Exception):  # the store ends with rank 0; the error itself is raised in any case
+        torch.distributed.distributed_c10d._get_default_store().compare_set(key, "", text)
+
+
+def noted_failure(key: str) -> str | None:
+    """What `note_failure` left under `key`, if it can be read."""
+    with contextlib.suppress(Exception):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.check([key]):
+            return store.get(key).decode()
+    return None
 
 
 class Zero3:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megaaccum import cpu, grad_norm, rng
@@ -19,6 +18,7 @@ from megaaccum.loss import StepLoss
 from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
+from megaaccum.schedule.entry import get_forward_backward_func
 
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary
@@ -90,9 +90,7 @@ class Stepper:
         self._chunks = chunks
         self._boundary = boundary
         self._p2p = P2PCommunicator(pp_group=groups.pp, config=chunks[0].config)
-        self._schedule = get_forward_backward_func(
-            pp_size=plan.layout.pp, vp_size=plan.layout.vpp if plan.layout.vpp > 1 else None
-        )
+        self._schedule = get_forward_backward_func(plan)
         self._digest = plan.digest()
         self._keys = plan.config.step
         self.scaler = scaler.build(plan)
@@ -198,7 +196,7 @@ class Stepper:
         return reports
 
     def _flush(self, microbatches, first: int, loss: StepLoss, *, forward_only: bool = False) -> list[torch.Tensor]:
-        """Run Megatron's schedule over `microbatches`, whose first has index `first` in the step. Returns what the
+        """Run the schedule over `microbatches`, whose first has index `first` in the step. Returns what the
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         return self._schedule(

@@ -63,7 +63,8 @@ class Boundary(Protocol):
         `begin_step` for every other schedule; a second call finds nothing to do."""
 
     def no_sync_func(self) -> AbstractContextManager[None]:
-        """Around all but a chunk's last backward: gradients are only added up on this rank."""
+        """Around all but a chunk's last backward: gradients are only added up on this rank. Outside it, every gradient
+        that arrives is final. It is entered and left once per chunk, or, under a split backward, around each action."""
 
     grad_sync_func: Callable | None
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute."""

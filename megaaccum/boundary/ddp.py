@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
 from megaaccum.boundary.reduction import average_in_rank_order
+from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -47,32 +49,63 @@ class DdpBoundary:
                 ddp.register_comm_hook(groups.dp_cp, self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
         self.replica = groups.dp_cp.rank()
-        self._last_flush = True
+        self._last_flush, self._syncing = True, False
         self._waiting: list[DistributedDataParallel] = []
+        if plan.layout.schedule in BY_MEGATRON or plan.layout.pp == 1:
+            for chunk, ddp in zip(chunks, self._ddp, strict=True):
+                for param in chunk.parameters():
+                    if param.requires_grad:
+                        param.register_hook(partial(self._before_gradient, ddp))
+        else:
+            self.grad_sync_func = self._reduce_chunk
 
     def param_sync_func(self, params) -> None:
         """Nothing to do: parameters are whole."""
 
     @contextmanager
     def no_sync_func(self):
-        """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
+        """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk."""
+        self._syncing = False
         try:
             yield
         finally:
-            if self._last_flush and self._waiting:
-                private.ddp_expect_gradients(self._waiting.pop())
+            self._syncing = self._last_flush
+
+    def _before_gradient(self, ddp: DistributedDataParallel, grad: torch.Tensor) -> None:
+        """A chunk's first final gradient is about to be added: from now on each of its gradients is."""
+        if self._syncing and ddp in self._waiting:
+            self._waiting.remove(ddp)
+            private.ddp_expect_gradients(ddp)
+
+    def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
+        """All-reduce a chunk whose gradients are all there.
+
+        Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
+        reducer takes one gradient per parameter once it expects any. So it is given them at the end, as zeros to add.
+        """
+        mine = [param for param in params if param.requires_grad]
+        ddp = next(d for d, c in zip(self._ddp, self._chunks, strict=True) if next(c.parameters()) is mine[0])
+        if self._last_flush:
+            self._waiting.remove(ddp)
+            private.ddp_expect_gradients(ddp)
+            torch.autograd.backward(mine, [torch.zeros_like(param) for param in mine])
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        self._syncing = False
         if not self._last_flush:
             return
         assert not self._waiting, "a chunk's last backward ran without the reduction"
         if self._groups.tp.size() > 1:
             self._sum([s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)], self._groups.tp)
         embedding = self._groups.embedding
-        if embedding is not None and embedding.size() > 1:
+        if pair := model.tied_pair(self._chunks):
+            here, copy = pair
+            here.grad += copy.grad  # type: ignore[operator]
+            copy.grad = here.grad.clone()  # type: ignore[union-attr]
+        elif embedding is not None and embedding.size() > 1:
             self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
 
     @staticmethod
@@ -89,7 +122,7 @@ class DdpBoundary:
         return self._reduce_bucket(group, bucket)
 
     def begin_step(self) -> None:
-        self._waiting = list(self._ddp)
+        self._waiting, self._syncing = list(self._ddp), False
         self._optimizer.zero_grad(set_to_none=True)
 
     def gather(self) -> None:

@@ -43,6 +43,8 @@ class DeepSpeedBoundary:
         self._groups = groups
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._chunks = chunks
+        self._tied_pair = model.tied_pair(chunks)
+        """Embedding and head's copy of it, where this rank holds both (a V)."""
         if groups.layout.ep > 1:
             raise ConfigError(
                 f"expert_model_parallel_size {groups.layout.ep}: expert gradients have a data-parallel group of their "
@@ -161,13 +163,19 @@ class DeepSpeedBoundary:
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
         did not use (their gradient may be all zero) and, at ZeRO-1 and -2, tied embeddings."""
+        if self._tied_pair and not isinstance(self.parts, private.Zero3):
+            here, copy = self._tied_pair
+            self._look_at(here)
+            self._look_at(copy)
+            here.grad = here.grad + copy.grad  # type: ignore[operator]
+            copy.grad = here.grad.clone()
         done = self.parts.handed_over() if self._reducing else set()
         for param in self.parts.params:
             if id(param) in done:
                 continue
             if param.grad is None:
                 param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
-            if self._waits_for_its_copy(param):
+            if self._waits_for_its_copy(param) and not self._tied_pair:
                 self._look_at(param)  # a copy that is not finite must not reach the other stage
                 dist.all_reduce(param.grad, group=self._groups.embedding)
             self._reduce(param)
@@ -179,7 +187,8 @@ class DeepSpeedBoundary:
 
     def _has_copy(self, param: torch.nn.Parameter) -> bool:
         embedding = self._groups.embedding
-        return model.is_tied(param) and embedding is not None and embedding.size() > 1
+        elsewhere = embedding is not None and embedding.size() > 1
+        return model.is_tied(param) and (elsewhere or self._tied_pair is not None)
 
     def _sum_over_tp(self) -> None:
         """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
@@ -190,7 +199,12 @@ class DeepSpeedBoundary:
     def _sum_tied_partitions(self) -> None:
         """At ZeRO-3 the two copies of a tied embedding are cut alike: add only this rank's partitions."""
         embedding = self._groups.embedding
-        if embedding is not None and isinstance(self.parts, private.Zero3):
+        if not isinstance(self.parts, private.Zero3):
+            return
+        if self._tied_pair:
+            here, copy = (next(s.grad for s in self.shards() if s.param is param) for param in self._tied_pair)
+            copy.copy_(here.add_(copy))
+        elif embedding is not None:
             _all_reduce_together([s.grad for s in self.shards() if self._has_copy(s.param)], embedding)
 
 

@@ -73,7 +73,7 @@ class MegatronBoundary:
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,
             bucket_size=sharding.reduce_bucket_size,
         )
-        bucketed = first and groups.is_first_stage  # elsewhere Megatron's reduction is not on the critical path
+        bucketed = first and groups.pp.rank() == 0  # elsewhere Megatron's reduction is not on the critical path
         layout = DistributedOptimizer.compute_full_param_layout(
             [param for param in chunk.parameters() if param.requires_grad],
             settings.bucket_size if bucketed else None,

@@ -6,6 +6,8 @@ import os
 
 from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.build import entry
 
 
 def derive(config: Config, notes: list[str]) -> None:
@@ -60,6 +62,7 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
     _derive_vpp(parallel, config.model.num_layers, notes)
+    _derive_chunks(parallel)
     if parallel.schedule == "auto":
         many = parallel.virtual_pipeline_model_parallel_size is not None
         parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
@@ -92,6 +95,20 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
     if why and vpp != 1:
         notes.append(f"virtual_pipeline_model_parallel_size {vpp} = {why}.")
     parallel.virtual_pipeline_model_parallel_size = None if vpp == 1 else vpp
+
+
+def _derive_chunks(parallel: ParallelConfig) -> None:
+    """Schedules with a number of chunks of their own set vpp, where nobody has."""
+    if (
+        parallel.schedule in ("auto", "none", "interleaved")
+        or parallel.virtual_pipeline_model_parallel_size is not None
+    ):
+        return
+    try:
+        chunks = entry(parallel.schedule).chunks
+    except ScheduleError:
+        return
+    parallel.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
 
 
 def _derive_precision(sharding: ShardingConfig) -> None:

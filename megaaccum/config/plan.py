@@ -34,7 +34,7 @@ class Layout:
     pp: int
     """Pipeline ranks."""
     vpp: int
-    """Model chunks per pipeline rank; 1 unless the schedule is interleaved."""
+    """Model chunks per pipeline rank."""
     cp: int
     """Ranks that share each sequence."""
     ep: int
@@ -43,8 +43,10 @@ class Layout:
     """Ranks that share each expert's matrices."""
     dp: int
     """Ranks that see different sequences."""
-    schedule: Literal["none", "1f1b", "interleaved"]
-    """Pipeline schedule."""
+    schedule: str
+    """Pipeline schedule: none, a name that megaaccum.schedule.build knows, or the path of a .csv table."""
+    placement: Literal["loop", "v"] = "loop"
+    """Which stages a rank's chunks are: dealt out in rounds, or (v) rank and 2 * pp - 1 - rank."""
 
     @property
     def edp(self) -> int:

@@ -11,7 +11,8 @@ from megaaccum.config.derive import derive
 from megaaccum.config.plan import Layout, Plan
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, ScheduleError
+from megaaccum.schedule.build import build, entry
 
 
 def resolve(config: Config, *, world_size: int) -> Plan:
@@ -58,13 +59,29 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
         group = parallel.microbatch_group_size_per_vp_stage
         assert group is not None, "derive fills the group size of an interleaved schedule"
         problems += interleaved_problems(batch.microbatches_per_flush, parallel.pipeline_model_parallel_size, group)
+    elif parallel.pipeline_model_parallel_size > 1 and not problems:
+        problems += _schedule_problems(config, batch)
     problems += deepspeed_json.batch_problems(config, batch, notes)
     return batch
+
+
+def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
+    """Why the schedule does not exist for this flush, or cannot end. Looked at when the rules are kept."""
+    try:
+        build(
+            config.parallel.schedule,
+            pp=config.parallel.pipeline_model_parallel_size,
+            num_microbatches=batch.microbatches_per_flush,
+        )
+    except ScheduleError as error:
+        return error.problems
+    return []
 
 
 def _layout(config: Config, world_size: int, dp: int) -> Layout:
     parallel = config.parallel
     assert parallel.schedule != "auto"
+    placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement
     assert parallel.expert_tensor_parallel_size is not None
     return Layout(
         world_size=world_size,
@@ -76,4 +93,5 @@ def _layout(config: Config, world_size: int, dp: int) -> Layout:
         etp=parallel.expert_tensor_parallel_size,
         dp=dp,
         schedule=parallel.schedule,
+        placement=placement,  # type: ignore[arg-type]
     )

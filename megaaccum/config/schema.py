@@ -133,7 +133,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Pipeline stages' ranks (pp)."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks per rank (vpp) for the interleaved schedule."""
+    """Model chunks per rank (vpp) for the interleaved schedule; zbv and dualpipev set it to 2."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Another way to say vpp: layers per chunk."""
     context_parallel_size: int = 1
@@ -144,8 +144,9 @@ class ParallelConfig:
     """Tensor parallelism inside experts; default tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence over the tp ranks."""
-    schedule: Literal["auto", "none", "1f1b", "interleaved"] = "auto"
-    """Pipeline schedule; auto: none at pp 1, interleaved when vpp is set, else 1f1b."""
+    schedule: Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"] | str = "auto"
+    """Pipeline schedule, or the path of a .csv table; auto: none at pp 1, interleaved when vpp is set, else 1f1b.
+    zbv and dualpipev have two model chunks per rank, placed in a V: embedding and head are on pipeline rank 0."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive micro-batches of one chunk in the interleaved schedule; default pp."""
     overlap_p2p_comm: bool | None = None

@@ -42,10 +42,13 @@ def test_public_names():
         "CheckpointError",
         "ConfigError",
         "DataError",
+        "FlushError",
         "LaunchError",
         "MegaaccumError",
         "RankDisagreement",
+        "ScheduleError",
         "StepError",
         "__version__",
+        "get_forward_backward_func",
     ]
     assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)

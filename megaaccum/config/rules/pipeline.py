@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.config.stage_layout import layout_problems, parse_layout
+from megaaccum.errors import ScheduleError
 from megaaccum.nearest import either, nearest_divisors, nearest_multiples
+from megaaccum.schedule.build import entry
 
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
 
@@ -35,6 +37,56 @@ def schedule(subject: Subject) -> Iterator[str]:
             f"schedule 1f1b has one model chunk per rank, and virtual_pipeline_model_parallel_size is {vpp}: set"
             " schedule to interleaved, or leave virtual_pipeline_model_parallel_size out."
         )
+    elif name not in ("none", "1f1b", "interleaved"):
+        yield from _own_schedule(name, vpp or 1)
+
+
+def _own_schedule(name: str, vpp: int) -> Iterator[str]:
+    """A schedule of megaaccum's executor is known and has as many chunks as are asked for."""
+    try:
+        known = entry(name)
+    except ScheduleError as error:
+        yield f"schedule: {error}."
+        return
+    if known.chunks != vpp:
+        yield (
+            f"schedule {name} has {known.chunks} model chunk{'s' * (known.chunks != 1)} per rank, and"
+            f" virtual_pipeline_model_parallel_size is {vpp}: leave virtual_pipeline_model_parallel_size out, or set"
+            " schedule to interleaved."
+        )
+
+
+def v_shape(subject: Subject) -> Iterator[str]:
+    """Stages in a V are numbered by a rule of its own, which Megatron's layouts and prediction layers do not know."""
+    name = subject.parallel.schedule
+    if name in ("auto", "none", "1f1b", "interleaved"):
+        return
+    try:
+        in_a_v = entry(name).placement == "v"
+    except ScheduleError:
+        return
+    if in_a_v and subject.parallel.pipeline_model_parallel_layout is not None:
+        yield (
+            f"pipeline_model_parallel_layout places stages rank after rank, and schedule {name} in a V: leave the"
+            " layout out (decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers go with a V), or set"
+            " schedule to interleaved."
+        )
+    if in_a_v and subject.model.mtp_num_layers:
+        yield (
+            f"mtp_num_layers {subject.model.mtp_num_layers} needs the embedding on the last rank, and schedule {name}"
+            " has it on the first alone: leave mtp_num_layers out, or set schedule to interleaved."
+        )
+
+
+def own_executor(subject: Subject) -> Iterator[str]:
+    """Schedules of megaaccum's executor split the backward of Megatron's local layers."""
+    name = subject.parallel.schedule
+    if name in ("auto", "none", "1f1b", "interleaved") or subject.model.transformer_impl != "transformer_engine":
+        return
+    yield (
+        f"schedule {name} computes weight gradients apart, which Transformer Engine's layers are not told to do:"
+        " set transformer_impl to local (or auto, which then means local), or schedule to 1f1b or interleaved."
+    )
 
 
 def group_size(subject: Subject) -> Iterator[str]:
@@ -186,6 +238,8 @@ def interleaved_on_two_ranks(subject: Subject) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     schedule,
+    v_shape,
+    own_executor,
     group_size,
     chunk_count,
     even_stages,

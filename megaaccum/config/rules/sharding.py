@@ -63,7 +63,7 @@ def replicas(subject: Subject) -> Iterator[str]:
         )
 
 
-def expert_parallel(subject: Subject) -> Iterator[str]:
+def experts_boundary(subject: Subject) -> Iterator[str]:
     """Spread experts have a data-parallel group of their own, over which only the DeepSpeed boundary reduces."""
     boundary, ep = subject.sharding.boundary, subject.parallel.expert_model_parallel_size
     if ep > 1 and boundary != "deepspeed":
@@ -78,8 +78,8 @@ def gradient_looked_at(subject: Subject) -> Iterator[str]:
     boundary = subject.sharding.boundary
     if subject.config.step.nonfinite == "zero" and boundary in ("fsdp2", "megatron"):
         yield (
-            f"nonfinite zero needs boundary deepspeed or ddp, as {boundary} reduces gradients that it does not show: set"
-            " boundary to deepspeed, or nonfinite to skip or drop_microbatch."
+            f"nonfinite zero needs boundary deepspeed or ddp, as {boundary} reduces gradients that it does not show:"
+            " set boundary to deepspeed, or nonfinite to skip or drop_microbatch."
         )
 
 
@@ -89,12 +89,27 @@ def scaled_loss(subject: Subject) -> Iterator[str]:
         yield "fp16 needs another boundary than megatron: set boundary to deepspeed, or bf16 instead of fp16 to true."
 
 
+def split_backward(subject: Subject) -> Iterator[str]:
+    """Where a weight gradient waits, a layer's backward is not over when its inputs' gradient is there, on which these
+    boundaries rely."""
+    sharding, schedule = subject.sharding, subject.parallel.schedule
+    if schedule in ("auto", "none", "1f1b", "interleaved", "gpipe"):
+        return
+    if sharding.boundary in ("fsdp2", "megatron") or sharding.sync == "streaming":
+        what = f"sync {sharding.sync}" if sharding.sync == "streaming" else f"boundary {sharding.boundary}"
+        yield (
+            f"schedule {schedule} splits the backward, which {what} does not follow: set boundary to deepspeed with"
+            " sync resident, or schedule to 1f1b or interleaved."
+        )
+
+
 RULES: tuple[Rule, ...] = (
     streaming,
     live_parameters,
     deterministic,
     replicas,
-    expert_parallel,
+    experts_boundary,
     gradient_looked_at,
     scaled_loss,
+    split_backward,
 )

@@ -1,0 +1,371 @@
+"""Builders: from (pp, num_microbatches) to a schedule. `build` finds one by name; users `register` their own.
+
+gpipe        all forwards, then all backwards (Huang et al., arXiv 1811.06965)
+1f1b         one forward, one backward (Narayanan et al., arXiv 2104.04473)
+interleaved  1F1B over several chunks per rank, in Megatron's order (the same paper, section 2.2)
+zb-h1        1F1B whose weight gradients fill the gaps, at 1F1B's memory (Qi et al., arXiv 2401.10241)
+zbv          two chunks per rank in a V, no bubble between equal passes (Qi et al., arXiv 2401.10241, 2405.15362)
+dualpipev    two chunks per rank in a V, forwards overlapped with backwards (DeepSeek-AI/DualPipe, arXiv 2412.19437)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from megaaccum.batch import interleaved_problems
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
+
+Table = Sequence[Sequence[Item]]
+"""What each rank does, in order."""
+Builder = Callable[[int, int], Table]
+"""(pp, num_microbatches) -> table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A schedule that can be built by name."""
+
+    name: str
+    chunks: int | None
+    """Model chunks per rank; None where the caller chooses (interleaved)."""
+    placement: Placement
+    splits: bool
+    """Whether it splits the backward into I and W."""
+    build: Builder | None = None
+    """None for the interleaved schedule, which has parameters of its own."""
+
+
+_REGISTRY: dict[str, Entry] = {}
+
+
+def names() -> list[str]:
+    """The names that `build` knows, registered ones included."""
+    return list(_REGISTRY)
+
+
+def entry(name: str) -> Entry:
+    """What is known about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, where there
+    is none, or the file is no table."""
+    if name.endswith(".csv"):
+        return _entry_of_file(name)
+    if name not in _REGISTRY:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, _REGISTRY, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        known = ", ".join(_REGISTRY)
+        raise ScheduleError(
+            f"there is no schedule {name!r}{meant} (known: {known}, or a CSV file's path ending in .csv)"
+        )
+    return _REGISTRY[name]
+
+
+def _entry_of_file(path: str) -> Entry:
+    from megaaccum.schedule.table import read_csv
+
+    stored = read_csv(path)
+    if stored.placement is None:
+        raise ScheduleError(
+            f"schedule {path} places stages as {stored.stages}: rank r has to hold stages r, r + pp, ... (as the"
+            " interleaved schedule) or r and 2 * pp - 1 - r (a V)"
+        )
+    return Entry(
+        name=path, chunks=stored.chunks, placement=stored.placement, splits=stored.splits_backward,
+        build=_from_file(stored),
+    )  # fmt: skip
+
+
+def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, placement: Placement = "loop") -> None:
+    """Make a schedule of one's own known by `name`, to `build` and as the configuration's `schedule`.
+
+    builder: a function (pp, num_microbatches) -> per rank a list of actions; or a CSV file, which holds one pp and one
+    number of micro-batches (chunks and placement are then the file's). What it builds is validated by `build`.
+    Raises ScheduleError where the name is taken.
+    """
+    if name in _REGISTRY:
+        raise ScheduleError(f"there is a schedule {name!r} already: register yours under another name")
+    if callable(builder):
+        _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=True, build=builder)
+    else:
+        _REGISTRY[name] = replace(_entry_of_file(str(builder)), name=name)
+
+
+def _from_file(stored: Schedule) -> Builder:
+    def build_from_file(pp: int, num_microbatches: int) -> Table:
+        if (pp, num_microbatches) != (stored.pp, stored.num_microbatches):
+            raise ScheduleError(
+                f"{stored.name} is a schedule of pp {stored.pp} and {stored.num_microbatches} micro-batches, not of pp"
+                f" {pp} and {num_microbatches}"
+            )
+        return stored.items
+
+    return build_from_file
+
+
+@lru_cache(maxsize=64)
+def build(
+    name: str, *, pp: int, num_microbatches: int, chunks: int | None = None, group_size: int | None = None
+) -> Schedule:
+    """The schedule `name` for pp ranks and num_microbatches micro-batches per flush; the same object when asked again.
+
+    chunks: model chunks per rank, which only the interleaved schedule leaves open (default 2). group_size: its
+    microbatch_group_size_per_vp_stage (default pp). `name` may be a CSV file's path.
+    Raises ScheduleError where the schedule does not exist for these sizes. A registered one is validated.
+    """
+    if pp < 1 or num_microbatches < 1:
+        raise ScheduleError(f"pp {pp} and {num_microbatches} micro-batches: both must be at least 1")
+    known = entry(name)
+    if known.chunks is not None and chunks not in (None, known.chunks):
+        raise ScheduleError(
+            f"schedule {name} has {known.chunks} model chunk{'s' * (known.chunks > 1)} per rank, not {chunks}: set"
+            f" virtual_pipeline_model_parallel_size to {known.chunks}, or leave it out"
+        )
+    if known.build is None:
+        chunks = chunks or 2
+        table = interleaved(pp, num_microbatches, chunks=chunks, group_size=group_size or pp)
+    else:
+        chunks = known.chunks or 1
+        table = known.build(pp, num_microbatches)
+    schedule = make_schedule(
+        name, num_microbatches=num_microbatches, placement=known.placement, chunks=chunks, items=table
+    )
+    return schedule if name in BUILT_IN else _validated(schedule)
+
+
+def _validated(schedule: Schedule) -> Schedule:
+    from megaaccum.schedule.validate import validate
+
+    validate(schedule)
+    return schedule
+
+
+# --- the builders ---------------------------------------------------------------------------------------------------
+
+
+def gpipe(pp: int, num_microbatches: int) -> Table:
+    """All forwards, then all backwards in the same order."""
+    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]  # type: ignore[arg-type]
+    return [passes] * pp
+
+
+def one_forward_one_backward(pp: int, num_microbatches: int) -> Table:
+    """pp - rank - 1 forwards, then a forward and a backward in turn, then the backwards that are left."""
+    return [_in_turn(num_microbatches, warmup=pp - rank - 1) for rank in range(pp)]
+
+
+def _in_turn(m: int, *, warmup: int) -> list[Item]:
+    warmup = min(warmup, m)
+    items: list[Item] = [Action("F", 0, i) for i in range(warmup)]
+    for i in range(m - warmup):
+        items += [Action("F", 0, warmup + i), Action("B", 0, i)]
+    return items + [Action("B", 0, i) for i in range(m - warmup, m)]
+
+
+def interleaved(pp: int, num_microbatches: int, *, chunks: int, group_size: int) -> Table:
+    """Megatron's order: chunks take turns every `group_size` micro-batches, and backwards visit chunks from the last.
+
+    Raises ScheduleError for sizes that Megatron-core refuses.
+    """
+    if problems := list(interleaved_problems(num_microbatches, pp, group_size)):
+        raise ScheduleError(problems)
+    forwards = _rounds(num_microbatches, chunks, group_size)
+    backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in forwards]
+    table = []
+    for rank in range(pp):
+        warmup = min((pp - rank - 1) * 2 + (chunks - 1) * group_size, len(forwards))
+        items = [Action("F", *at) for at in forwards[:warmup]]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            items += [Action("F", *forward), Action("B", *backward)]
+        table.append(items + [Action("B", *at) for at in backwards[len(forwards) - warmup :]])
+    return table
+
+
+def _rounds(m: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) in the order of Megatron's forwards: group after group, each through all chunks."""
+    starts = range(0, m, group_size)
+    return [(chunk, i) for at in starts for chunk in range(chunks) for i in range(at, min(at + group_size, m))]
+
+
+def zb_h1(pp: int, num_microbatches: int) -> Table:
+    """1F1B in which rank r puts off its weight gradients by r micro-batches, and does what is left at the end.
+
+    Peak memory is 1F1B's: what a later rank saves in forwards it spends on weight gradients (section 2.3: worker i of p
+    holds (p - i + 1) activations and (i - 1) weight gradients).
+    """
+    return [_zb_h1_rank(pp, rank, num_microbatches) for rank in range(pp)]
+
+
+def _zb_h1_rank(pp: int, rank: int, m: int) -> list[Item]:
+    items: list[Item] = []
+    done = 0  # weight gradients
+    for item in _in_turn(m, warmup=pp - rank - 1):
+        assert isinstance(item, Action)
+        if item.kind == "F":
+            items.append(item)
+            continue
+        items.append(Action("I", 0, item.microbatch))
+        if item.microbatch >= done + rank:
+            items.append(Action("W", 0, done))
+            done += 1
+    return items + [Action("W", 0, i) for i in range(done, m)]
+
+
+class _VRank:
+    """Writes down one rank's part of a V-shaped schedule, counting micro-batches per chunk and kind."""
+
+    def __init__(self):
+        self.items: list[Item] = []
+        self._next = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
+        self._owed: deque[tuple[int, int]] = deque()
+
+    def count(self, kind: Kind, chunk: int) -> int:
+        """How many there are of `kind`; a B counts as I and W."""
+        return self._next[kind, chunk]
+
+    def _take(self, kind: str, chunk: int) -> int:
+        self._next[kind, chunk] += 1
+        return self._next[kind, chunk] - 1
+
+    def forward(self, chunk: int) -> None:
+        self.items.append(Action("F", chunk, self._take("F", chunk)))
+
+    def input_grad(self, chunk: int) -> None:
+        self.items.append(Action("I", chunk, self._take("I", chunk)))
+        self._owed.append((chunk, self._next["I", chunk] - 1))
+
+    def weight_grad(self, chunk: int | None = None) -> None:
+        """The oldest weight gradient that is owed, of `chunk` or (None) of either; nothing where none is."""
+        for at in self._owed:
+            if chunk is None or at[0] == chunk:
+                self._owed.remove(at)
+                self.items.append(Action("W", *at))
+                self._next["W", at[0]] += 1
+                return
+
+    def backward(self, chunk: int) -> None:
+        self.items.append(self._full_backward(chunk))
+
+    def fused(self, forward_chunk: int, backward_chunk: int) -> None:
+        forward = Action("F", forward_chunk, self._take("F", forward_chunk))
+        self.items.append(Pair(forward, self._full_backward(backward_chunk)))
+
+    def _full_backward(self, chunk: int) -> Action:
+        self._take("W", chunk)
+        return Action("B", chunk, self._take("I", chunk))
+
+
+def zbv(pp: int, num_microbatches: int) -> Table:
+    """ZB-V: fill both arms of the V, then F, I, W of the two chunks in turn, and put weight gradients off at the end.
+
+    Between passes of equal length only the fill and the drain of one chunk are idle: (pp - 1) * F of a chunk.
+    Raises ScheduleError below 2 * pp - 1 micro-batches, which the fill takes.
+    """
+    if num_microbatches < 2 * pp - 1:
+        raise ScheduleError(
+            f"schedule zbv at pp {pp} needs at least 2 * {pp} - 1 = {2 * pp - 1} micro-batches in a flush, not"
+            f" {num_microbatches}: raise num_chunks or grad_accum_steps"
+        )
+    return [_zbv_rank(pp, rank, num_microbatches) for rank in range(pp)]
+
+
+def _zbv_rank(pp: int, rank: int, m: int) -> list[Item]:
+    at = _VRank()
+    for _ in range(2 * (pp - rank) - 1):  # down the V while the far ranks fill
+        at.forward(0)
+    for _ in range(rank):  # both arms
+        at.forward(1)
+        at.forward(0)
+    for _ in range(pp - rank):  # the first micro-batches come back up
+        at.forward(1)
+        at.input_grad(1)
+        at.weight_grad(1)
+    while at.count("F", 1) < m:  # steady: each chunk gives and takes one micro-batch
+        if at.count("F", 0) < m:
+            at.forward(0)
+        at.input_grad(0)
+        at.weight_grad(0)
+        at.forward(1)
+        at.input_grad(1)
+        at.weight_grad(1)
+    for _ in range(rank):  # drain: input gradients first, others wait for them
+        at.input_grad(0)
+        at.input_grad(1)
+    for _ in range(pp - rank):
+        at.input_grad(0)
+        at.weight_grad(0)
+    for chunk in (1, 0):
+        while at.count("W", chunk) < m:
+            at.weight_grad(chunk)
+    return at.items
+
+
+def dualpipev(pp: int, num_microbatches: int) -> Table:
+    """DualPipeV: a V in whose steady state every forward of one chunk is fused with a backward of the other.
+
+    Raises ScheduleError below 2 * pp micro-batches.
+    """
+    if num_microbatches < 2 * pp:
+        raise ScheduleError(
+            f"schedule dualpipev at pp {pp} needs at least 2 * {pp} = {2 * pp} micro-batches in a flush, not"
+            f" {num_microbatches}: raise num_chunks or grad_accum_steps"
+        )
+    return [_dualpipev_rank(pp, rank, num_microbatches) for rank in range(pp)]
+
+
+def _dualpipev_rank(pp: int, rank: int, m: int) -> list[Item]:
+    """The eight phases, in the shorthand of DualPipe's diagram: nF0 is n forwards of chunk 0."""
+    at, below = _VRank(), pp - rank - 1
+    for _ in range(2 * below):  # nF0
+        at.forward(0)
+    for _ in range(rank + 1):  # nF0F1
+        at.forward(0)
+        at.forward(1)
+    for _ in range(below):  # nI1W1F1
+        at.input_grad(1)
+        at.weight_grad()
+        at.forward(1)
+    for i in range(m - 2 * pp + rank + 1):  # nF0B1-F1B0
+        if i == 0 and rank == pp - 1:
+            # The tip of the V feeds itself: its first backward waits for nobody, so the forward goes ahead.
+            at.forward(0)
+            at.backward(1)
+        else:
+            at.fused(0, 1)
+        at.fused(1, 0)
+    for _ in range(below):  # nB1-F1B0
+        at.backward(1)
+        at.fused(1, 0)
+    _dualpipev_drain(at, below, rank)
+    return at.items
+
+
+def _dualpipev_drain(at: _VRank, below: int, rank: int) -> None:
+    """nB1B0, nW0B0, nW0; in the second half of nB1B0 weight gradients are put off, to be done in the gaps after it."""
+    for i, chunk in enumerate([1, 0] * (rank + 1)):
+        if i < rank + 1:
+            at.backward(chunk)
+        else:
+            at.input_grad(chunk)
+    for _ in range(below):
+        at.weight_grad()
+        at.input_grad(0)
+    for _ in range(rank + 1):
+        at.weight_grad()
+
+
+def _add(name: str, chunks: int | None, placement: Placement, builder: Builder | None, *, splits: bool = False) -> None:
+    _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=splits, build=builder)
+
+
+_add("gpipe", 1, "loop", gpipe)
+_add("1f1b", 1, "loop", one_forward_one_backward)
+_add("interleaved", None, "loop", None)
+_add("zb-h1", 1, "loop", zb_h1, splits=True)
+_add("zbv", 2, "v", zbv, splits=True)
+_add("dualpipev", 2, "v", dualpipev, splits=True)
+BUILT_IN = frozenset(_REGISTRY)

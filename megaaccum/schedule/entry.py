@@ -1,0 +1,199 @@
+"""`get_forward_backward_func`: what runs a schedule, as a drop-in for Megatron's function of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum import cpu, groups
+from megaaccum.errors import ConfigError
+from megaaccum.schedule import wgrad
+from megaaccum.schedule.actions import Schedule
+from megaaccum.schedule.build import build
+from megaaccum.schedule.executor import Call, Flush, FlushRecord, FusedPass, forward_then_backward
+from megaaccum.schedule.hooks import Hooks
+from megaaccum.schedule.p2p import Mail
+from megaaccum.schedule.simulate import BY_MEGATRON
+from megaaccum.schedule.validate import validate
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+UNSUPPORTED = {
+    "variable_seq_lengths": "the messages of a flush have one shape",
+    "defer_embedding_wgrad_compute": "the schedule says when weight gradients are computed",
+    "num_microbatches_with_partial_activation_checkpoints": "every micro-batch is recomputed alike",
+    "overlap_moe_expert_parallel_comm": "fused pairs are run by `fused`",
+    "fine_grained_activation_offloading": "activations stay on their rank",
+    "hybrid_context_parallel": "every micro-batch is cut alike",
+    "delay_wgrad_compute": "the schedule says when weight gradients are computed",
+}
+"""Keys of Megatron's configuration that the executor cannot honour, and why."""
+
+
+def get_forward_backward_func(
+    config: str | Plan, *, fused: FusedPass = forward_then_backward, own: bool = False
+) -> Callable[..., list]:
+    """The function that runs a flush, called as Megatron-core's `forward_backward_func` (keywords only).
+
+    config: a Plan of megaaccum, or the name of a schedule (`megaaccum schedule --help` lists them, `none`, or a .csv
+    file). `none`, `1f1b` and `interleaved` are run by Megatron-core's own functions, unless `own` is true; all others
+    by a `ForwardBackward`. fused: what runs a fused forward and backward.
+
+    Raises ScheduleError (a ConfigError) for a schedule that is not known. The number of pipeline ranks and of
+    micro-batches is only known when the function is called, which then raises for those.
+    """
+    name = config if isinstance(config, str) else config.layout.schedule
+    if name == "none" or (name in BY_MEGATRON and not own):
+        from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
+
+        # Only whether there are several ranks and several chunks matters to it.
+        return megatrons(pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None)
+    group_size = None
+    if not isinstance(config, str):
+        group_size = config.config.parallel.microbatch_group_size_per_vp_stage
+    return ForwardBackward(name, fused=fused, group_size=group_size)
+
+
+class ForwardBackward:
+    """Runs flushes of one schedule. Called on every rank of the pipeline with the arguments of Megatron's functions.
+
+    `record` tells about this rank's last flush (None before it). The model is this rank's chunks in the order of the
+    schedule: for a V, chunk 0 is stage `rank` and chunk 1 stage `2 * pp - 1 - rank`.
+    """
+
+    def __init__(self, name: str, *, fused: FusedPass = forward_then_backward, group_size: int | None = None):
+        self.name, self._fused, self._group_size = name, fused, group_size
+        self._channels: dict[int, groups.PipelineChannels] = {}
+        self._proven: set[int] = set()
+        self.record: FlushRecord | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable,
+        data_iterator: Iterator | Sequence[Iterator | None],
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list:
+        """One flush of num_microbatches micro-batches. Returns, on the rank of the last stage, what loss functions
+        report per micro-batch, in order; elsewhere an empty list.
+
+        p2p_communicator is not used: messages go over channels of our own, so that receives can be posted ahead.
+        Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails on the way.
+        """
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        config = _config_of(chunks)
+        collection = pg_collection or groups.default_collection()
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError(
+                f"adjust_tensor_shapes_fn: schedule {self.name} sends messages of one shape; leave it out"
+            )
+        schedule = self._schedule(collection.pp.size(), num_microbatches, len(chunks))
+        rank = collection.pp.rank()
+        for chunk in chunks:
+            wgrad.install(chunk)
+        shape = _message_shape(config, collection, decoder_seq_length or seq_length, micro_batch_size)
+        call = Call(
+            forward_step_func=forward_step_func,
+            data_iterator=_per_chunk(data_iterator, len(chunks)),
+            model=chunks,
+            config=config,
+            num_microbatches=num_microbatches,
+            cp_group_size=collection.cp.size(),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        mail = Mail(
+            schedule,
+            self._channels_of(collection.pp, schedule),
+            lambda: torch.empty(shape, dtype=config.pipeline_dtype, device=cpu.device()),
+            forward_only=forward_only,
+        )
+        hooks = Hooks(schedule, rank, config, chunks)
+        flush = Flush(schedule, rank, call, mail, hooks, self._fused)
+        _run(flush, hooks, forward_only=forward_only)
+        self.record = flush.record
+        if not forward_only and config.finalize_model_grads_func is not None:
+            tokens = flush.num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(
+                chunks, tokens, pg_collection=collection, force_all_reduce=force_all_reduce
+            )
+        return flush.reports
+
+    def _schedule(self, pp: int, num_microbatches: int, chunks: int) -> Schedule:
+        """The schedule of this size, proven once."""
+        wanted = chunks if self.name == "interleaved" else None
+        schedule = build(
+            self.name, pp=pp, num_microbatches=num_microbatches, chunks=wanted, group_size=self._group_size
+        )
+        if schedule.chunks != chunks:
+            raise ConfigError(
+                f"schedule {self.name} has {schedule.chunks} model chunks per rank, and the model is {chunks}: set"
+                f" virtual_pipeline_model_parallel_size to {schedule.chunks} and build as many"
+            )
+        if num_microbatches not in self._proven:
+            validate(schedule)
+            self._proven.add(num_microbatches)
+        return schedule
+
+    def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> groups.PipelineChannels:
+        from megaaccum.schedule.validate import sends
+
+        if id(pp) not in self._channels:
+            self._channels[id(pp)] = groups.PipelineChannels(pp)
+        channels = self._channels[id(pp)]
+        channels.connect((at for rank in range(schedule.pp) for at in sends(schedule, rank)), cpu.device())
+        return channels
+
+
+def _run(flush: Flush, hooks: Hooks, *, forward_only: bool) -> None:
+    if forward_only:
+        flush.run()
+        return
+    hooks.begin()
+    try:
+        flush.run()
+    finally:
+        hooks.end()
+
+
+def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
+    """Megatron's configuration of the chunks. Raises ConfigError for keys that the executor cannot honour."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(chunks[0])
+    problems = [
+        f"{key} is set, and with a schedule of megaaccum's own executor {why}: leave it out"
+        for key, why in UNSUPPORTED.items()
+        if getattr(config, key, None)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _message_shape(config: Any, collection: Any, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+    """[sequence of this rank, micro-batch, hidden], as Megatron's get_tensor_shapes."""
+    parts = collection.cp.size() * (collection.tp.size() if config.sequence_parallel else 1)
+    return seq_length // parts, micro_batch_size, config.hidden_size
+
+
+def _per_chunk(data_iterator: Any, chunks: int) -> Sequence[Iterator | None]:
+    iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]
+    if len(iterators) != chunks:
+        raise ConfigError(f"{len(iterators)} data iterators for {chunks} model chunks: give a list with one per chunk")
+    return iterators

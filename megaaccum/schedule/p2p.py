@@ -1,0 +1,119 @@
+"""Messages between the ranks of a pipeline: receives posted ahead, sends waited for late.
+
+A channel carries one kind of message (activations F, or their gradients B) from one rank to another, in the order of
+the schedule, which both ends know. Channels of a pair of ranks are kept apart by tags on gloo and by process groups on
+NCCL, so that a message never queues behind one that its receiver asks for later.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.groups import PipelineChannels
+from megaaccum.schedule.actions import Schedule
+from megaaccum.schedule.validate import Channel, Message, receives
+
+AHEAD = 2
+"""Receives that are posted on a channel before they are needed."""
+
+
+class Mail:
+    """What one rank sends and receives in one flush. Used by one thread.
+
+    members: global ranks of the pipeline. new_buffer: an empty tensor of the one shape that all messages have.
+    forward_only: activations alone.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        channels: PipelineChannels,
+        new_buffer: Callable[[], torch.Tensor],
+        *,
+        forward_only: bool = False,
+    ):
+        self._channels, self._new_buffer = channels, new_buffer
+        self._rank, self.members = channels.rank, channels.members
+        incoming = receives(schedule, self._rank)
+        self._due = {at: iter(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
+        self._posted: dict[Channel, deque[tuple[Message, dist.Work, torch.Tensor]]] = {at: deque() for at in self._due}
+        self._outbox = _Outbox(polls=channels.sends_can_be_polled)
+        for channel in self._due:
+            self._post(channel, AHEAD)
+
+    def _post(self, channel: Channel, count: int) -> None:
+        source, _, kind = channel
+        due: Iterator[Message] = self._due[channel]
+        # The range first: at its end zip must not have taken a message already.
+        for _, message in zip(range(count), due, strict=False):
+            buffer = self._new_buffer()
+            work = self._channels.receive(buffer, source, kind)
+            self._posted[channel].append((message, work, buffer))
+
+    def receive(self, source: int, kind: str, message: Message) -> torch.Tensor:
+        """The content of `message` from rank `source` of the pipeline, once it is there."""
+        channel = (source, self._rank, kind)
+        expected, work, buffer = self._posted[channel].popleft()
+        assert expected == message, f"{expected} is due on {channel}, and {message} is asked for"
+        work.wait()
+        self._post(channel, 1)
+        return buffer
+
+    def send(self, tensor: torch.Tensor, target: int, kind: str) -> None:
+        """Begin to send; `tensor` must not change any more, and is let go once it has left."""
+        self._outbox.put(self._channels.send(tensor, target, kind), tensor)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        self._outbox.close()
+
+
+class _Outbox:
+    """Holds what is on its way out, and lets go of it when it has left.
+
+    NCCL says without waiting whether a message has left. gloo only says so to one who waits, so a thread does.
+    """
+
+    def __init__(self, *, polls: bool):
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._queue: queue.SimpleQueue | None = None if polls else queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        if self._queue is None:
+            self._sent.append((work, tensor))
+            while self._sent and self._sent[0][0].is_completed():
+                self._sent.popleft()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_each, name="megaaccum-sends", daemon=True)
+            self._thread.start()
+        if self._error is not None:
+            raise self._error
+        self._queue.put((work, tensor))
+
+    def _wait_for_each(self) -> None:
+        assert self._queue is not None
+        while (entry := self._queue.get()) is not None:
+            try:
+                entry[0].wait()
+            except Exception as error:
+                self._error = error
+                return
+            del entry
+
+    def close(self) -> None:
+        while self._sent:
+            self._sent.popleft()[0].wait()
+        if self._queue is not None and self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            if self._error is not None:
+                raise self._error

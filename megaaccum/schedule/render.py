@@ -1,0 +1,124 @@
+"""Pictures of a schedule: ranks over time, as papers draw it, and what each rank holds below it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.actions import NAMES, Action, Schedule
+from megaaccum.schedule.simulate import Simulation, held
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"F": "#4f83cc", "I": "#e0a030", "W": "#5fa55a", "B": "#d9804a"}
+"""Of chunk 0; later chunks are drawn lighter."""
+FORMATS = (".png", ".svg", ".pdf")
+MAX_LABELS = 1500
+"""Above this many actions micro-batch numbers would only blacken the picture."""
+
+
+# --- terminal -------------------------------------------------------------------------------------------------------
+
+
+def text(schedule: Schedule, simulation: Simulation, *, width: int = 120) -> str:
+    """A row per rank, `width` characters wide: each action as kind and micro-batch where that fits, then as its kind,
+    with small letters for odd chunks and dots for waiting."""
+    label = max(len(f"rank {schedule.pp - 1}"), 6)
+    scale = max(width - label - 1, 10) / simulation.makespan
+    rows = [f"rank {rank}".ljust(label) + " " + _row(schedule, simulation, rank, scale) for rank in range(schedule.pp)]
+    return "\n".join(rows)
+
+
+def _row(schedule: Schedule, simulation: Simulation, rank: int, scale: float) -> str:
+    cells = ["."] * round(simulation.makespan * scale)
+    for action, (start, end) in _spans(schedule, simulation, rank):
+        first, stop = round(start * scale), round(end * scale)
+        cells[first:stop] = _cell(action, stop - first)
+    return "".join(cells)
+
+
+def _cell(action: Action, width: int) -> str:
+    kind = action.kind.lower() if action.chunk % 2 else action.kind
+    named = f"{kind}{action.microbatch}"
+    # One free column keeps neighbours apart.
+    return (named if len(named) < width else kind).ljust(width, "-" if width > 1 else kind)[:width]
+
+
+def _spans(schedule: Schedule, simulation: Simulation, rank: int) -> Iterator[tuple[Action, tuple[float, float]]]:
+    return zip(schedule.actions(rank), simulation.spans[rank], strict=True)
+
+
+# --- picture --------------------------------------------------------------------------------------------------------
+
+
+def check_format(path: Path) -> None:
+    """Raise ScheduleError unless `path` ends in one of FORMATS."""
+    if path.suffix not in FORMATS:
+        raise ScheduleError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
+
+
+def draw(
+    schedule: Schedule, simulation: Simulation, path: Path, *, activation: float = 1.0, deferred: float = 0.0
+) -> None:
+    """Write the timeline, and below it what each rank holds over time, to `path` (PNG, SVG or PDF by its ending).
+
+    activation and deferred: as in `simulate.held`. Needs no display. Raises ScheduleError for another ending, OSError
+    where the file cannot be written.
+    """
+    check_format(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 1.8 + 0.42 * min(schedule.pp, 32) + 2.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(0.42 * min(schedule.pp, 32) + 0.6, 2.2))
+    _draw_lanes(lanes, schedule, simulation)
+    _draw_memory(memory, schedule, simulation, activation, deferred)
+    ratio = 1 - simulation.utilisation
+    figure.suptitle(
+        f"{schedule.name}: pp {schedule.pp}, {schedule.num_microbatches} micro-batches,"
+        f" makespan {simulation.makespan:g}, {ratio:.1%} idle"
+    )
+    aside = path.with_name(path.name + ".new")
+    figure.savefig(aside, format=path.suffix[1:], dpi=150)
+    os.replace(aside, path)
+
+
+def _draw_lanes(axes: Axes, schedule: Schedule, simulation: Simulation) -> None:
+    from matplotlib.patches import Patch
+
+    labelled = sum(map(len, simulation.spans)) <= MAX_LABELS
+    fused = {id(each) for rank in schedule.items for item in rank if len(item) == 2 for each in item}
+    for rank in range(schedule.pp):
+        for action, (start, end) in _spans(schedule, simulation, rank):
+            axes.barh(
+                rank, end - start, left=start, height=0.86, color=COLOURS[action.kind],
+                alpha=1.0 if action.chunk % 2 == 0 else 0.55, linewidth=0.9 if id(action) in fused else 0.3,
+                edgecolor="black" if id(action) in fused else "white",
+            )  # fmt: skip
+            if labelled:
+                axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
+    axes.invert_yaxis()
+    kinds = sorted({action.kind for rank in range(schedule.pp) for action in schedule.actions(rank)}, key="FIWB".index)
+    axes.legend(
+        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8,
+    )  # fmt: skip
+    axes.margins(x=0)
+
+
+def _draw_memory(axes: Axes, schedule: Schedule, simulation: Simulation, activation: float, deferred: float) -> None:
+    for rank in range(schedule.pp):
+        curve = held(schedule, simulation, rank, activation=activation, deferred=deferred)
+        axes.step([time for time, _ in curve], [amount for _, amount in curve], where="post", label=f"rank {rank}")
+    axes.set_ylabel("held passes" if activation == 1.0 else "held bytes")
+    axes.set_xlabel("time")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    if schedule.pp <= 8:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

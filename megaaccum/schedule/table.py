@@ -1,0 +1,121 @@
+"""Schedules in CSV files: a row per rank, an action per cell.
+
+In a file the first number of an action is the *stage* of the whole pipeline, as in the tables of
+torch.distributed.pipelining, so that files can be exchanged with it: `7B2` is the backward of micro-batch 2 on stage 7.
+Which rank holds a stage is then read off the file. Files whose rows all use the same numbers count a rank's chunks
+instead; with two or more chunks they say in a first line `# placement: loop` or `# placement: v` how stages are placed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.actions import Action, Item, Pair, Placement, Schedule, make_schedule, parse
+
+_NOT_COMPUTE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+"""What torch writes into its lowered tables beside passes; ranks of ours work that out by themselves."""
+
+
+def write_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write `schedule` with stage numbers; torch's `_load_csv(..., format="compute_only")` reads it too."""
+    lines = (
+        ",".join(str(_by_stage(item, schedule.stages[rank])) for item in schedule.items[rank])
+        for rank in range(schedule.pp)
+    )
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def _by_stage(item: Item, stages: tuple[int, ...]) -> str:
+    if isinstance(item, Pair):
+        return f"({_by_stage(item.forward, stages)};{_by_stage(item.backward, stages)})OVERLAP_F_B"
+    return str(item._replace(chunk=stages[item.chunk]))
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule in a file; its name is the path. Not validated.
+
+    Raises ScheduleError where the file cannot be read as a table of actions, naming row and cell.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ScheduleError(f"schedule {path}: the file cannot be read: {error.strerror or error}") from error
+    header = [line for line in lines if line.startswith("#")]
+    rows = [_read_row(path, number, line) for number, line in enumerate(_without(lines, header))]
+    if not rows or not all(rows):
+        raise ScheduleError(f"schedule {path}: a row per rank is needed, with at least one action each")
+    numbers = [sorted({action.chunk for action in _flat(row)}) for row in rows]
+    num_microbatches = 1 + max(action.microbatch for row in rows for action in _flat(row))
+    if len(rows) > 1 and all(held == numbers[0] for held in numbers):
+        return _by_chunk(path, rows, len(numbers[0]), num_microbatches, header)
+    _check_stages(path, numbers)
+    items = [tuple(_by_chunk_number(item, numbers[rank]) for item in row) for rank, row in enumerate(rows)]
+    return Schedule(
+        name=str(path),
+        pp=len(rows),
+        num_microbatches=num_microbatches,
+        stages=tuple(tuple(held) for held in numbers),
+        items=tuple(items),
+    )
+
+
+def _without(lines: list[str], header: list[str]) -> Iterable[str]:
+    return (line for line in lines if line.strip() and line not in header)
+
+
+def _read_row(path: str | Path, rank: int, line: str) -> list[Item]:
+    """The actions of one row. Empty cells, where torch's tables wait, are left out."""
+    items = []
+    for column, cell in enumerate(line.split(",")):
+        if not cell.strip() or _NOT_COMPUTE.fullmatch(cell.strip()):
+            continue
+        try:
+            items.append(parse(cell))
+        except ScheduleError as error:
+            raise ScheduleError(f"schedule {path}, rank {rank}, cell {column}: {error}") from error
+    return items
+
+
+def _flat(row: list[Item]) -> Iterable[Action]:
+    for item in row:
+        if isinstance(item, Pair):
+            yield from item
+        else:
+            yield item
+
+
+def _by_chunk(
+    path: str | Path, rows: list[list[Item]], chunks: int, num_microbatches: int, header: list[str]
+) -> Schedule:
+    said = re.search(r"placement:\s*(\w+)", " ".join(header))
+    placement: Placement
+    if chunks == 1 or (said and said[1] == "loop"):
+        placement = "loop"
+    elif chunks == 2 and said and said[1] == "v":
+        placement = "v"
+    else:
+        raise ScheduleError(
+            f"schedule {path} counts {chunks} chunks on each rank: say in its first line how stages are placed,"
+            " `# placement: loop` or, with two chunks, `# placement: v`, or write stage numbers"
+        )
+    return make_schedule(str(path), num_microbatches=num_microbatches, placement=placement, chunks=chunks, items=rows)
+
+
+def _check_stages(path: str | Path, numbers: list[list[int]]) -> None:
+    held = sorted(stage for stages in numbers for stage in stages)
+    if held != list(range(len(held))):
+        raise ScheduleError(
+            f"schedule {path}: each of the stages 0 to {max(held)} has to be in exactly one row, and the rows hold"
+            f" {numbers}"
+        )
+    if len({len(stages) for stages in numbers}) > 1:
+        raise ScheduleError(f"schedule {path}: every rank has to hold as many stages, and the rows hold {numbers}")
+
+
+def _by_chunk_number(item: Item, stages: list[int]) -> Item:
+    if isinstance(item, Pair):
+        return Pair(*(action._replace(chunk=stages.index(action.chunk)) for action in item))
+    return item._replace(chunk=stages.index(item.chunk))

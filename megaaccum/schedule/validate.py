@@ -1,0 +1,215 @@
+"""Proof that a schedule can run: complete, in order, free of deadlock. And what it holds in memory.
+
+`validate(schedule)` raises a ScheduleError that points at the action, or returns a `Footprint`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.actions import NAMES, Action, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The most that each rank holds at one time during a flush, in passes of one micro-batch through one chunk.
+
+    in_flight[rank]: forwards whose input gradient is not done (the pass that runs counts): that many activations live.
+    deferred[rank]: input gradients whose weight gradient is not done (a full backward defers nothing): for each, inputs
+    and output gradients of the chunk's matrices live on. The two peaks may lie at different times.
+    """
+
+    in_flight: tuple[int, ...]
+    deferred: tuple[int, ...]
+
+
+def validate(schedule: Schedule) -> Footprint:
+    """Prove that `schedule` runs to its end on ranks that do their actions in order; returns what they hold.
+
+    Held are: every micro-batch has on every chunk one F and then either one B or one I and later one W; forwards of a
+    chunk are in micro-batch order (Megatron's data iterators only go on); messages between two ranks are asked for in
+    the order in which they are sent; and no rank waits for an action that waits for it. Sends do not wait.
+
+    Raises ScheduleError (a ConfigError) with the rank and the action. Does not check sizes against a configuration.
+    """
+    peaks = [_check_rank(schedule, rank) for rank in range(schedule.pp)]
+    _check_messages(schedule)
+    _check_progress(schedule)
+    return Footprint(in_flight=tuple(live for live, _ in peaks), deferred=tuple(owed for _, owed in peaks))
+
+
+def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
+    return ScheduleError(f"schedule {schedule.name}, rank {rank}: {text}")
+
+
+_AFTER = {"F": (0, 1), "I": (1, 2), "B": (1, 3), "W": (2, 3)}
+"""What state a micro-batch has to be in (0 untouched, 1 forward done, 2 input gradient done, 3 all) and comes into."""
+
+
+def _check_rank(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """Completeness and local order on one rank; (peak in flight, peak deferred)."""
+    m, chunks = schedule.num_microbatches, schedule.chunks
+    state = bytearray(m * chunks)
+    next_forward = [0] * chunks
+    live = owed = peak_live = peak_owed = 0
+    for action in schedule.actions(rank):
+        kind, chunk, microbatch = action
+        if not (0 <= chunk < chunks and 0 <= microbatch < m):
+            raise _fail(schedule, rank, f"{action.describe()} is outside {chunks} chunks and {m} micro-batches")
+        needed, then = _AFTER[kind]
+        at = chunk * m + microbatch
+        if state[at] != needed:
+            raise _fail(schedule, rank, _wrong_order(action, state[at]))
+        state[at] = then
+        if kind == "F":
+            if microbatch != next_forward[chunk]:
+                raise _fail(schedule, rank, _not_due(action, next_forward[chunk]))
+            next_forward[chunk] += 1
+            live += 1
+            if live > peak_live:
+                peak_live = live
+        elif kind == "W":
+            owed -= 1
+        else:
+            live -= 1
+            if kind == "I":
+                owed += 1
+                if owed > peak_owed:
+                    peak_owed = owed
+    if state.count(3) != len(state):
+        raise _fail(schedule, rank, _missing(schedule, state))
+    return peak_live, peak_owed
+
+
+def _not_due(action: Action, due: int) -> str:
+    return (
+        f"{action.describe()} comes before {action._replace(microbatch=due)}; forwards of a chunk go in the order of"
+        " micro-batches, as data iterators give them"
+    )
+
+
+def _wrong_order(action: Action, state: int) -> str:
+    """Why `action` cannot come when its micro-batch is in `state`."""
+    if _AFTER[action.kind][0] < state:
+        return f"{action.describe()} comes when that is done already"
+    needs = action._replace(kind="I" if action.kind == "W" and state == 1 else "F")
+    return f"{action.describe()} comes before {needs} ({NAMES[needs.kind]})"
+
+
+def _missing(schedule: Schedule, state: bytearray) -> str:
+    """Names the first action that is missing."""
+    at = next(i for i, value in enumerate(state) if value != 3)
+    chunk, microbatch = divmod(at, schedule.num_microbatches)
+    kind = {0: "F", 1: "I", 2: "W"}[state[at]]
+    missing = Action(kind, chunk, microbatch)  # type: ignore[arg-type]
+    return f"{missing.describe()} is missing"
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+Channel = tuple[int, int, str]
+"""(sending rank, receiving rank, F for activations or B for their gradients)."""
+Message = tuple[int, int]
+"""(stage that sends, micro-batch)."""
+
+
+def sends(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
+    """What the rank sends, in order, for each channel."""
+    found: dict[Channel, list[Message]] = defaultdict(list)
+    stages, owner, last = schedule.stages[rank], schedule.rank_of_stage, schedule.num_stages - 1
+    for kind, chunk, microbatch in schedule.actions(rank):
+        stage = stages[chunk]
+        if kind == "F" and stage < last and owner[stage + 1] != rank:
+            found[rank, owner[stage + 1], "F"].append((stage, microbatch))
+        elif kind in "IB" and stage > 0 and owner[stage - 1] != rank:
+            found[rank, owner[stage - 1], "B"].append((stage, microbatch))
+    return dict(found)
+
+
+def receives(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
+    """What the rank asks for, in order, for each channel."""
+    found: dict[Channel, list[Message]] = defaultdict(list)
+    stages, owner, last = schedule.stages[rank], schedule.rank_of_stage, schedule.num_stages - 1
+    for kind, chunk, microbatch in schedule.actions(rank):
+        stage = stages[chunk]
+        if kind == "F" and stage > 0 and owner[stage - 1] != rank:
+            found[owner[stage - 1], rank, "F"].append((stage - 1, microbatch))
+        elif kind in "IB" and stage < last and owner[stage + 1] != rank:
+            found[owner[stage + 1], rank, "B"].append((stage + 1, microbatch))
+    return dict(found)
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """What is sent over a channel is asked for in the same order: NCCL matches messages by order alone."""
+    sent: dict[Channel, list[Message]] = {}
+    for rank in range(schedule.pp):
+        sent |= sends(schedule, rank)
+    for rank in range(schedule.pp):
+        for channel, wanted in receives(schedule, rank).items():
+            if sent[channel] != wanted:
+                raise _fail(schedule, rank, _mismatch(channel, sent[channel], wanted))
+
+
+def _mismatch(channel: Channel, sent: list[Message], wanted: list[Message]) -> str:
+    at = next(i for i, (mine, its) in enumerate(zip(wanted, sent, strict=True)) if mine != its)
+    what = "activation" if channel[2] == "F" else "gradient"
+    return (
+        f"message {at} from rank {channel[0]} is the {what} of stage {sent[at][0]}, micro-batch {sent[at][1]}, and rank"
+        f" {channel[1]} asks for that of stage {wanted[at][0]}, micro-batch {wanted[at][1]} first"
+    )
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Let every rank do its actions until it waits; raise if some wait for ever."""
+    queues = [[*schedule.actions(rank)] for rank in range(schedule.pp)]
+    m, last = schedule.num_microbatches, schedule.num_stages - 1
+    forward, gradient = bytearray(m * (last + 1)), bytearray(m * (last + 1))
+    position, ready = [0] * schedule.pp, list(range(schedule.pp))
+    owner, waits = schedule.rank_of_stage, [False] * schedule.pp
+    while ready:
+        rank = ready.pop()
+        stages, queue, at, waits[rank] = schedule.stages[rank], queues[rank], position[rank], False
+        while at < len(queue):
+            kind, chunk, microbatch = queue[at]
+            stage = stages[chunk]
+            here = stage * m + microbatch
+            if kind == "F":
+                if stage and not forward[here - m]:
+                    waits[rank] = True
+                    break
+                forward[here], feeds = 1, stage + 1
+            elif kind == "W":
+                at += 1
+                continue
+            else:
+                if stage < last and not gradient[here + m]:
+                    waits[rank] = True
+                    break
+                gradient[here], feeds = 1, stage - 1
+            at += 1
+            if 0 <= feeds <= last and waits[owner[feeds]]:
+                waits[owner[feeds]] = False
+                ready.append(owner[feeds])
+        position[rank] = at
+    if any(waits):
+        raise ScheduleError(_deadlock(schedule, queues, position))
+
+
+def _deadlock(schedule: Schedule, queues: list[list[Action]], position: list[int]) -> str:
+    """Who waits for whom, rank by rank."""
+    lines = [f"schedule {schedule.name} cannot end: every rank that is not done waits for another"]
+    for rank, queue in enumerate(queues):
+        if position[rank] == len(queue):
+            continue
+        action = queue[position[rank]]
+        stage = schedule.stage(rank, action)
+        other = stage - 1 if action.kind == "F" else stage + 1
+        owner = schedule.rank_of_stage[other]
+        needed = Action("F" if action.kind == "F" else "I", schedule.stages[owner].index(other), action.microbatch)
+        lines.append(f"rank {rank} waits in {action.describe()} for {needed} of rank {owner}")
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""Linear layers whose weight gradient waits until the schedule asks for it.
+
+Megatron-core's local linear layers compute input and weight gradient in one autograd function, so that a backward split
+by autograd alone computes both of them twice. Here the backward computes the input gradient, and what the weight
+gradient needs (the layer's input and its output's gradient) is put aside until `WeightGrads.compute`. The mathematics
+and the collectives are those of megatron.core.tensor_parallel.layers (0.19). Biases and norms, whose gradients are
+cheap, are not split: they come with the input gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaaccum import private
+from megaaccum.errors import ConfigError
+
+
+@dataclass(slots=True)
+class _Owed:
+    """One layer's weight gradient: grad_output^T @ input. gather: the tp ranks hold parts of the input's sequence."""
+
+    weight: torch.nn.Parameter
+    input: torch.Tensor
+    grad_output: torch.Tensor
+    gather: dist.ProcessGroup | None
+
+    @torch.no_grad()
+    def compute(self) -> torch.Tensor:
+        whole = self.input if self.gather is None else _gather(self.input, self.gather)
+        return _rows(self.grad_output).t().matmul(_rows(whole))
+
+
+class WeightGrads:
+    """The weight gradients that one micro-batch's pass through one chunk still owes."""
+
+    def __init__(self):
+        self._owed: list[_Owed] = []
+
+    def compute(self) -> None:
+        """Compute them, layer by layer, and add them to the parameters; what they needed is let go on the way.
+
+        They are added by autograd, so that precision (`grad_dtype`) and hooks on gradients are as in a backward. A
+        weight that several layers share is added once.
+        """
+        uses = {id(owed.weight): 0 for owed in self._owed}
+        for owed in self._owed:
+            uses[id(owed.weight)] += 1
+        sums: dict[int, torch.Tensor] = {}
+        while self._owed:
+            owed = self._owed.pop(0)
+            key, grad = id(owed.weight), owed.compute()
+            uses[key] -= 1
+            if key in sums:
+                grad = grad + sums.pop(key)
+            if uses[key]:
+                sums[key] = grad
+            else:
+                torch.autograd.backward(owed.weight, grad)
+
+    def __len__(self) -> int:
+        return len(self._owed)
+
+
+_receiver: WeightGrads | None = None
+"""Where backwards that run now put their weight gradients. Not thread-local: autograd has threads for GPUs."""
+
+
+@contextmanager
+def put_aside(into: WeightGrads) -> Iterator[None]:
+    """Backwards inside leave the weight gradients of installed layers in `into`."""
+    global _receiver
+    assert _receiver is None, "weight gradients are put aside already"
+    _receiver = into
+    try:
+        yield
+    finally:
+        _receiver = None
+
+
+def install(chunk: torch.nn.Module) -> None:
+    """Let every column- and row-parallel linear layer of `chunk` put its weight gradient aside; twice is once.
+
+    Outside `put_aside` such layers compute it in the backward, as before. Raises ConfigError for layers that add their
+    gradient into a buffer by themselves (gradient_accumulation_fusion) or defer it by themselves.
+    """
+    for module in chunk.modules():
+        if private.is_parallel_linear(module):
+            _refuse(module.config)
+            private.set_linear_forward(module, _forward)
+
+
+def _refuse(config: Any) -> None:
+    for key in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+        if getattr(config, key):
+            raise ConfigError(f"{key} adds weight gradients by itself, when a schedule wants to: set {key} to false")
+
+
+def _forward(
+    *,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None = None,
+    **fused: Any,
+) -> torch.Tensor:
+    """What a parallel linear layer calls for its product; arguments as Megatron-core's own."""
+    if not weight.requires_grad or not torch.is_grad_enabled():
+        return private.linear_forward(
+            input=input, weight=weight, bias=bias, allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel, tp_group=tp_group, **fused,
+        )  # fmt: skip
+    if not input.requires_grad:
+        input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
+    # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
+    return _Linear.apply(input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel))
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    weight: torch.nn.Parameter | torch.Tensor
+    tp: dist.ProcessGroup | None
+    allreduce: bool
+    sequence_parallel: bool
+
+
+class _Linear(torch.autograd.Function):
+    """input [.., in] @ weight^T [in, out] + bias. With sequence parallelism the input is gathered along dimension 0
+    over tp, and its gradient is reduce-scattered; else, where asked for, its gradient is summed over tp."""
+
+    @staticmethod
+    def forward(ctx, input, bias, at: _Operands):
+        ctx.save_for_backward(input)
+        ctx.at, ctx.has_bias = at, bias is not None
+        whole = _gather(input, at.tp) if at.sequence_parallel else input
+        output = torch.matmul(whole, at.weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (input,) = ctx.saved_tensors
+        at = ctx.at
+        grad_input, work = _reduced(grad_output.matmul(at.weight), at)
+        owed = _Owed(at.weight, input, grad_output, at.tp if at.sequence_parallel else None)
+        if _receiver is not None:
+            _receiver._owed.append(owed)
+        else:
+            torch.autograd.backward(owed.weight, owed.compute())  # under the reduction of the input's gradient
+        grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias else None
+        if work is not None:
+            work.wait()
+        return grad_input, grad_bias, None
+
+
+def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work | None]:
+    """The input's gradient over the tp ranks, and what to wait for before it is used."""
+    if at.sequence_parallel:
+        assert at.tp is not None
+        part = grad.new_empty(grad.shape[0] // at.tp.size(), *grad.shape[1:])
+        return part, dist.reduce_scatter_tensor(part, grad.contiguous(), group=at.tp, async_op=True)
+    if at.allreduce:
+        return grad, dist.all_reduce(grad, group=at.tp, async_op=True)
+    return grad, None
+
+
+def _gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> torch.Tensor:
+    """The whole sequence of `part` [sequence / tp, ...]."""
+    assert tp is not None
+    whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=tp)
+    return whole
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

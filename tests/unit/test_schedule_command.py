@@ -1,0 +1,113 @@
+"""`megaaccum schedule` and its pictures."""
+
+import json
+
+import pytest
+
+from megaaccum.cli import main
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule import Costs, build, read_csv, simulate
+from megaaccum.schedule.render import draw, text
+from megaaccum.schedule.trace import write_trace
+
+
+def run(capsys, command: str) -> str:
+    assert main(command.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_the_comparison(capsys):
+    out = run(capsys, "schedule --pp 4 -m 8 --schedule dualpipev --compare 1f1b,zbv,zb-h1 --no-timeline")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["schedule", "chunks", "makespan", "bubble", "idle", "activations", "deferred", "W"]
+    assert rows[1] == ["dualpipev", "2", "25.5", "1.5", "5.88%", "4.5", "2"]
+    assert rows[2] == ["1f1b", "1", "33", "9", "27.27%", "4", "0"]
+    assert rows[3] == ["zbv", "2", "25.5", "1.5", "5.88%", "4", "3.5"]
+    assert rows[4] == ["zb-h1", "1", "27", "3", "11.11%", "4", "4"]
+
+
+def test_what_cannot_be_compared_says_why(capsys):
+    out = run(capsys, "schedule --pp 4 -m 10 --schedule dualpipev --compare interleaved --no-timeline")
+    assert out.splitlines()[2].startswith("interleaved: 10 micro-batches in a flush leave a last group")
+
+
+def test_costs_and_latency(capsys):
+    out = run(capsys, "schedule --pp 2 -m 4 --schedule 1f1b --cost 2,3,1 --no-timeline")
+    assert out.splitlines()[1].split()[2:4] == ["30", "6"]
+    out = run(capsys, "schedule --pp 2 -m 4 --schedule 1f1b --cost 2,3,1 --p2p 0.5 --no-timeline")
+    assert float(out.splitlines()[1].split()[2]) > 30
+
+
+def test_the_timeline(capsys):
+    out = run(capsys, "schedule --pp 2 -m 4 --schedule 1f1b --width 97")
+    assert out.splitlines()[:2] == [
+        "rank 0 F0----F1----............B0----------F2----B1----------F3----B2----------......B3----------",
+        "rank 1 ......F0----B0----------F1----B1----------F2----B2----------F3----B3----------............",
+    ]
+
+
+def test_small_letters_are_odd_chunks():
+    schedule = build("zbv", pp=2, num_microbatches=4)
+    rows = text(schedule, simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)), width=120).splitlines()
+    assert rows[0].startswith("rank 0 F0-")
+    assert set(rows[1]) > set("fiw")
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_pictures(ending, tmp_path, capsys):
+    path = tmp_path / f"out.{ending}"
+    out = run(capsys, f"schedule --pp 4 -m 8 --schedule dualpipev --no-timeline --png {path}")
+    assert f"picture: {path}" in out
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") if ending == "png" else b"<svg" in content
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_picture_of_another_kind(tmp_path, capsys):
+    assert main(f"schedule --pp 4 -m 8 --schedule zbv --png {tmp_path}/out.jpg".split()) == 2
+    assert "ends in .png, .svg, .pdf" in capsys.readouterr().err
+    schedule = build("zbv", pp=2, num_microbatches=4)
+    simulation = simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1))
+    with pytest.raises(ScheduleError):
+        draw(schedule, simulation, tmp_path / "out")
+
+
+def test_the_table_and_the_trace(tmp_path, capsys):
+    run(capsys, f"schedule --pp 2 -m 5 --schedule zbv --no-timeline --csv {tmp_path}/t.csv --trace {tmp_path}/t.json")
+    assert read_csv(tmp_path / "t.csv").items == build("zbv", pp=2, num_microbatches=5).items
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 2 * 5 * 3
+    again = run(capsys, f"schedule --pp 2 -m 5 --schedule {tmp_path}/t.csv --no-timeline")
+    assert again.splitlines()[1].split()[1:3] == ["2", "15.5"]
+
+
+def test_plan_and_run_begin_together(tmp_path):
+    schedule = build("1f1b", pp=2, num_microbatches=4)
+    spans = simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).spans
+    late = [[(start + 100, end + 100) for start, end in rank] for rank in spans]
+    write_trace(tmp_path / "t.json", schedule, planned=spans, measured=late)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    first = {event["pid"]: event for event in reversed(events) if event["ph"] == "X"}
+    assert first[0]["ts"] == first[1]["ts"] == 0
+    assert first[0]["dur"] == 1e6
+    assert first[1]["name"] == "0F0"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--pp 4 -m 6 --schedule dualpipev", "needs at least 2 * 4 = 8 micro-batches"),
+        ("--pp 4 -m 8 --schedule dualpipe", "did you mean dualpipev"),
+        ("--pp 0 -m 8 --schedule zbv", "both must be at least 1"),
+    ],
+)
+def test_errors(words, said, capsys):
+    assert main(["schedule", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cost", ["1,1", "1,x,1", "-1,1,1", "0,0,0"])
+def test_bad_costs(cost, capsys):
+    with pytest.raises(SystemExit):
+        main(["schedule", "--pp", "4", "-m", "8", "--schedule", "zbv", f"--cost={cost}"])
+    assert "--cost" in capsys.readouterr().err
