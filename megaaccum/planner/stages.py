@@ -10,7 +10,7 @@ from megaaccum.config.stage_layout import layers_of_stages, parse_layout
 from megaaccum.parameters import expert_layers
 
 V_SHAPED = frozenset({"zbv", "dualpipev"})
-"""Schedules in which rank r holds stages r and 2 * pp - 1 - r; in the others, stage s is chunk s // pp of rank s % pp."""
+"""Schedules in which rank r holds stages r and 2 * pp - 1 - r. In the others stage s is on rank s % pp."""
 
 
 @dataclass(frozen=True, slots=True)

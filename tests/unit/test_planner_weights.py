@@ -114,13 +114,16 @@ def megatron_parameters(settled: Plan, rank: int, vocab_size: int) -> tuple[int,
 
 def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     import torch
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
+        get_gpt_mtp_block_spec,
+    )
 
     from megaaccum.model import padded_vocab_size, transformer_config
     from megaaccum.norm import with_own_norms
-
-    from megatron.core import parallel_state
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.
@@ -139,7 +142,10 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
         last = rank == layout.pp - 1 and chunk == layout.vpp - 1
         mtp = None
         if model.mtp_num_layers:
-            mtp = get_gpt_mtp_block_spec(config, spec, False, vp_stage=vp_stage, pp_rank=rank)
+            # Like the model's last layer, which need not be in this chunk.
+            layer = get_gpt_decoder_layer_specs(config, False)[-1]
+            layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
+            mtp = get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage, pp_rank=rank)
         with torch.device("meta"):
             chunks.append(
                 GPTModel(
