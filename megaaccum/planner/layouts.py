@@ -13,8 +13,8 @@ Column = np.ndarray
 
 RECOMPUTE = ("none", "selective", "full")
 """Codes of `Layouts.recompute`: nothing, core attention (Megatron's selective default), every layer."""
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-"""Codes of `Layouts.schedule`."""
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
+"""Codes of `Layouts.schedule`. zb-h2 is priced for comparison with published runs; no configuration can name it."""
 POLICIES = ("resident", "streaming")
 """Codes of `Layouts.policy`."""
 
