@@ -8,9 +8,11 @@ from dataclasses import replace
 from benchmarks.published import LeftOut, Row, model_of, precision
 from megaaccum.config.schema import ModelConfig
 from megaaccum.planner.activations import Kernels
+from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
-from megaaccum.planner.memory import MemoryModel, StateBytes, Usage
+from megaaccum.planner.memory import MemoryModel, StageSource, StateBytes, Usage
 from megaaccum.planner.stages import Stage, make_stages
+from megaaccum.planner.time import Software
 
 PIPELINES = {
     "none": "none",
@@ -137,16 +139,22 @@ def kernels_of(row: Row) -> Kernels:
     )
 
 
-def stages_of(row: Row, model: ModelConfig, layout: Layouts) -> tuple[Stage, ...]:
-    """The stages of a row: as even as can be, the larger ones first; zero-bubble's with one layer less at both ends."""
-    stages = int(layout.pp[0] * layout.vpp[0])
-    most, rest = divmod(model.num_layers, stages)
-    layers = [most + (index < rest) for index in range(stages)]
-    if row.source.startswith("zero_bubble"):
-        most = (model.num_layers + 2) // stages
-        layers = [most] * stages
-        layers[0], layers[-1] = most - 1, most - 1
-    return tuple(make_stages(model, layers))
+def published_stages(model: ModelConfig, *, short_ends: bool) -> StageSource:
+    """The stages of published runs: as even as can be, the larger ones first; or with one layer less at both ends."""
+
+    def stages(pp: int, vpp: int) -> list[Stage]:
+        most, rest = divmod(model.num_layers + 2 * short_ends, pp * vpp)
+        layers = [most + (index < rest) for index in range(pp * vpp)]
+        if short_ends:
+            layers[0], layers[-1] = layers[0] - 1, layers[-1] - 1
+        return make_stages(model, layers)
+
+    return stages
+
+
+def has_short_ends(row: Row) -> bool:
+    """Whether first and last stage hold one layer less (the zero-bubble paper's runs)."""
+    return row.source.startswith("zero_bubble")
 
 
 def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
@@ -169,7 +177,75 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
             # DeepSpeed's pipeline engine holds both ends of its stage for every micro-batch in flight.
             boundary_tensors=2.0 if row.text("framework") == "Megatron-DeepSpeed" else 0.0,
             sharded_over_dp="ZeRO-0" not in row.text("dp_sharding"),
-            fixed_stages=stages_of(row, model, layout),
+            fixed_stages=tuple(
+                published_stages(model, short_ends=has_short_ends(row))(int(layout.pp[0]), int(layout.vpp[0]))
+            ),
         ),
         layout,
     )
+
+
+def software_of(row: Row) -> Software:
+    """What decides a row's step time beside its layout."""
+    framework, source = row.text("framework"), row.source
+    compiled = "compile" in framework or "foundry" in framework
+    modern = framework.startswith(("Megatron-Core", "Megatron-Bridge", "NeMo", "MegaScale"))
+    fsdp = is_fsdp(row)
+    old = source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg"))
+    return Software(
+        precision=precision(row),
+        flash=flash(row),
+        fused=compiled or modern or source.startswith(("narayanan2021", "megascale", "mtnlg", "zero_bubble")),
+        grad_bytes=4.0 if fsdp and framework.startswith("torchtitan") else 2.0,
+        param_bytes=2.0,
+        grads_overlap=modern or fsdp or "no reshard" in row.text("dp_sharding"),
+        params_overlap=modern or fsdp,
+        sharded=not old,
+        # User buffers (NeMo, Bridge) and asynchronous tensor parallelism cut products into pieces that overlap.
+        tp_exposed=0.4
+        if "Async" in framework or "async" in framework or framework.startswith(("Megatron-Br", "NeMo"))
+        else 1.0,
+        ep_exposed=1.0,
+        host=1.0,
+    )
+
+
+_GPUS = (
+    ("A100-80", "a100_80"), ("a100_80", "a100_80"), ("a100_40", "a100_40"), ("A100-40", "a100_40"), ("A100", "a100_80"),
+    ("GH200", "h200"), ("H100-96", "h100_96"), ("H100", "h100"), ("h100", "h100"), ("H200", "h200"),
+    ("GB300", "gb300"), ("GB200", "gb200"), ("B300", "b300"), ("B200", "b200"), ("MI300X", "mi300x"),
+)  # fmt: skip
+
+NETWORKS = {"vtrain": 100e9, "bigscience": 50e9, "narayanan2021": 200e9, "mtnlg": 200e9, "llm_foundry": 200e9}
+"""Bytes per second that leave a node: 800 Gb/s (vTrain), four OmniPath ports of 100 Gb/s (Jean Zay), eight HDR ports
+(Selene), 1,600 Gb/s (llm-foundry's A100 nodes, as its README says). Others: the hardware table's."""
+
+
+def hardware_name(row: Row) -> str:
+    """The entry of hardware.yaml that a row ran on. LeftOut where there is none."""
+    for part, name in _GPUS:
+        if part in row.text("gpu"):
+            return name
+    raise LeftOut(f"no hardware entry for {row.text('gpu')}")
+
+
+def network_of(row: Row, hardware: Hardware) -> Hardware:
+    """The hardware with the row's cluster's network."""
+    if hardware.device.peak > 400e12:
+        return hardware  # every published H100 and later cluster here has a port of 400 Gb/s per GPU
+    for prefix, per_node in NETWORKS.items():
+        if row.source.startswith(prefix):
+            efficiency = hardware.device.efficiency.network
+            return replace(hardware, links=replace(hardware.links, net_bandwidth=per_node / 8 * efficiency))
+    return hardware
+
+
+def measured_seconds(row: Row) -> float:
+    """Seconds of a step, as reported or from the reported FLOP/s. LeftOut where a row contradicts itself."""
+    if "swapped" in row.text("notes"):
+        raise LeftOut("the table says that seconds and TFLOP/s look swapped")
+    if row.text("status") and not row.text("status").startswith("ok"):
+        raise LeftOut(f"status {row.text('status')}")
+    if not row.text("iter_time_s"):
+        raise LeftOut("no step time published")
+    return row.number("iter_time_s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from megaaccum.planner.activations import Kernels
 from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts
 from megaaccum.planner.stages import Stage, make_stages, rank_kinds, split_layers
 from megaaccum.planner.weights import Elements, padded_rows, rank_parameters
+
+StageSource = Callable[[int, int], list[Stage]]
+"""(pp, vpp) -> the stages of the model in order."""
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
 """What memory goes to, in the order in which a bar is stacked."""

@@ -1,4 +1,4 @@
-"""What a schedule does to memory and time, in closed form: micro-batches in flight, and the length of a flush.
+"""What a schedule does to memory and time, in closed form: micro-batches in flight, and what filling and draining cost.
 
 The one place that knows schedules. F is a forward, B a backward, I and W its two halves (input, weight); m the
 micro-batches of a flush, p the pipeline ranks, v the chunks per rank. Sources: GPipe and 1F1B: arXiv 2104.04473,
@@ -48,38 +48,41 @@ def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
     return [pp * rounds + np.clip(rest - chunk * pp, 0, pp) for chunk in range(vpp)]
 
 
-def flush_seconds(
-    name: str, *, pp: int, vpp: int, microbatches: Any, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any
-) -> Any:
-    """Seconds of one flush.
+def fill_seconds(name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any) -> Any:
+    """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
 
-    forward, input_grad, weight_grad: seconds of one micro-batch on the slowest rank, all its chunks together. p2p:
-    seconds that one activation needs from rank to rank. Stages are taken as equally slow.
+    forward, input_grad, weight_grad: seconds of one micro-batch on a rank on average, all its chunks together. p2p:
+    seconds that one activation needs from rank to rank.
     """
-    m, whole = np.asarray(microbatches), forward + input_grad + weight_grad
-    hop = 2 * (pp - 1) * p2p
+    whole, hop = forward + input_grad + weight_grad, 2 * (pp - 1) * p2p
     if name in ("none", "gpipe", "1f1b"):
-        return (m + pp - 1) * whole + hop
+        return (pp - 1) * whole + hop
     if name == "interleaved":
-        return (m + (pp - 1) / vpp) * whole + hop
+        return (pp - 1) / vpp * whole + hop
     if name == "zb-h1":
-        return m * whole + (pp - 1) * np.maximum(0, forward + input_grad - weight_grad) + hop
+        return (pp - 1) * np.maximum(0, forward + input_grad - weight_grad) + hop
     if name == "zb-h2":
-        return m * whole + (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
+        return (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
     half = 0.5  # of a rank's time goes to each of its two chunks
     if name == "zbv":
         # The optimizer waits for the slowest rank, so that the first forwards are not hidden (as with a barrier).
-        return m * whole + (pp - 1) * half * forward + hop
+        return (pp - 1) * half * forward + hop
     if name == "dualpipev":
-        both = half * whole  # a forward and a backward of one chunk each, side by side
-        idle = both + half * (input_grad + weight_grad) - 3 * half * weight_grad
-        return m * whole + (pp - 1) * np.maximum(0, idle) + hop
+        # (p - 1)(F&B + B - 3W) of chunk times; a forward and a backward side by side take as long as in turn.
+        idle = half * (whole + input_grad + weight_grad - 3 * weight_grad)
+        return (pp - 1) * np.maximum(0, idle) + hop
     raise KeyError(name)
 
 
-def bubble_share(flush: Any, *, microbatches: Any, whole: Any) -> Any:
-    """Share of a flush in which the slowest rank does nothing. `whole`: its seconds per micro-batch."""
-    return 1 - np.asarray(microbatches) * whole / flush
+def exposed_hops(name: str, *, pp: int, vpp: int) -> float:
+    """Messages per micro-batch that a rank waits for in its steady phase.
+
+    1F1B sends an activation and receives a gradient in one exchange, twice per micro-batch, and computes nothing
+    meanwhile. The schedules with chunks post their messages ahead; a fifth of their time is taken as seen.
+    """
+    if pp == 1:
+        return 0.0
+    return 2.0 if name in ("gpipe", "1f1b") else 0.2 * 2 * max(1, messages(name, pp=pp, vpp=vpp))
 
 
 def messages(name: str, *, pp: int, vpp: int) -> int:
