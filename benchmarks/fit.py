@@ -109,9 +109,8 @@ def report(predictor: Predictor, constants: dict[str, float]) -> None:
             here = error[(source == name) & half]
             if len(here):
                 typical, mean = np.median(np.abs(here)), np.abs(here).mean()
-                print(
-                    f"{name:28} {label:6} {len(here):4} rows  median {typical:.1%}  MAPE {mean:.1%}  bias {here.mean():+.1%}"
-                )
+                told = f"median {typical:.1%}  MAPE {mean:.1%}  bias {here.mean():+.1%}"
+                print(f"{name:28} {label:6} {len(here):4} rows  {told}")
 
 
 if __name__ == "__main__":

@@ -201,10 +201,10 @@ def software_of(row: Row) -> Software:
         grads_overlap=modern or fsdp or "no reshard" in row.text("dp_sharding"),
         params_overlap=modern or fsdp,
         sharded=not old,
+        # Megatron-LM of these years, and DeepSpeed's pipeline engine.
+        scattered_messages=old or source.startswith("megascale"),
         # User buffers (NeMo, Bridge) and asynchronous tensor parallelism cut products into pieces that overlap.
-        tp_exposed=0.4
-        if "Async" in framework or "async" in framework or framework.startswith(("Megatron-Br", "NeMo"))
-        else 1.0,
+        tp_exposed=0.4 if re.search("Async|async|Bridge|NeMo", framework) else 1.0,
         ep_exposed=1.0,
         host=1.0,
     )

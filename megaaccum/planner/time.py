@@ -45,6 +45,8 @@ class Software:
     """The gather runs under the first forward."""
     sharded: bool = True
     """Gradients are reduce-scattered and parameters all-gathered; else gradients are all-reduced."""
+    scattered_messages: bool = False
+    """Each tp rank sends its part of a stage's output and the receivers gather, also without sequence parallelism."""
     tp_exposed: float = 1.0
     """Share of tensor-parallel communication that no compute hides."""
     ep_exposed: float = 1.0
@@ -267,7 +269,7 @@ class TimeModel:
         """One activation from a pipeline rank to the next, which is on another node if a stage fills one."""
         links = self.hardware.links
         size = tokens_of(self.model, at) * self.model.hidden_size * 2.0
-        size = size * np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
+        size = size * np.where((at.sequence_parallel > 0) | self.software.scattered_messages, 1 / at.tp, 1.0)
         return comm.message(size, at.world_size > links.gpus_per_node, links)
 
     def _sharding_seconds(self, at: Layouts, pp: int, vpp: int, name: str, slowest: Pass) -> tuple[Any, Any]:
