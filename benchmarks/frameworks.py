@@ -195,6 +195,7 @@ def software_of(row: Row) -> Software:
     return Software(
         precision=precision(row),
         flash=flash(row),
+        first_flash="foundry" in framework,  # its Triton kernel, for ALiBi
         fused=compiled or modern or source.startswith(("narayanan2021", "megascale", "mtnlg", "zero_bubble")),
         grad_bytes=4.0 if fsdp and framework.startswith("torchtitan") else 2.0,
         param_bytes=2.0,

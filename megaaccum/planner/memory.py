@@ -74,7 +74,11 @@ class MemoryModel:
     states: dict[tuple[int, int], StateBytes] = field(default_factory=dict)
     """By (ZeRO stage, index of the policy)."""
     buffer_bytes: float = 0.0
-    """Bytes of the buckets that gradients are reduced in, and of what parameters are gathered through."""
+    """Bytes of buffers whose size nothing decides."""
+    bucket_elements: float = 0.0
+    """Elements that are reduced together; a stage with fewer parameters fills less."""
+    bucket_bytes: float = 0.0
+    """Bytes per element of the buckets, all of them together."""
     boundary_tensors: float = 0.0
     """Stage inputs and outputs that an engine holds per micro-batch in flight, beside what autograd keeps."""
     weight_cache: float = 0.0
@@ -123,7 +127,8 @@ class MemoryModel:
         ) + np.zeros(len(at))
         kinds["loss"] = self._loss(at, chunks)
         kinds["workspace"] = self._workspace(at, chunks)
-        kinds["buffers"] = np.full(len(at), float(self.buffer_bytes)) + self._gathered(at, chunks)
+        bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
+        kinds["buffers"] = self.buffer_bytes + bucket + self._gathered(at, chunks) + np.zeros(len(at))
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
         moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
         kinds["margin"] = self.usage.fragmentation * moving

@@ -33,6 +33,8 @@ class Software:
     """Of matrix products: '16 bit', 'fp8' or 'fp4'."""
     flash: bool = True
     """Fused attention."""
+    first_flash: bool = False
+    """The fused attention is of the first generation (arXiv 2205.14135), half as fast as the second (2307.08691)."""
     fused: bool = True
     """Norms, biases, dropouts and activations in few kernels."""
     grad_bytes: float = 4.0
@@ -189,7 +191,7 @@ class TimeModel:
         else:
             products += compute.mlp_products(model, at, width)
         matmul = sum(compute.gemm_seconds(product, device, soft.precision) for product in products)
-        attention = compute.attention_seconds(model, at, device, flash=soft.flash)
+        attention = compute.attention_seconds(model, at, device, flash=soft.flash) * (1 + soft.first_flash)
         light = compute.memory_bound_seconds(model, at, device, width=width, fused=soft.fused)
         talk = self._layer_talk(at, moe=moe)
         forward = self._not_below_host(at, matmul + attention + light + talk, 1.0)
