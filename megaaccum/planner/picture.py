@@ -52,7 +52,7 @@ def _draw_bars(axes: Axes, ranked: Ranked, rows: int) -> None:
     axes.set_yticks(places, names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("GiB on the most loaded rank")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _label(ranked: Ranked, index: int) -> str:

@@ -24,6 +24,9 @@ OPTIMIZER_BYTES = 30.0
 LOSS_BYTES = 14.0
 """Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 
+MOE_KERNELS = 2.5
+"""Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
@@ -194,10 +197,11 @@ class TimeModel:
         attention = compute.attention_seconds(model, at, device, flash=soft.flash) * (1 + soft.first_flash)
         light = compute.memory_bound_seconds(model, at, device, width=width, fused=soft.fused)
         talk = self._layer_talk(at, moe=moe)
-        forward = self._not_below_host(at, matmul + attention + light + talk, 1.0)
+        kernels = MOE_KERNELS if moe else 1.0
+        forward = self._not_below_host(at, matmul + attention + light + talk, kernels)
         backward = (2.5 if soft.flash else 2.0) * attention + 2 * light + talk
         weight_grad = matmul + 0.0 * forward
-        input_grad = self._not_below_host(at, matmul + backward + matmul, 0.9) - weight_grad
+        input_grad = self._not_below_host(at, matmul + backward + matmul, 0.9 * kernels) - weight_grad
         again = np.select(
             [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
             [forward, 0.0 * forward if soft.flash else attention],

@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from megaaccum.config import resolve
+from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
+from megaaccum.planner.emit import PLANNED
 from megaaccum.planner.search import Ranked, search
-from megaaccum.planner.space import AXES, Limits
+from megaaccum.planner.space import AXES, Limits, schedules
+from megaaccum.planner.stages import layout_text, split_layers
 from megaaccum.planner.workload import Workload
 
 _KEYS = {
@@ -88,6 +91,9 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
             f"tensor_model_parallel_size {wanted['tp']} is more than the {per_node} GPUs of a node: its all-reduces in"
             f" every layer would cross the network; set it to at most {per_node}."
         )
+    name = wanted.get("schedule")
+    if name is not None and name not in schedules():
+        return f"schedule {name} is none that a configuration can name: {', '.join(schedules())}."
     config = _with_keys(workload.config, wanted)
     try:
         resolve(config, world_size=workload.world_size)
@@ -98,8 +104,6 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
 
 def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
     """The configuration with only these of the planned keys."""
-    from megaaccum.planner.emit import PLANNED, all_keys
-
     config = copy.deepcopy(config)
     for name in PLANNED:
         if name != "global_batch_size":
@@ -115,4 +119,15 @@ def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
                 continue
             setattr(getattr(config, section_name), name, value)
             config.origin[name] = "--why-not"
+    return _with_split(config, wanted.get("pp", 1), wanted.get("vpp", 1))
+
+
+def _with_split(config: Config, pp: int, vpp: int) -> Config:
+    """The configuration with the planner's split of the layers, where they do not divide."""
+    layers = split_layers(config.model.num_layers, pp * vpp)
+    if layers is not None and len(set(layers)) > 1:
+        config.parallel.pipeline_model_parallel_layout = layout_text(layers, config.model.mtp_num_layers or 0)
+        config.parallel.virtual_pipeline_model_parallel_size = None
+        config.origin["pipeline_model_parallel_layout"] = "--why-not"
+        config.origin.pop("virtual_pipeline_model_parallel_size", None)
     return config
