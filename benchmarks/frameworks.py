@@ -188,7 +188,7 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
 def software_of(row: Row) -> Software:
     """What decides a row's step time beside its layout."""
     framework, source = row.text("framework"), row.source
-    compiled = "compile" in framework or "foundry" in framework
+    compiled = "compile" in framework
     modern = framework.startswith(("Megatron-Core", "Megatron-Bridge", "NeMo", "MegaScale"))
     fsdp = is_fsdp(row)
     old = source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg"))
@@ -196,7 +196,8 @@ def software_of(row: Row) -> Software:
         precision=precision(row),
         flash=flash(row),
         first_flash="foundry" in framework,  # its Triton kernel, for ALiBi
-        fused=compiled or modern or source.startswith(("narayanan2021", "megascale", "mtnlg", "zero_bubble")),
+        # All but torchtitan without compilation bring fused norms, softmaxes and activations.
+        fused=not framework.startswith("torchtitan") or compiled,
         grad_bytes=4.0 if fsdp and framework.startswith("torchtitan") else 2.0,
         param_bytes=2.0,
         grads_overlap=modern or fsdp or "no reshard" in row.text("dp_sharding"),

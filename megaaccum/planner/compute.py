@@ -24,6 +24,8 @@ class Efficiency:
     """Of the 8-bit peak."""
     gemm_fp4: float = 0.50
     """Of the 4-bit peak."""
+    grouped: float = 0.7
+    """Of a product's rate, in the products of routed experts: unequal loads, many small matrices."""
     half_m: float = 300.0
     """Rows (tokens) at which a product is half as fast as a large one; likewise columns and inner width."""
     half_n: float = 200.0
@@ -75,6 +77,8 @@ class Gemm:
     n: Any
     k: Any
     count: Any = 1
+    grouped: bool = False
+    """One of several experts' products in one kernel."""
 
 
 def gemm_seconds(product: Gemm, device: Device, precision: str = "16 bit") -> Any:
@@ -82,7 +86,7 @@ def gemm_seconds(product: Gemm, device: Device, precision: str = "16 bit") -> An
     e = device.efficiency
     flops = 2.0 * product.m * product.n * product.k * product.count
     slowed = (1 + e.half_m / product.m) * (1 + e.half_n / product.n) * (1 + e.half_k / product.k)
-    return flops / device.rate(precision) * slowed
+    return flops / (device.rate(precision) * (e.grouped if product.grouped else 1.0)) * slowed
 
 
 def attention_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
@@ -117,8 +121,8 @@ def expert_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
     experts = np.maximum(1, (model.num_experts or 1) // at.ep)
     rows = t * model.moe_router_topk * at.etp / experts
     yield Gemm(t, model.num_experts or 1, hidden)
-    yield Gemm(rows, width * (2 if model.swiglu else 1) / at.etp, hidden, experts)
-    yield Gemm(rows, hidden, width / at.etp, experts)
+    yield Gemm(rows, width * (2 if model.swiglu else 1) / at.etp, hidden, experts, grouped=True)
+    yield Gemm(rows, hidden, width / at.etp, experts, grouped=True)
     if model.moe_shared_expert_intermediate_size:
         yield from mlp_products(model, at, model.moe_shared_expert_intermediate_size)
 
