@@ -34,6 +34,7 @@ CEILINGS = {
     "scores": 0.9,
     "memory": 0.95,
     "network": 1.0,
+    "grouped": 1.0,
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
+from megaaccum.planner import local_layers
 from megaaccum.planner.layouts import RECOMPUTE, Layouts
 
 
@@ -22,6 +23,8 @@ class Kernels:
 
     element: int = 2
     """Bytes of an activation."""
+    local: bool = False
+    """Megatron's local layers on torch's own operators, instead of Transformer Engine's: local_layers.py counts."""
     flash: bool = True
     """Attention keeps no scores (arXiv 2205.14135)."""
     matmul_element: float | None = None
@@ -79,12 +82,25 @@ def gathered_input(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
 def layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> LayerBytes:
     """Everything that one layer keeps without recompute."""
     whole = tokens(model, at) * whole_share(at)
+    if kernels.local:
+        return _local_layer(model, at, kernels, whole, moe=moe)
     dropout = 2 * whole * model.hidden_size if model.hidden_dropout else 0
     return LayerBytes(
         norms=2 * whole * model.hidden_size * kernels.element + dropout,
         attention=_attention(model, at, kernels),
         scores=0 if kernels.flash else _scores(model, at, kernels),
         mlp=_experts(model, at, kernels) if moe else _mlp(model, at, kernels, model.ffn_hidden_size or 0),
+    )
+
+
+def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, *, moe: bool) -> LayerBytes:
+    t, element = tokens(model, at), kernels.element
+    dense = local_layers.mlp(model, at, t, whole, element)
+    return LayerBytes(
+        norms=2 * local_layers.norm(model, whole, element) + local_layers.dropouts(model, whole, element),
+        attention=local_layers.attention(model, at, t, whole, element),
+        scores=local_layers.scores(model, at, t, element),
+        mlp=_experts(model, at, kernels) if moe else dense,
     )
 
 
@@ -182,26 +198,32 @@ def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bo
 
 
 def recomputed_at_once(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
-    """What the backward pass of one layer brings back while it runs: a layer, or its scores."""
+    """What the backward pass of one layer brings back while it runs, beside what is kept: a layer, or its scores."""
     every = layer(model, at, kernels, moe=moe)
     selective = every.total + 0.0
     if not kernels.every_second_matmul:
         selective = _recomputed_modules(model, at, kernels, every, moe=moe)
     return np.select(
         [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
-        [every.total, selective],
+        [every.total - layer_input(model, at, kernels), selective],
         0.0,
     )
 
 
 def loss(model: ModelConfig, rows: Any, at: Layouts, kernels: Kernels) -> Any:
     """Logits and loss of one micro-batch on the stage with the head: `rows` vocabulary entries cut over tp."""
-    t = tokens(model, at)
-    head_input = t * model.hidden_size * (whole_share(at) + 1) * kernels.element
+    t, whole = tokens(model, at), tokens(model, at) * whole_share(at)
+    if kernels.local:
+        head_input = local_layers.head(model, t, whole, kernels.element)
+    else:
+        head_input = 2 * whole * model.hidden_size * kernels.element
     return head_input + t * rows / at.tp * kernels.logit_bytes
 
 
-def embedding(model: ModelConfig, at: Layouts) -> Any:
+def embedding(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
     """The token numbers that the table's gradient needs (8 bytes each), and its dropout's mask."""
+    if kernels.local:
+        t = tokens(model, at)
+        return local_layers.embedding(model, at, t, t * whole_share(at), kernels.element)
     mask = model.hidden_size * whole_share(at) if model.hidden_dropout else 0
     return tokens(model, at) * (8 + mask)

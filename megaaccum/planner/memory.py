@@ -12,14 +12,15 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts
-from megaaccum.planner.stages import Stage, make_stages, rank_kinds, split_layers
+from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
 from megaaccum.planner.weights import Elements, padded_rows, rank_parameters
 
 StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
-"""What memory goes to, in the order in which a bar is stacked."""
+"""What memory goes to, in the order in which a bar is stacked. activations, loss and workspace are what autograd keeps;
+buffers are reduction buckets, gathered units, and a matrix' input and its gradient gathered by sequence parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,13 @@ class MemoryModel:
                 held = pipeline.in_flight(name, pp=pp, vpp=vpp, rank=rank, microbatches=part.num_microbatches)
                 yield rows, rank, np.mean(held, axis=0), self._of_rank(part, chunks, held)
 
+    def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
+        """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
+        ((code, pp, vpp, _),) = at.by_pipeline()
+        chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
+        held = pipeline.in_flight(SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, microbatches=at.num_microbatches)
+        return self._of_rank(at, chunks, held)
+
     def stages(self, pp: int, vpp: int) -> list[Stage]:
         """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
         if self.fixed_stages is not None:
@@ -126,8 +134,10 @@ class MemoryModel:
             self._kept(at, chunk) * count for chunk, count in zip(chunks, held, strict=True)
         ) + np.zeros(len(at))
         kinds["loss"] = self._loss(at, chunks)
-        kinds["workspace"] = self._workspace(at, chunks)
-        bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
+        # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
+        kinds["workspace"] = np.maximum(0.0, self._workspace(at, chunks) - kinds["loss"])
+        gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
+        bucket = gathered + np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
         kinds["buffers"] = self.buffer_bytes + bucket + self._gathered(at, chunks) + np.zeros(len(at))
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
         moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
@@ -158,7 +168,7 @@ class MemoryModel:
                 self.model, at, self.kernels, moe=bool(self.model.num_experts)
             )
         if chunk.embedding:
-            kept = kept + activations.embedding(self.model, at)
+            kept = kept + activations.embedding(self.model, at, self.kernels)
         boundary = np.where(at.pp > 1, self.boundary_tensors, 0.0)
         return kept + boundary * activations.layer_input(self.model, at, self.kernels)
 
@@ -169,13 +179,12 @@ class MemoryModel:
         return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
 
     def _workspace(self, at: Layouts, chunks: list[Stage]) -> np.ndarray:
-        """What is recomputed at once; and under sequence parallelism a matrix' whole input and its gradient."""
+        """What is recomputed at once."""
         none = np.zeros(len(at))
         dense = activations.recomputed_at_once(self.model, at, self.kernels, moe=False)
         moe = activations.recomputed_at_once(self.model, at, self.kernels, moe=True)
         has_moe, has_dense = (any(getattr(chunk, kind) for chunk in chunks) for kind in ("moe", "dense"))
-        gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
-        return np.maximum(dense if has_dense else none, moe if has_moe else none) + gathered
+        return np.maximum(dense if has_dense else none, moe if has_moe else none) + none
 
     def _gathered(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Under `streaming`, the two units that are whole at a time: the one in use and the one that is prefetched."""

@@ -137,8 +137,8 @@ _MEMORY_SOURCES = {
     "optimizer": "FP32 master and two moments of the shard: 12 bytes / (dp * cp) (arXiv 1910.02054, section 3.1)",
     "activations": "per layer and micro-batch (arXiv 2205.05198, section 4) * those in flight (planner/pipeline.py)",
     "loss": "logits of one micro-batch: the 16-bit logits, FP32 exponentials, their gradient",
-    "workspace": "what is recomputed at once, and gathered inputs under sequence parallelism",
-    "buffers": "DeepSpeed's reduction buckets, and units gathered under streaming",
+    "workspace": "what is recomputed at once, as far as it is more than the loss that is gone by then",
+    "buffers": "DeepSpeed's reduction buckets, units gathered under streaming, inputs under sequence parallelism",
     "runtime": "CUDA context, NCCL and libraries (hardware.yaml)",
     "margin": "fragmentation: a share of what comes and goes (hardware.yaml)",
 }

@@ -131,7 +131,8 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig) -> Kernels:
     """What Megatron's layers keep: Transformer Engine's with fused attention, or the local ones."""
     element = BYTES[sharding.params_dtype or "fp32"]
     modules = frozenset(model.recompute_modules or ["core_attn"])
-    kernels = Kernels(element=int(element), flash=model.transformer_impl != "local", recompute_modules=modules)
+    local = model.transformer_impl == "local"
+    kernels = Kernels(element=int(element), local=local, flash=not local, recompute_modules=modules)
     # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
     return replace(kernels, logit_bytes=2 * element + 4.0)
 
