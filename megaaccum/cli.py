@@ -26,6 +26,8 @@ COMMANDS = (
     Command(("train",), "megaaccum.train", "train the model of a config; starts the ranks of this machine itself"),
     Command(("check",), "megaaccum.check", "resolve a config and print its plan, or every error in it at once"),
     Command(("schedule",), "megaaccum.schedule.command", "price, compare and draw pipeline schedules"),
+    Command(("plan",), "megaaccum.planner.command", "rank the layouts of a config on so many GPUs by memory and time"),
+    Command(("calibrate",), "megaaccum.planner.calibrate", "measure this machine for the planner's hardware table"),
     Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.doctor", "say what is installed, what is missing, and what to do about it"),
 )

@@ -67,6 +67,16 @@ def expert_layers(model: ModelConfig) -> list[bool]:
     return [entry == 1 for entry in model.moe_layer_freq]
 
 
+def layer_parameters(model: ModelConfig, *, moe: bool) -> int:
+    """Parameters of one transformer layer, over all ranks; of one with experts if `moe`, all of them counted."""
+    return _layer(model, moe, model.num_experts)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Parameters of the routed experts of one layer, over all ranks."""
+    return (model.num_experts or 0) * _mlp(model, model.moe_ffn_hidden_size or 0)
+
+
 def _layer(model: ModelConfig, moe: bool, num_experts: int | None) -> int:
     attention = _latent_attention(model) if model.multi_latent_attention else _attention(model)
     mlp = _experts(model, num_experts or 0) if moe else _mlp(model, model.ffn_hidden_size or 0)

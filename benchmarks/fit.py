@@ -1,0 +1,118 @@
+"""Fits the constants of one kind of GPU to half of the published rows that ran on it.
+
+    python -m benchmarks.fit a100_80 a100_40 --tables DIR
+
+prints the `efficiency` of an entry of megaaccum/planner/hardware.yaml. Levenberg-Marquardt on the logarithm of
+predicted over measured seconds, reweighted so that outliers count by their distance and not its square; every
+constant is pulled towards its default, so that what the rows do not tell stays there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.published import read
+from benchmarks.timing import Predictor, cases_of, in_fit_half
+from megaaccum.planner.compute import Efficiency
+from megaaccum.planner.hardware import Hardware, load_hardware
+
+CONSTANTS = [field.name for field in fields(Efficiency)]
+PULL = 0.5
+"""Standard deviations of a constant's logarithm that count as one of a row's error of EXPECTED."""
+EXPECTED = 0.08
+"""Typical relative error of a row."""
+CEILINGS = {
+    "gemm": 0.95,
+    "gemm_fp8": 0.95,
+    "gemm_fp4": 0.95,
+    "attention": 0.9,
+    "scores": 0.9,
+    "memory": 0.95,
+    "network": 1.0,
+    "grouped": 1.0,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hardware", nargs="+", help="entries that share their constants")
+    parser.add_argument(
+        "--tables", type=Path, required=True, help="folder of measured_training.csv, measured_vtrain.csv"
+    )
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--fixed", nargs="*", default=[], help="constants that stay as they are")
+    args = parser.parse_args()
+    rows = [row for name in ("measured_vtrain", "measured_training") for row in read(args.tables / f"{name}.csv")]
+    cases = [case for case in cases_of(rows)[0] if case.hardware in args.hardware]
+    half = [case for case in cases if in_fit_half(case.row)]
+    free = [name for name in CONSTANTS if name not in args.fixed]
+    constants = fit(Predictor(half), args.hardware[0], free, args.rounds)
+    print(", ".join(f"{name}: {value:.4g}" for name, value in constants.items()))
+    report(Predictor(cases), constants)
+
+
+def fit(predictor: Predictor, name: str, free: list[str], rounds: int) -> dict[str, float]:
+    """The constants of the entry `name` that fit `predictor`'s rows."""
+    base = load_hardware(name).device.efficiency
+    start = {key: max(getattr(base, key), 1e-4) for key in CONSTANTS}
+    measured = np.array([case.seconds for case in predictor.cases])
+    counts = Counter(case.row.source for case in predictor.cases)
+    share = np.array([counts[case.row.source] ** -0.25 for case in predictor.cases])
+
+    def constants(x: np.ndarray) -> dict[str, float]:
+        found = start | {key: start[key] * float(np.exp(value)) for key, value in zip(free, x, strict=True)}
+        return {key: min(value, CEILINGS.get(key, np.inf)) for key, value in found.items()}
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        at = constants(x)
+        return np.log(predictor.seconds(lambda one: with_constants(load_hardware(one), at)) / measured)
+
+    def residuals(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        return np.r_[errors(x) * weights, x / PULL * EXPECTED]
+
+    x, damping = np.zeros(len(free)), 1e-2
+    for _ in range(rounds):
+        now = errors(x)
+        weights = share / np.sqrt(np.maximum(np.abs(now) / EXPECTED, 1.0))
+        at = residuals(x, weights)
+        slope = np.stack([(residuals(x + step, weights) - at) / 1e-3 for step in 1e-3 * np.eye(len(x))], axis=1)
+        for _ in range(8):
+            move = np.linalg.solve(slope.T @ slope + damping * np.eye(len(x)), -slope.T @ at)
+            moved = residuals(x + move, weights)
+            if moved @ moved < at @ at:
+                x, damping = x + move, damping / 3
+                break
+            damping *= 4
+    return constants(x)
+
+
+def with_constants(hardware: Hardware, constants: dict[str, float]) -> Hardware:
+    """`hardware` with these constants, its network's share of the datasheet's bandwidth among them."""
+    before = hardware.device.efficiency.network
+    efficiency = Efficiency(**constants)
+    links = replace(hardware.links, net_bandwidth=hardware.links.net_bandwidth / before * efficiency.network)
+    return replace(hardware, device=replace(hardware.device, efficiency=efficiency), links=links)
+
+
+def report(predictor: Predictor, constants: dict[str, float]) -> None:
+    """Errors per source, on the half that was fitted and on the other."""
+    predicted = predictor.seconds(lambda one: with_constants(load_hardware(one), constants))
+    error = predicted / np.array([case.seconds for case in predictor.cases]) - 1
+    source = np.array([case.row.source for case in predictor.cases])
+    fitted = np.array([in_fit_half(case.row) for case in predictor.cases])
+    for name in sorted(set(source)):
+        for label, half in (("fitted", fitted), ("other", ~fitted)):
+            here = error[(source == name) & half]
+            if len(here):
+                typical, mean = np.median(np.abs(here)), np.abs(here).mean()
+                told = f"median {typical:.1%}  MAPE {mean:.1%}  bias {here.mean():+.1%}"
+                print(f"{name:28} {label:6} {len(here):4} rows  {told}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""How the frameworks of published rows run a model: what they keep, shard and overlap. Facts of software, not fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from benchmarks.published import LeftOut, Row, model_of, precision
+from megaaccum.config.schema import ModelConfig
+from megaaccum.planner.activations import Kernels
+from megaaccum.planner.hardware import Hardware
+from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
+from megaaccum.planner.memory import MemoryModel, StageSource, StateBytes, Usage
+from megaaccum.planner.stages import Stage, make_stages
+from megaaccum.planner.time import Software
+
+PIPELINES = {
+    "none": "none",
+    "1F1B": "1f1b",
+    "1F1B (DeepSpeed)": "1f1b",
+    "1F1B-I": "interleaved",
+    "Interleaved1F1B": "interleaved",
+    "interleaved-1F1B": "interleaved",
+    "1F1B/interleaved(unspecified in table)": "1f1b",
+    "ZB-1p": "zb-h1",
+    "ZB-2p": "zb-h2",
+    "ZB-H1": "zb-h1",
+    "ZB-H2": "zb-h2",
+    "ZB-V": "zbv",
+    "DualPipeV": "dualpipev",
+}
+"""The `schedule` column in the planner's names."""
+
+
+def is_fsdp(row: Row) -> bool:
+    """Fully sharded: gathered layer by layer in every micro-batch."""
+    kept = re.search(r"no reshard", row.text("dp_sharding"))
+    return bool(re.search(r"FSDP|ZeRO-3", row.text("dp_sharding") + row.text("framework"))) and not kept
+
+
+def _recompute(row: Row) -> str:
+    text = row.text("recompute").lower()
+    if text.startswith("full"):
+        return "full"
+    if re.search(r"selective|sac|core_attn|mlp recompute", text):
+        return "selective"
+    return "none"
+
+
+def _micro_batch(row: Row, dp: int) -> int:
+    """The row's, or where it is not told: torchtitan cuts a local batch into 8 (its default: the pipeline's ranks),
+    the others' published recipes run 1."""
+    if row.text("mbs"):
+        return row.whole("mbs")
+    if row.text("framework").startswith("torchtitan"):
+        return max(1, row.whole("gbs") // dp // row.whole("pp", 1))
+    return 1
+
+
+def layout_of(row: Row) -> Layouts:
+    """The one layout of a row. LeftOut where it is not published, or is not pre-training of the whole model."""
+    if row.text("task") and row.text("task") != "pretrain" and "LoRA" in row.text("task"):
+        raise LeftOut("LoRA trains a part of the model")
+    tp, cp, pp = row.whole("tp"), row.whole("cp", 1), row.whole("pp")
+    dp = row.whole("dp")
+    name = PIPELINES.get(row.text("schedule") or "none")
+    if name is None:
+        raise LeftOut(f"schedule {row.text('schedule')} unknown")
+    vpp = row.whole("vpp", 1)
+    if name == "interleaved" and vpp == 1:
+        vpp = 2  # at least
+    if pp == 1:
+        name, vpp = "none", 1
+    elif name in ("none", "1f1b"):
+        name = "interleaved" if vpp > 1 else "1f1b"
+    micro = _micro_batch(row, dp)
+    count = row.whole("num_microbatches", 0) or max(1, row.whole("gbs") // (dp * micro))
+    return from_rows(
+        [
+            dict(
+                tp=tp,
+                cp=cp,
+                pp=pp,
+                vpp=vpp,
+                ep=row.whole("ep", 1),
+                dp=dp,
+                micro_batch_size=micro,
+                num_chunks=count,
+                recompute=RECOMPUTE.index(_recompute(row)),
+                schedule=SCHEDULES.index(name),
+                policy=POLICIES.index("streaming" if is_fsdp(row) else "resident"),
+                zero_stage=3 if is_fsdp(row) else 1,
+                sequence_parallel=int(tp > 1 and has_sequence_parallel(row)),
+            )
+        ]
+    )
+
+
+def has_sequence_parallel(row: Row) -> bool:
+    """Sequence parallelism came with arXiv 2205.05198; BigScience's fork, vTrain's and the runs of 2021 lack it."""
+    old = ("narayanan2021", "bigscience", "vtrain", "mtnlg")
+    return not row.source.startswith(old)
+
+
+def flash(row: Row) -> bool:
+    """Fused attention: not in the Megatron forks of 2021 to 2023."""
+    return not row.source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg", "zero_bubble"))
+
+
+def states_of(row: Row) -> StateBytes:
+    """Bytes per parameter: Megatron's and torch's documentation, and DeepSpeed's ZeRO-1 (16-bit gradients, flattened
+    once more while they are reduced; FP32 gradients of the shard in the step)."""
+    sharding, framework = row.text("dp_sharding"), row.text("framework")
+    if "BF16_Optimizer" in sharding:
+        return StateBytes(param=2, grad=6, grad_shard=4, optimizer_shard=12)
+    if sharding.startswith(("ZeRO-1", "ZeRO-0")):
+        return StateBytes(param=2, grad=2, grad_shard=6, optimizer_shard=12)
+    if is_fsdp(row):
+        return StateBytes(param=0, param_shard=2, grad=0, grad_shard=4, optimizer_shard=10)
+    if "no reshard" in sharding:
+        return StateBytes(param=2, grad=4, grad_shard=4, optimizer_shard=12)
+    if framework.startswith("Megatron-Bridge"):
+        return StateBytes(param=2, grad=2, optimizer_shard=12)
+    return StateBytes(param=2, grad=4, optimizer_shard=12)
+
+
+def kernels_of(row: Row) -> Kernels:
+    """What the framework's layers keep."""
+    torch_loss = row.text("framework").startswith(("torchtitan", "llm-foundry"))
+    compiled_loss = torch_loss and row.source.startswith("torchtitan_h200")  # torchtitan compiles its loss since 2025
+    modules = [m for m in ("core_attn", "mlp", "layernorm") if m in row.text("recompute")]
+    return Kernels(
+        flash=flash(row),
+        every_second_matmul=row.text("framework").startswith("torchtitan") and _recompute(row) == "selective",
+        # torch's cross entropy on FP32 logits: 16-bit logits, FP32 logits, their log-softmax, its gradient.
+        logit_bytes=14.0 if torch_loss and not compiled_loss else 8.0,
+        recompute_modules=frozenset(modules) or frozenset({"core_attn"}),
+        matmul_element=1.0 if precision(row) == "fp8" and not torch_loss else None,
+    )
+
+
+def published_stages(model: ModelConfig, *, short_ends: bool) -> StageSource:
+    """The stages of published runs: as even as can be, the larger ones first; or with one layer less at both ends."""
+
+    def stages(pp: int, vpp: int) -> list[Stage]:
+        most, rest = divmod(model.num_layers + 2 * short_ends, pp * vpp)
+        layers = [most + (index < rest) for index in range(pp * vpp)]
+        if short_ends:
+            layers[0], layers[-1] = layers[0] - 1, layers[-1] - 1
+        return make_stages(model, layers)
+
+    return stages
+
+
+def has_short_ends(row: Row) -> bool:
+    """Whether first and last stage hold one layer less (the zero-bubble paper's runs)."""
+    return row.source.startswith("zero_bubble")
+
+
+def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
+    """What the planner needs to predict a row's memory, with the constants of its hardware."""
+    model, vocab_size = model_of(row)
+    layout = layout_of(row)
+    if row.text("precision") == "" and row.source.startswith("zero_bubble"):
+        model.attention_dropout = model.hidden_dropout = 0.1
+    on_device = "nvidia-smi" in row.text("mem_kind")
+    # An allocator's peak knows nothing of the context; DeepSpeed's two buckets of 5e8 elements are in both.
+    buckets = 2 * 5e8 * 2 if row.text("framework") == "Megatron-DeepSpeed" else 0.0
+    return (
+        MemoryModel(
+            model=model,
+            vocab_size=vocab_size,
+            kernels=kernels_of(row),
+            usage=usage if on_device else replace(usage, runtime_bytes=0.0),
+            states={(int(layout.zero_stage[0]), int(layout.policy[0])): states_of(row)},
+            buffer_bytes=buckets,
+            # DeepSpeed's pipeline engine holds both ends of its stage for every micro-batch in flight.
+            boundary_tensors=2.0 if row.text("framework") == "Megatron-DeepSpeed" else 0.0,
+            sharded_over_dp="ZeRO-0" not in row.text("dp_sharding"),
+            fixed_stages=tuple(
+                published_stages(model, short_ends=has_short_ends(row))(int(layout.pp[0]), int(layout.vpp[0]))
+            ),
+        ),
+        layout,
+    )
+
+
+def software_of(row: Row) -> Software:
+    """What decides a row's step time beside its layout."""
+    framework, source = row.text("framework"), row.source
+    compiled = "compile" in framework
+    modern = framework.startswith(("Megatron-Core", "Megatron-Bridge", "NeMo", "MegaScale"))
+    fsdp = is_fsdp(row)
+    old = source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg"))
+    return Software(
+        precision=precision(row),
+        flash=flash(row),
+        first_flash="foundry" in framework,  # its Triton kernel, for ALiBi
+        # All but torchtitan without compilation bring fused norms, softmaxes and activations.
+        fused=not framework.startswith("torchtitan") or compiled,
+        grad_bytes=4.0 if fsdp and framework.startswith("torchtitan") else 2.0,
+        param_bytes=2.0,
+        grads_overlap=modern or fsdp or "no reshard" in row.text("dp_sharding"),
+        params_overlap=modern or fsdp,
+        sharded=not old,
+        # Megatron-LM of these years, and DeepSpeed's pipeline engine.
+        scattered_messages=old or source.startswith("megascale"),
+        # User buffers (NeMo, Bridge) and asynchronous tensor parallelism cut products into pieces that overlap.
+        tp_exposed=0.4 if re.search("Async|async|Bridge|NeMo", framework) else 1.0,
+        ep_exposed=1.0,
+        host=1.0,
+    )
+
+
+_GPUS = (
+    ("A100-80", "a100_80"), ("a100_80", "a100_80"), ("a100_40", "a100_40"), ("A100-40", "a100_40"), ("A100", "a100_80"),
+    ("GH200", "h200"), ("H100-96", "h100_96"), ("H100", "h100"), ("h100", "h100"), ("H200", "h200"),
+    ("GB300", "gb300"), ("GB200", "gb200"), ("B300", "b300"), ("B200", "b200"), ("MI300X", "mi300x"),
+)  # fmt: skip
+
+NETWORKS = {"vtrain": 100e9, "bigscience": 50e9, "narayanan2021": 200e9, "mtnlg": 200e9, "llm_foundry": 200e9}
+"""Bytes per second that leave a node: 800 Gb/s (vTrain), four OmniPath ports of 100 Gb/s (Jean Zay), eight HDR ports
+(Selene), 1,600 Gb/s (llm-foundry's A100 nodes, as its README says). Others: the hardware table's."""
+
+
+def hardware_name(row: Row) -> str:
+    """The entry of hardware.yaml that a row ran on. LeftOut where there is none."""
+    for part, name in _GPUS:
+        if part in row.text("gpu"):
+            return name
+    raise LeftOut(f"no hardware entry for {row.text('gpu')}")
+
+
+def network_of(row: Row, hardware: Hardware) -> Hardware:
+    """The hardware with the row's cluster's network."""
+    if hardware.device.peak > 400e12:
+        return hardware  # every published H100 and later cluster here has a port of 400 Gb/s per GPU
+    for prefix, per_node in NETWORKS.items():
+        if row.source.startswith(prefix):
+            efficiency = hardware.device.efficiency.network
+            return replace(hardware, links=replace(hardware.links, net_bandwidth=per_node / 8 * efficiency))
+    return hardware
+
+
+def measured_seconds(row: Row) -> float:
+    """Seconds of a step, as reported or from the reported FLOP/s. LeftOut where a row contradicts itself."""
+    if "swapped" in row.text("notes"):
+        raise LeftOut("the table says that seconds and TFLOP/s look swapped")
+    if row.text("status") and not row.text("status").startswith("ok"):
+        raise LeftOut(f"status {row.text('status')}")
+    if not row.text("iter_time_s"):
+        raise LeftOut("no step time published")
+    return row.number("iter_time_s")

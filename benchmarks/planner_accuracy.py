@@ -1,0 +1,244 @@
+"""How far the planner's predictions are from published measurements.
+
+    python benchmarks/planner_accuracy.py --tables DIR [--json F] [--csv F]
+
+DIR holds measured_memory.csv, measured_vtrain.csv and measured_training.csv, or some of them (benchmarks/published.py
+names the columns). Nothing is fitted here: constants come from megaaccum/planner/hardware.yaml, which benchmarks/fit.py
+made from half of the rows; the other half, and whatever DIR holds that the fit has not seen, is the test. Per source:
+rows used, rows left out and why, median, mean (MAPE), 90th percentile and worst absolute error, and the signed bias.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the file runs without being installed
+
+from benchmarks import frameworks
+from benchmarks.published import GIB, LeftOut, Row, read
+from benchmarks.timing import Predictor, cases_of, in_fit_half
+from megaaccum.planner.hardware import load_hardware
+
+TABLES = {"memory": "measured_memory.csv", "vtrain": "measured_vtrain.csv", "training": "measured_training.csv"}
+UNDER = -0.10
+"""A memory prediction that is lower than this, relative to the measurement, needs a reason."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row: what was measured and what is predicted, in bytes or seconds."""
+
+    row: Row
+    quantity: str
+    measured: float
+    predicted: float
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative: above 0 is predicted too high."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """One table: the rows that were compared and those that were left out."""
+
+    compared: list[Compared]
+    left_out: list[tuple[Row, str]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    found = {name: args.tables / file for name, file in TABLES.items() if (args.tables / file).is_file()}
+    if not found:
+        print(f"{args.tables} holds none of {', '.join(TABLES.values())}: give --tables DIR.", file=sys.stderr)
+        return 2
+    results = {name: compare(name, read(path)) for name, path in found.items()}
+    for name, result in results.items():
+        print_table(name, result)
+    summary = summarise(results)
+    print("\n".join(f"{line['name']:<46}{line['value']:>8.2%}   asked: {line['asked']:.0%}" for line in summary))
+    if args.json:
+        args.json.write_text(json.dumps(as_json(results, summary), indent=2), encoding="utf-8")
+    if args.csv:
+        write_csv(args.csv, results)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=Path("tables"), help="folder of the tables (default: tables)")
+    parser.add_argument("--json", type=Path, help="write the statistics here")
+    parser.add_argument("--csv", type=Path, help="write every row with its prediction here")
+    return parser.parse_args(argv)
+
+
+def compare(name: str, rows: list[Row]) -> Result:
+    """Predict every row of one table that can be."""
+    return compare_memory(rows) if name == "memory" else compare_time(rows)
+
+
+def compare_time(rows: list[Row]) -> Result:
+    cases, left = cases_of(rows)
+    if not cases:
+        return Result([], left)
+    predicted = Predictor(cases).seconds(load_hardware)
+    return Result(
+        [Compared(c.row, "seconds", c.seconds, float(p)) for c, p in zip(cases, predicted, strict=True)], left
+    )  # fmt: skip
+
+
+def compare_memory(rows: list[Row]) -> Result:
+    compared, left = [], []
+    for row in rows:
+        try:
+            measured = row.number("mem_value") * GIB  # tools that say GB here count in binary
+            hardware = load_hardware(frameworks.hardware_name(row))
+            model, layout = frameworks.memory_model(row, hardware.usage)
+            predicted = float(model.peak(layout).total[0])
+        except LeftOut as reason:
+            left.append((row, str(reason)))
+        else:
+            low = predicted / measured - 1 < UNDER
+            compared.append(Compared(row, "bytes", measured, predicted, why_low(row, rows) if low else ""))
+    return Result(compared, left)
+
+
+def why_low(row: Row, rows: list[Row]) -> str:
+    """Why a row takes more memory than is predicted, as far as that is known."""
+    if any(_is_larger_and_takes_less(other, row) for other in rows):
+        return "the same run with a larger micro-batch was measured to take less"
+    if row.text("framework").startswith("torchtitan") and row.whole("tp", 1) > 1:
+        return "DTensor's tensor parallelism keeps gathered inputs, and float8 copies of them, that Megatron's does not"
+    if row.text("task") == "SFT":
+        return "fine-tuning on packed sequences, whose lengths are not published"
+    return ""
+
+
+def _is_larger_and_takes_less(other: Row, row: Row) -> bool:
+    same = all(other.text(k) == row.text(k) for k in ("source_set", "layers", "hidden", "heads", "tp", "pp", "dp"))
+    larger = same and other.number("mbs", 0) > row.number("mbs", 0)
+    return larger and 0 < other.number("mem_value", 0) < row.number("mem_value", 0)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def statistics(errors: np.ndarray) -> dict[str, float]:
+    """Of relative errors: how many, and median, mean, 90th percentile and largest absolute one, and the mean."""
+    size = np.abs(errors)
+    return {
+        "rows": len(errors),
+        "median": float(np.median(size)),
+        "mape": float(size.mean()),
+        "p90": float(np.quantile(size, 0.9)),
+        "worst": float(errors[np.argmax(size)]),
+        "bias": float(errors.mean()),
+    }
+
+
+def groups(compared: list[Compared]) -> dict[str, list[Compared]]:
+    """By source, then those of the half that no fit may see, then all."""
+    out: dict[str, list[Compared]] = {}
+    for one in sorted(compared, key=lambda c: c.row.source):
+        out.setdefault(one.row.source, []).append(one)
+    out["(not in the fitted half)"] = [c for c in compared if not in_fit_half(c.row)]
+    out["(all)"] = compared
+    return {name: rows for name, rows in out.items() if rows}
+
+
+def print_table(name: str, result: Result) -> None:
+    print(f"\n{TABLES[name]}")
+    print(f"{'source':<28}{'rows':>6}{'left out':>10}{'median':>9}{'MAPE':>9}{'p90':>9}{'worst':>9}{'bias':>9}")
+    left = Counter(row.source for row, _ in result.left_out)
+    for group, rows in groups(result.compared).items():
+        s = statistics(np.array([c.error for c in rows]))
+        missing = left.get(group, len(result.left_out) if group == "(all)" else 0)
+        print(
+            f"{group:<28}{s['rows']:>6}{missing:>10}{s['median']:>9.1%}{s['mape']:>9.1%}{s['p90']:>9.1%}"
+            f"{s['worst']:>+9.0%}{s['bias']:>+9.1%}"
+        )
+    for (source, why), count in sorted(Counter((row.source, why) for row, why in result.left_out).items()):
+        print(f"  left out: {count} of {source}: {why}")
+    for one in result.compared:
+        if one.quantity == "bytes" and one.error < UNDER:
+            print(f"  {one.row.name} is predicted {one.error:+.0%}: {one.reason or 'NO REASON KNOWN'}")
+
+
+def summarise(results: dict[str, Result]) -> list[dict[str, Any]]:
+    """The promises: each with its value, over all rows and over the half that no fit may see."""
+    lines = []
+
+    def add(name: str, rows: list[Compared], key: str, asked: float) -> None:
+        for label, some in (("all rows", rows), ("not fitted", [c for c in rows if not in_fit_half(c.row)])):
+            if some:
+                value = statistics(np.array([c.error for c in some]))[key]
+                lines.append({"name": f"{name}, {label}", "value": value, "asked": asked})
+
+    if "memory" in results:
+        rows = results["memory"].compared
+        add("memory, median", rows, "median", 0.05)
+        low = [c for c in rows if c.error < UNDER and not c.reason]
+        lines.append({"name": "memory, low without a reason", "value": len(low) / max(1, len(rows)), "asked": 0.0})
+    if "vtrain" in results:
+        rows = results["vtrain"].compared
+        add("step time, one node, MAPE", [c for c in rows if c.row.whole("num_gpus") <= 8], "mape", 0.08)
+        add("step time, many nodes, MAPE", [c for c in rows if c.row.whole("num_gpus") > 8], "mape", 0.12)
+    if "training" in results:
+        add("published training, median", results["training"].compared, "median", 0.10)
+    return lines
+
+
+def as_json(results: dict[str, Result], summary: list[dict[str, Any]]) -> dict[str, Any]:
+    tables = {
+        name: {
+            "groups": {g: statistics(np.array([c.error for c in rows])) for g, rows in groups(result.compared).items()},
+            "left_out": [{"row_id": row.name, "reason": why} for row, why in result.left_out],
+            "low": [
+                {"row_id": c.row.name, "error": c.error, "reason": c.reason}
+                for c in result.compared
+                if c.quantity == "bytes" and c.error < UNDER
+            ],
+        }
+        for name, result in results.items()
+    }
+    return {"tables": tables, "summary": summary}
+
+
+def write_csv(path: Path, results: dict[str, Result]) -> None:
+    """Every row with its table, its prediction in bytes or seconds, its error, and why it was left out."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["table", "row_id", "source", "quantity", "measured", "predicted", "error", "fit_half", "reason"])
+        for name, result in results.items():
+            for c in result.compared:
+                half = "yes" if in_fit_half(c.row) else "no"
+                out.writerow(
+                    [
+                        name,
+                        c.row.name,
+                        c.row.source,
+                        c.quantity,
+                        c.measured,
+                        c.predicted,
+                        f"{c.error:.4f}",
+                        half,
+                        c.reason,
+                    ]
+                )
+            for row, why in result.left_out:
+                out.writerow([name, row.name, row.source, "", "", "", "", "", f"left out: {why}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

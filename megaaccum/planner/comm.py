@@ -1,0 +1,110 @@
+"""Seconds of collectives and messages, by latency and bandwidth, within a node and between nodes.
+
+A transfer of S bytes takes alpha + S / beta. A ring over K ranks takes K - 1 steps for an all-gather or a
+reduce-scatter, each of S / K, and twice that for an all-reduce; a tree takes 2 log2 K latencies and moves S twice
+(arXiv 1910.02054, section 7, and the notes of NVIDIA's nccl-tests on bus bandwidth). NCCL takes whichever is faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What connects the GPUs: latencies in seconds, bandwidths in bytes per second and direction."""
+
+    gpus_per_node: int
+    """GPUs that NVLink (or the like) joins."""
+    node_bandwidth: float
+    """Of one GPU's links inside the node."""
+    node_latency: float
+    net_bandwidth: float
+    """Of one GPU's share of the network."""
+    net_latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that communicate, of many layouts at once."""
+
+    size: Any
+    """Ranks."""
+    per_node: Any
+    """Ranks of the group on one node."""
+
+    @staticmethod
+    def strided(size: Any, stride: Any, links: Links) -> Group:
+        """`size` ranks, `stride` ranks apart (tp is innermost, then cp, dp, and pp outermost)."""
+        return Group(size, np.clip(links.gpus_per_node // np.maximum(stride, 1), 1, size))
+
+    def crosses_nodes(self) -> Any:
+        """Whether some of its ranks are on different nodes."""
+        return np.asarray(self.size) > self.per_node
+
+
+def bandwidth(group: Group, links: Links) -> Any:
+    """Bytes per second of a ring over the group: between nodes, the links of all its ranks on a node together."""
+    between = np.minimum(links.node_bandwidth, links.net_bandwidth * group.per_node)
+    return np.where(group.crosses_nodes(), between, links.node_bandwidth)
+
+
+def latency(group: Group, links: Links) -> Any:
+    """Seconds of one step."""
+    return np.where(group.crosses_nodes(), links.net_latency, links.node_latency)
+
+
+def ring(num_bytes: Any, group: Group, links: Links) -> Any:
+    """An all-gather or reduce-scatter of `num_bytes` (the whole tensor): (K - 1) alpha + (K - 1) / K * S / beta."""
+    k = np.maximum(np.asarray(group.size, dtype=float), 1)
+    return (k - 1) * latency(group, links) + (k - 1) / k * num_bytes / bandwidth(group, links)
+
+
+def tree(num_bytes: Any, group: Group, links: Links) -> Any:
+    """An all-reduce over a double tree: 2 log2(K) alpha + 2 S / beta; nothing for one rank."""
+    k = np.maximum(np.asarray(group.size, dtype=float), 1)
+    return np.where(
+        k > 1, 2 * np.log2(k) * latency(group, links) + 2 * num_bytes / bandwidth(group, links), 0.0
+    )  # fmt: skip
+
+
+def hierarchical(num_bytes: Any, group: Group, links: Links) -> Any:
+    """The same inside each node and then between nodes: fewer steps over the slow links for a group of many nodes."""
+    nodes = np.maximum(1.0, np.asarray(group.size) / group.per_node)
+    inside = Group(np.asarray(group.per_node), np.asarray(group.per_node))
+    share = num_bytes / np.asarray(group.per_node)
+    between = np.ceil(np.log2(nodes)) * links.net_latency + (nodes - 1) / nodes * share / links.net_bandwidth
+    return ring(num_bytes, inside, links) + np.where(nodes > 1, between, 0.0)
+
+
+def gather(num_bytes: Any, group: Group, links: Links) -> Any:
+    """An all-gather or reduce-scatter of `num_bytes`, over a ring or node by node, whichever is faster."""
+    return np.minimum(ring(num_bytes, group, links), hierarchical(num_bytes, group, links))
+
+
+def all_reduce(num_bytes: Any, group: Group, links: Links) -> Any:
+    """An all-reduce of `num_bytes`: a reduce-scatter and an all-gather, or a tree."""
+    return np.minimum(2 * gather(num_bytes, group, links), tree(num_bytes, group, links))
+
+
+def all_to_all(num_bytes: Any, group: Group, links: Links) -> Any:
+    """Every rank sends `num_bytes` / K to every other: what leaves the node passes each GPU's own network link."""
+    k = np.maximum(np.asarray(group.size, dtype=float), 1)
+    away = np.maximum(0.0, k - group.per_node) / k
+    inside = np.maximum(0.0, np.asarray(group.per_node) - 1.0) / k
+    slow = away * num_bytes / links.net_bandwidth + np.where(away > 0, links.net_latency, 0.0)
+    return np.maximum(slow, inside * num_bytes / links.node_bandwidth) + np.where(k > 1, links.node_latency, 0.0)
+
+
+def message(num_bytes: Any, crosses_nodes: Any, links: Links) -> Any:
+    """One tensor from a rank to another."""
+    slow = links.net_latency + num_bytes / links.net_bandwidth
+    return np.where(crosses_nodes, slow, links.node_latency + num_bytes / links.node_bandwidth)
+
+
+def parameter_server(num_bytes: float, ranks: int, server_bandwidth: float) -> float:
+    """Seconds in which one server of `server_bandwidth` takes in every rank's gradient and sends each the sum."""
+    return 2 * ranks * num_bytes / server_bandwidth

@@ -1,0 +1,119 @@
+"""From a planned layout to a configuration that `megaaccum check` accepts and `megaaccum train` runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaaccum.config import Plan, resolve
+from megaaccum.config.keys import SECTIONS, all_keys
+from megaaccum.config.schema import Config
+from megaaccum.planner.search import Ranked
+from megaaccum.planner.stages import V_SHAPED, layout_text, split_layers
+
+PLANNED = (
+    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "microbatch_group_size_per_vp_stage",
+    "overlap_p2p_comm", "batch_p2p_comm", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "sequence_parallel", "schedule", "micro_batch_size", "global_batch_size", "device_batch_size", "num_chunks",
+    "grad_accum_steps", "flush", "recompute_granularity", "recompute_method", "recompute_num_layers", "zero_stage",
+    "sync", "nproc_per_node",
+)  # fmt: skip
+"""Keys that a plan decides: what the configuration said of them is set aside."""
+
+
+def planned_keys(ranked: Ranked, index: int) -> dict[str, Any]:
+    """The keys of one layout, by their names in a configuration; a key that is None is left out."""
+    at, work = ranked.name_of(index), ranked.workload
+    keys: dict[str, Any] = dict(
+        tensor_model_parallel_size=at["tp"],
+        context_parallel_size=at["cp"],
+        pipeline_model_parallel_size=at["pp"],
+        sequence_parallel=at["tp"] > 1,
+        schedule=at["schedule"],
+        micro_batch_size=at["mbs"],
+        num_chunks=at["dbs"] // at["mbs"],
+        grad_accum_steps=at["ga"],
+        global_batch_size=work.global_batch_size,
+        zero_stage=at["zero"],
+        sync=at["policy"],
+    )
+    if work.model.num_experts is not None:
+        keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])
+    if at["recompute"] == "full":
+        keys |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif at["recompute"] == "selective":
+        keys |= dict(recompute_granularity="selective")
+    return keys | _stage_keys(ranked, at)
+
+
+def _stage_keys(ranked: Ranked, at: dict[str, Any]) -> dict[str, Any]:
+    """How the layers are cut: a number of chunks where they divide, a layout where the ends are shorter."""
+    model, stages = ranked.workload.model, at["pp"] * at["vpp"]
+    if at["pp"] == 1:
+        return {}
+    layers = split_layers(model.num_layers, stages)
+    assert layers is not None, "space.py plans only layers that have a split"
+    if len(set(layers)) > 1:
+        return dict(pipeline_model_parallel_layout=layout_text(layers, model.mtp_num_layers or 0))
+    has_chunks = at["vpp"] > 1 and at["schedule"] not in V_SHAPED
+    return dict(virtual_pipeline_model_parallel_size=at["vpp"]) if has_chunks else {}
+
+
+def planned_config(ranked: Ranked, index: int) -> Config:
+    """The workload's configuration with one layout's keys, as if somebody had written them."""
+    config = copy.deepcopy(ranked.workload.config)
+    for name in PLANNED:
+        section = getattr(config, all_keys()[name].section)
+        setattr(section, name, getattr(type(section)(), name))
+        config.origin.pop(name, None)
+    keys = planned_keys(ranked, index)
+    if keys.get("recompute_granularity") != "selective":
+        config.model.recompute_modules = None
+        config.origin.pop("recompute_modules", None)
+    for name, value in keys.items():
+        setattr(getattr(config, all_keys()[name].section), name, value)
+        config.origin[name] = "the plan"
+    return config
+
+
+def checked(ranked: Ranked, index: int) -> Plan:
+    """One layout's configuration, resolved as `megaaccum check` does. ConfigError if it breaks a rule."""
+    return resolve(planned_config(ranked, index), world_size=ranked.workload.world_size)
+
+
+def write(ranked: Ranked, index: int, path: Path) -> None:
+    """Write one layout's configuration, with what was predicted for it in the first lines.
+
+    Raises:
+        ConfigError: it breaks a rule of `check` (nothing is written).
+        OSError: the file cannot be written.
+    """
+    checked(ranked, index)
+    config, work = planned_config(ranked, index), ranked.workload
+    head = (
+        f"# world_size: {work.world_size}\n"
+        f"# Planned for {work.hardware.name}: {ranked.memory.total[index] / 2**30:.1f} GiB on the most loaded rank,"
+        f" {ranked.time.total[index]:.3g} s per step (predicted).\n"
+    )
+    text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head + text, encoding="utf-8")
+
+
+def as_sections(config: Config) -> dict[str, Any]:
+    """The keys that somebody wrote, by section, as a YAML file holds them."""
+    sections: dict[str, Any] = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        keys = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}
+        if keys:
+            sections[name] = keys
+    if config.deepspeed:
+        sections["deepspeed"] = config.deepspeed
+    return sections

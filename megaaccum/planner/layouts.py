@@ -1,0 +1,119 @@
+"""Layouts as columns: one array per property, one row per candidate, so that a whole search space is one expression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+Column = np.ndarray
+"""One value per layout."""
+
+RECOMPUTE = ("none", "selective", "full")
+"""Codes of `Layouts.recompute`: nothing, core attention (Megatron's selective default), every layer."""
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
+"""Codes of `Layouts.schedule`. zb-h2 is priced for comparison with published runs; no configuration can name it."""
+POLICIES = ("resident", "streaming")
+"""Codes of `Layouts.policy`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """Candidates of one model and one number of ranks. Every field is an array of one entry per candidate."""
+
+    tp: Column
+    """Ranks that share each matrix; the sequence is split over them too where `sequence_parallel`."""
+    cp: Column
+    """Ranks that share each sequence."""
+    pp: Column
+    """Pipeline ranks."""
+    vpp: Column
+    """Model chunks per pipeline rank."""
+    ep: Column
+    """Ranks over which experts are spread."""
+    etp: Column
+    """Ranks that share each expert's matrices."""
+    dp: Column
+    """Ranks that see different sequences."""
+    micro_batch_size: Column
+    """Sequences in a micro-batch."""
+    num_chunks: Column
+    """Micro-batches of a device batch."""
+    grad_accum_steps: Column
+    """Device batches of a step."""
+    recompute: Column
+    """Index into RECOMPUTE."""
+    schedule: Column
+    """Index into SCHEDULES."""
+    policy: Column
+    """Index into POLICIES."""
+    zero_stage: Column
+    """DeepSpeed ZeRO stage: 1, 2 or 3; 0 where nothing is sharded."""
+    sequence_parallel: Column
+    """Whether norms and dropout are split over tp."""
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def num_microbatches(self) -> Column:
+        """Micro-batches per step on one data-parallel rank."""
+        return self.num_chunks * self.grad_accum_steps
+
+    @property
+    def device_batch_size(self) -> Column:
+        """Sequences that a data-parallel rank takes in per accumulation step."""
+        return self.micro_batch_size * self.num_chunks
+
+    @property
+    def world_size(self) -> Column:
+        """tp * cp * pp * dp."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def edp(self) -> Column:
+        """Ranks that hold the same experts: world / (etp * ep * pp)."""
+        return np.maximum(1, self.world_size // (self.etp * self.ep * self.pp))
+
+    def take(self, rows: Any) -> Layouts:
+        """The layouts at these indices, or where this mask is True."""
+        return Layouts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def row(self, index: int) -> dict[str, int]:
+        """One layout as a dictionary, codes not translated."""
+        return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
+
+    def by_pipeline(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """(schedule code, pp, vpp, indices of its layouts) of every pipeline that occurs."""
+        key = (self.schedule * 65536 + self.pp) * 65536 + self.vpp
+        order = np.argsort(key, kind="stable")
+        edges = np.flatnonzero(np.diff(key[order])) + 1
+        for rows in np.split(order, edges):
+            if len(rows):
+                first = rows[0]
+                yield int(self.schedule[first]), int(self.pp[first]), int(self.vpp[first]), rows
+
+
+_DEFAULTS = dict.fromkeys(("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch_size", "num_chunks"), 1) | dict(
+    grad_accum_steps=1, recompute=0, schedule=0, policy=0, zero_stage=3, sequence_parallel=0
+)
+
+
+def from_rows(rows: Iterable[dict[str, int]]) -> Layouts:
+    """Columns of these rows; what a row leaves out is 1, no recompute, no pipeline, resident, ZeRO-3.
+
+    Raises:
+        KeyError: a row has a name that is no column.
+    """
+    table = [_DEFAULTS | row for row in rows]
+    if unknown := {name for row in table for name in row} - _DEFAULTS.keys():
+        raise KeyError(f"not columns of Layouts: {sorted(unknown)}")
+    return Layouts(**{name: np.array([row[name] for row in table], dtype=np.int64) for name in _DEFAULTS})
+
+
+def concatenate(parts: Iterable[Layouts]) -> Layouts:
+    """The rows of all parts, in order."""
+    parts = list(parts)
+    return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})

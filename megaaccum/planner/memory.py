@@ -1,0 +1,202 @@
+"""Peak memory of the most loaded rank of each layout, by kind, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import ModelConfig
+from megaaccum.planner import activations, pipeline
+from megaaccum.planner.activations import Kernels
+from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts
+from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
+from megaaccum.planner.weights import Elements, padded_rows, rank_parameters
+
+StageSource = Callable[[int, int], list[Stage]]
+"""(pp, vpp) -> the stages of the model in order."""
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
+"""What memory goes to, in the order in which a bar is stacked. activations, loss and workspace are what autograd keeps;
+buffers are reduction buckets, gathered units, and a matrix' input and its gradient gathered by sequence parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter that a rank keeps through a step: of every parameter of its stage, and of its shard."""
+
+    param: float = 2.0
+    param_shard: float = 0.0
+    grad: float = 4.0
+    grad_shard: float = 0.0
+    optimizer: float = 0.0
+    optimizer_shard: float = 12.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a device keeps beside tensors: constants of a machine, in bytes, and a share."""
+
+    runtime_bytes: float = 0.0
+    """CUDA context, NCCL's buffers, libraries' workspaces."""
+    fragmentation: float = 0.0
+    """Share of what comes and goes (activations, loss, workspace) that the allocator cannot reuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the most loaded rank of each layout."""
+
+    by_kind: dict[str, np.ndarray]
+    """One array per kind of KINDS, one entry per layout."""
+    rank: np.ndarray
+    """Pipeline rank that is the most loaded."""
+    in_flight: np.ndarray
+    """Micro-batches whose activations that rank holds at its peak, chunks added up and divided by vpp."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes of all kinds together."""
+        return sum(self.by_kind.values(), np.zeros(len(self.rank)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Everything about a model and how it is run that does not differ between layouts."""
+
+    model: ModelConfig
+    """A resolved configuration's."""
+    vocab_size: int
+    """Entries of the vocabulary before padding."""
+    kernels: Kernels = field(default_factory=Kernels)
+    usage: Usage = field(default_factory=Usage)
+    states: dict[tuple[int, int], StateBytes] = field(default_factory=dict)
+    """By (ZeRO stage, index of the policy)."""
+    buffer_bytes: float = 0.0
+    """Bytes of buffers whose size nothing decides."""
+    bucket_elements: float = 0.0
+    """Elements that are reduced together; a stage with fewer parameters fills less."""
+    bucket_bytes: float = 0.0
+    """Bytes per element of the buckets, all of them together."""
+    boundary_tensors: float = 0.0
+    """Stage inputs and outputs that an engine holds per micro-batch in flight, beside what autograd keeps."""
+    weight_cache: float = 0.0
+    """Bytes per parameter of converted weights that are kept through a step (FP8)."""
+    sharded_over_dp: bool = True
+    """False where nothing is sharded, whatever dp is."""
+    fixed_stages: tuple[Stage, ...] | None = None
+    """The stages of a layout that was given; else split_layers' of each pipeline."""
+
+    def peak(self, at: Layouts) -> Memory:
+        """Bytes of each layout's most loaded rank."""
+        count = len(at)
+        best = {kind: np.zeros(count) for kind in KINDS}
+        worst, rank, flying = np.full(count, -1.0), np.zeros(count, dtype=np.int64), np.zeros(count)
+        for rows, number, held, kinds in self._ranks(at):
+            total = np.sum(list(kinds.values()), axis=0)
+            heavier = total > worst[rows]
+            where = rows[heavier]
+            worst[where], rank[where] = total[heavier], number
+            flying[where] = held[heavier]
+            for kind, values in kinds.items():
+                best[kind][where] = values[heavier]
+        return Memory(best, rank, flying)
+
+    def _ranks(self, at: Layouts) -> Iterator[tuple[np.ndarray, int, np.ndarray, dict[str, np.ndarray]]]:
+        """(rows of the layouts, pipeline rank, micro-batches in flight, bytes by kind) of every kind of rank."""
+        for code, pp, vpp, rows in at.by_pipeline():
+            part, name = at.take(rows), SCHEDULES[code]
+            for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
+                held = pipeline.in_flight(name, pp=pp, vpp=vpp, rank=rank, microbatches=part.num_microbatches)
+                yield rows, rank, np.mean(held, axis=0), self._of_rank(part, chunks, held)
+
+    def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
+        """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
+        ((code, pp, vpp, _),) = at.by_pipeline()
+        chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
+        held = pipeline.in_flight(SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, microbatches=at.num_microbatches)
+        return self._of_rank(at, chunks, held)
+
+    def stages(self, pp: int, vpp: int) -> list[Stage]:
+        """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
+        if self.fixed_stages is not None:
+            return list(self.fixed_stages)
+        layers = split_layers(self.model.num_layers, pp * vpp)
+        assert layers is not None, f"{self.model.num_layers} layers have no split over {pp * vpp} stages"
+        return make_stages(self.model, layers)
+
+    def _of_rank(self, at: Layouts, chunks: list[Stage], held: list[Any]) -> dict[str, np.ndarray]:
+        params = rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        kinds = self._states(at, params)
+        kinds["activations"] = sum(
+            self._kept(at, chunk) * count for chunk, count in zip(chunks, held, strict=True)
+        ) + np.zeros(len(at))
+        kinds["loss"] = self._loss(at, chunks)
+        # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
+        kinds["workspace"] = np.maximum(0.0, self._workspace(at, chunks) - kinds["loss"])
+        gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
+        bucket = gathered + np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
+        kinds["buffers"] = self.buffer_bytes + bucket + self._gathered(at, chunks) + np.zeros(len(at))
+        kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
+        moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
+        kinds["margin"] = self.usage.fragmentation * moving
+        return kinds
+
+    def _states(self, at: Layouts, params: Elements) -> dict[str, np.ndarray]:
+        """Parameters, gradients and optimizer state: experts are sharded over fewer ranks than the rest."""
+        whole = params.total + np.zeros(len(at))
+        shards = at.dp * at.cp if self.sharded_over_dp else np.ones(len(at))
+        shard = params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
+        totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
+        for (stage, policy), per in self.states.items():
+            here = (at.zero_stage == stage) & (at.policy == policy)
+            totals["parameters"] += here * ((per.param + self.weight_cache) * whole + per.param_shard * shard)
+            totals["gradients"] += here * (per.grad * whole + per.grad_shard * shard)
+            totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
+        return totals
+
+    def _kept(self, at: Layouts, chunk: Stage) -> Any:
+        """Bytes that one micro-batch leaves in one chunk."""
+        kept: Any = 0.0
+        if chunk.dense:
+            kept = kept + chunk.dense * activations.kept_per_layer(self.model, at, self.kernels, moe=False)
+        if chunk.moe + chunk.prediction:
+            moe = chunk.moe + chunk.prediction
+            kept = kept + moe * activations.kept_per_layer(
+                self.model, at, self.kernels, moe=bool(self.model.num_experts)
+            )
+        if chunk.embedding:
+            kept = kept + activations.embedding(self.model, at, self.kernels)
+        boundary = np.where(at.pp > 1, self.boundary_tensors, 0.0)
+        return kept + boundary * activations.layer_input(self.model, at, self.kernels)
+
+    def _loss(self, at: Layouts, chunks: list[Stage]) -> np.ndarray:
+        """Logits are there for one micro-batch at a time: its backward follows its forward on the last stage."""
+        heads = sum(chunk.head + chunk.prediction for chunk in chunks)
+        rows = padded_rows(self.model, self.vocab_size, at.tp)
+        return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
+
+    def _workspace(self, at: Layouts, chunks: list[Stage]) -> np.ndarray:
+        """What is recomputed at once."""
+        none = np.zeros(len(at))
+        dense = activations.recomputed_at_once(self.model, at, self.kernels, moe=False)
+        moe = activations.recomputed_at_once(self.model, at, self.kernels, moe=True)
+        has_moe, has_dense = (any(getattr(chunk, kind) for chunk in chunks) for kind in ("moe", "dense"))
+        return np.maximum(dense if has_dense else none, moe if has_moe else none) + none
+
+    def _gathered(self, at: Layouts, chunks: list[Stage]) -> Any:
+        """Under `streaming`, the two units that are whole at a time: the one in use and the one that is prefetched."""
+        streams = at.policy == POLICIES.index("streaming")
+        if not streams.any():
+            return 0.0
+        one = [Stage(1, 0), Stage(0, 1)] if self.model.num_experts else [Stage(1, 0)]
+        units = one + [Stage(0, 0, embedding=True) for c in chunks if c.embedding]
+        units += [Stage(0, 0, head=True) for c in chunks if c.head]
+        sizes = [
+            rank_parameters(self.model, [unit], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp).total for unit in units
+        ]
+        per = max((s.param_shard for (_, policy), s in self.states.items() if policy), default=2.0)
+        grad = max((s.grad_shard for (_, policy), s in self.states.items() if policy), default=4.0)
+        return streams * (2 * per + grad) * np.max([size + np.zeros(len(at)) for size in sizes], axis=0)

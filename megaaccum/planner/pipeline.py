@@ -1,0 +1,92 @@
+"""What a schedule does to memory and time, in closed form: micro-batches in flight, and what filling and draining cost.
+
+The one place that knows schedules. F is a forward, B a backward, I and W its two halves (input, weight); m the
+micro-batches of a flush, p the pipeline ranks, v the chunks per rank. Sources: GPipe and 1F1B: arXiv 2104.04473,
+section 2.2; interleaved: the same, and megatron.core.pipeline_parallel.schedules (warm-up count); ZB-H1, ZB-H2 and
+ZB-V: arXiv 2401.10241, table 2 and section 6; DualPipeV: the DualPipe repository's README, a chunk being half a rank's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> list[Any]:
+    """Micro-batches whose activations rank `rank` holds at its peak, for each of its chunks; one per entry of
+    `microbatches` (m).
+
+    Chunks of one rank are held at the same moment: the first backward of the rank's steady phase.
+    """
+    m = np.asarray(microbatches)
+    if name == "none":
+        return [np.minimum(m, 1)]
+    if name == "gpipe":
+        return [m]
+    if name == "1f1b":
+        return [np.minimum(m, pp - rank)]
+    if name == "interleaved":
+        return _interleaved_in_flight(pp, vpp, rank, m)
+    if name == "zb-h1":
+        # Rank r still holds weight-gradient inputs of r micro-batches, which are nearly as large as activations.
+        return [np.minimum(m, pp)]
+    if name == "zb-h2":
+        return [np.minimum(m, 2 * pp - 1)]
+    if name == "zbv":
+        return [np.minimum(m, pp)] * 2
+    if name == "dualpipev":
+        return [np.minimum(m, pp + 1), np.minimum(m, pp)]
+    raise KeyError(name)
+
+
+def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
+    """Megatron runs groups of p micro-batches through chunk 0, then chunk 1, and so on; a rank has done
+    2 (p - rank - 1) + (v - 1) p + 1 forwards when its first backward begins."""
+    forwards = np.minimum(2 * (pp - rank - 1) + (vpp - 1) * pp + 1, vpp * m)
+    rounds, rest = forwards // (pp * vpp), forwards % (pp * vpp)
+    return [pp * rounds + np.clip(rest - chunk * pp, 0, pp) for chunk in range(vpp)]
+
+
+def fill_seconds(name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any) -> Any:
+    """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
+
+    forward, input_grad, weight_grad: seconds of one micro-batch on a rank on average, all its chunks together. p2p:
+    seconds that one activation needs from rank to rank.
+    """
+    whole, hop = forward + input_grad + weight_grad, 2 * (pp - 1) * p2p
+    if name in ("none", "gpipe", "1f1b"):
+        return (pp - 1) * whole + hop
+    if name == "interleaved":
+        return (pp - 1) / vpp * whole + hop
+    if name == "zb-h1":
+        return (pp - 1) * np.maximum(0, forward + input_grad - weight_grad) + hop
+    if name == "zb-h2":
+        return (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
+    half = 0.5  # of a rank's time goes to each of its two chunks
+    if name == "zbv":
+        # The optimizer waits for the slowest rank, so that the first forwards are not hidden (as with a barrier).
+        return (pp - 1) * half * forward + hop
+    if name == "dualpipev":
+        # (p - 1)(F&B + B - 3W) of chunk times; a forward and a backward side by side take as long as in turn.
+        idle = half * (whole + input_grad + weight_grad - 3 * weight_grad)
+        return (pp - 1) * np.maximum(0, idle) + hop
+    raise KeyError(name)
+
+
+def exposed_hops(name: str, *, pp: int, vpp: int) -> float:
+    """Messages per micro-batch that a rank waits for in its steady phase.
+
+    1F1B sends an activation and receives a gradient in one exchange, twice per micro-batch, and computes nothing
+    meanwhile. The schedules with chunks post their messages ahead; a fifth of their time is taken as seen.
+    """
+    if pp == 1:
+        return 0.0
+    return 2.0 if name in ("gpipe", "1f1b") else 0.2 * 2 * max(1, messages(name, pp=pp, vpp=vpp))
+
+
+def messages(name: str, *, pp: int, vpp: int) -> int:
+    """Activations that a rank sends on per micro-batch, forward: every chunk's output."""
+    if pp == 1:
+        return 0
+    return 2 if name in ("zbv", "dualpipev") else vpp

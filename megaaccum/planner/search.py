@@ -1,0 +1,145 @@
+"""Predicting and ranking every legal layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaaccum.errors import ConfigError
+from megaaccum.planner.hardware import GIB
+from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts
+from megaaccum.planner.memory import Memory
+from megaaccum.planner.space import Limits
+from megaaccum.planner.time import StepTime
+from megaaccum.planner.workload import Workload
+
+RANKINGS = ("default", "time", "memory")
+NEAR_FASTEST = 1.25
+"""The default ranking puts layouts that take more than this many times the fastest step behind the others: without it
+"larger device batches" would favour the deepest pipeline that fills."""
+BLOCK = 20_000
+"""Layouts that are predicted at a time: progress is told between blocks, and memory stays small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Layouts that fit, best first."""
+
+    layouts: Layouts
+    memory: Memory
+    time: StepTime
+    num_legal: int
+    """Layouts that keep every rule, of which these fit."""
+    workload: Workload
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def headroom(self) -> np.ndarray:
+        """Bytes that are left of the device's memory."""
+        return self.workload.hardware.hbm_bytes - self.memory.total
+
+    def name_of(self, index: int) -> dict[str, Any]:
+        """A layout in the user's names."""
+        row = self.layouts.row(index)
+        at = self.layouts
+        return {
+            **{axis: row[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
+            "mbs": row["micro_batch_size"],
+            "dbs": int(at.device_batch_size[index]),
+            "ga": row["grad_accum_steps"],
+            "recompute": RECOMPUTE[row["recompute"]],
+            "schedule": SCHEDULES[row["schedule"]],
+            "policy": POLICIES[row["policy"]],
+            "zero": row["zero_stage"],
+        }
+
+    def find(self, wanted: dict[str, Any]) -> np.ndarray:
+        """Indices of the layouts with these values, in order of rank."""
+        names = [self.name_of(index) for index in range(len(self))]
+        return np.array([i for i, name in enumerate(names) if all(name[k] == v for k, v in wanted.items())], dtype=int)
+
+
+def search(
+    workload: Workload,
+    limits: Limits | None = None,
+    *,
+    rank: str = "default",
+    progress: Callable[[int, int], None] | None = None,
+) -> Ranked:
+    """Every legal layout that fits, ranked.
+
+    rank: 'default' (of the layouts near the fastest: larger device batches, no recompute, fewer accumulation steps,
+    more headroom, smaller tp, smaller ep), 'time' or 'memory'. progress: is told (layouts done, of all).
+
+    Raises:
+        ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
+    """
+    assert rank in RANKINGS, rank
+    layouts = workload.space(limits or Limits()).layouts()
+    model = workload.memory_model()
+    blocks = [layouts.take(slice(start, start + BLOCK)) for start in range(0, len(layouts), BLOCK)]
+    memories, done = [], 0
+    for block in blocks:
+        memories.append(model.peak(block))
+        done += len(block)
+        if progress is not None:
+            progress(done, len(layouts))
+    memory = _joined(memories)
+    fits = memory.total <= workload.hardware.hbm_bytes
+    if not fits.any():
+        raise ConfigError(_closest_miss(workload, layouts, memory))
+    kept = layouts.take(fits)
+    time = workload.time_model(model).step(kept)
+    order = _order(kept, _rows(memory, fits), time, workload, rank)
+    memory = _rows(_rows(memory, fits), order)
+    return Ranked(kept.take(order), memory, _time_rows(time, order), len(layouts), workload)
+
+
+def _order(at: Layouts, memory: Memory, time: StepTime, workload: Workload, rank: str) -> np.ndarray:
+    """Indices, best first. np.lexsort sorts by its last key first."""
+    if rank == "time":
+        return np.lexsort((memory.total, time.total))
+    if rank == "memory":
+        return np.lexsort((time.total, memory.total))
+    # Headroom in steps of a GiB, so that a few bytes do not outrank a smaller tp.
+    headroom = np.floor((workload.hardware.hbm_bytes - memory.total) / GIB)
+    slow = time.total > NEAR_FASTEST * time.total.min()
+    wishes = (-at.device_batch_size, at.recompute, at.grad_accum_steps, -headroom, at.tp, at.ep, time.total)
+    return np.lexsort((*reversed(wishes), slow))
+
+
+def _joined(parts: list[Memory]) -> Memory:
+    return Memory(
+        {kind: np.concatenate([part.by_kind[kind] for part in parts]) for kind in parts[0].by_kind},
+        np.concatenate([part.rank for part in parts]),
+        np.concatenate([part.in_flight for part in parts]),
+    )
+
+
+def _rows(memory: Memory, rows: np.ndarray) -> Memory:
+    return Memory({k: v[rows] for k, v in memory.by_kind.items()}, memory.rank[rows], memory.in_flight[rows])
+
+
+def _time_rows(time: StepTime, rows: np.ndarray) -> StepTime:
+    parts = {name: seconds[rows] for name, seconds in time.by_part.items()}
+    return StepTime(time.total[rows], parts, time.exposed[rows], time.bubble[rows])
+
+
+def _closest_miss(workload: Workload, layouts: Layouts, memory: Memory) -> str:
+    """The layout that lacks the least, by how much, and for what."""
+    least = int(np.argmin(memory.total))
+    one = Ranked(layouts, memory, None, len(layouts), workload).name_of(least)  # type: ignore[arg-type]
+    name = ", ".join(f"{key}={value}" for key, value in one.items())
+    short = (memory.total[least] - workload.hardware.hbm_bytes) / GIB
+    kinds = sorted(memory.by_kind, key=lambda kind: -memory.by_kind[kind][least])
+    most = ", ".join(f"{kind} {memory.by_kind[kind][least] / GIB:.1f} GiB" for kind in kinds[:4])
+    return (
+        f"no layout fits {workload.world_size} GPUs of {workload.hardware.name} with"
+        f" {workload.hardware.hbm_bytes / GIB:.1f} GiB: the closest of {len(layouts):,}, {name}, lacks {short:.1f} GiB"
+        f" ({most}): use more GPUs, offload_optimizer cpu, or a smaller seq_length."
+    )

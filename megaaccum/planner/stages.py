@@ -1,0 +1,126 @@
+"""Which layers, embedding and head each pipeline stage and each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megaaccum.config.schema import Config, ModelConfig
+from megaaccum.config.stage_layout import layers_of_stages, parse_layout
+from megaaccum.parameters import expert_layers
+
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""Schedules in which rank r holds stages r and 2 * pp - 1 - r. In the others stage s is on rank s % pp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A contiguous piece of the model."""
+
+    dense: int
+    """Transformer layers with an MLP."""
+    moe: int
+    """Transformer layers with experts."""
+    embedding: bool = False
+    """Whether it holds the word table (and turns tokens into vectors)."""
+    head: bool = False
+    """Whether it holds output matrix and loss."""
+    final_norm: bool = False
+    """Whether it holds the norm before the head: with the head, but behind the last layer in a model that predicts
+    further tokens."""
+    prediction: int = 0
+    """Multi-token-prediction layers."""
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers, those of multi-token prediction aside."""
+        return self.dense + self.moe
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[int] | None:
+    """Layers of each stage in model order, or None where no balanced split is known.
+
+    Even where they divide. Where one or two are missing, the last stage, and then the first, has one layer less: the
+    head and the embedding are that stage's extra work (as Llama 3 405B: 126 layers on 128 stages, arXiv 2407.21783).
+    """
+    most = -(-num_layers // num_stages)
+    missing = most * num_stages - num_layers
+    if missing > min(2, num_stages):
+        return None
+    layers = [most] * num_stages
+    if missing >= 1:
+        layers[-1] -= 1
+    if missing == 2:
+        layers[0] -= 1
+    return layers
+
+
+def layout_text(layers: Sequence[int], prediction: int = 0) -> str:
+    """Megatron's notation for these layers per stage: `E|(t|)*126L`."""
+    stages = ["t" * count for count in layers]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * prediction + "L"
+    return "|".join(_runs(stages))
+
+
+def _runs(stages: Sequence[str]) -> list[str]:
+    """The stages with runs of three and more equal ones written as (...)*n, each run as one text between bars."""
+    texts: list[str] = []
+    start = 0
+    while start < len(stages):
+        end = start
+        while end < len(stages) and stages[end] == stages[start]:
+            end += 1
+        count = end - start
+        if count >= 3 and end < len(stages):
+            # The last bar of the group stands before the next stage, so that stage follows without one of its own.
+            texts.append(f"({stages[start]}|)*{count}{stages[end]}")
+            end += 1
+        else:
+            texts += stages[start:end]
+        start = end
+    return texts
+
+
+def make_stages(model: ModelConfig, layers: Sequence[int]) -> list[Stage]:
+    """The stages in model order for `layers` transformer layers in each."""
+    is_moe = expert_layers(model)
+    assert sum(layers) == model.num_layers == len(is_moe), "stages hold every layer once"
+    stages, start = [], 0
+    for index, count in enumerate(layers):
+        moe = sum(is_moe[start : start + count])
+        start += count
+        last = index == len(layers) - 1
+        norm = count > 0 and start == model.num_layers if model.mtp_num_layers else last
+        extra = (model.mtp_num_layers or 0) if last else 0
+        stages.append(Stage(count - moe, moe, index == 0, last, norm, extra))
+    return stages
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """The stages of a resolved configuration, in model order, pp * vpp of them."""
+    text = config.parallel.pipeline_model_parallel_layout
+    stages = make_stages(config.model, layers_of_stages(config.model, config.parallel))
+    if text is None or not config.model.mtp_num_layers:
+        return stages
+    extra = [stage.count("m") for stage in parse_layout(text)]
+    return [replace(stage, prediction=count) for stage, count in zip(stages, extra, strict=True)]
+
+
+def chunks_of_rank(stages: Sequence[Stage], rank: int, *, pp: int, schedule: str) -> list[Stage]:
+    """The stages that pipeline rank `rank` holds, chunk by chunk."""
+    if schedule in V_SHAPED:
+        return [stages[rank], stages[2 * pp - 1 - rank]]
+    return list(stages[rank::pp])
+
+
+def rank_kinds(stages: Sequence[Stage], *, pp: int, schedule: str) -> dict[int, list[Stage]]:
+    """The ranks that can be the most loaded: the first of every kind of rank, with its chunks.
+
+    Two ranks with equal chunks differ only in how many micro-batches they hold, and no schedule here gives the later
+    one more.
+    """
+    kinds: dict[tuple[Stage, ...], int] = {}
+    for rank in range(pp):
+        kinds.setdefault(tuple(chunks_of_rank(stages, rank, pp=pp, schedule=schedule)), rank)
+    return {rank: list(chunks) for chunks, rank in kinds.items()}

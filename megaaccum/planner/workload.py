@@ -1,0 +1,160 @@
+"""What is planned: a model, a batch, GPUs, and how megaaccum runs them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from megaaccum.config.deepspeed_json import adopt
+from megaaccum.config.derive import derive
+from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
+from megaaccum.data.sources import vocab_size
+from megaaccum.errors import ConfigError, DataError
+from megaaccum.planner.activations import Kernels
+from megaaccum.planner.hardware import Hardware
+from megaaccum.planner.layouts import POLICIES
+from megaaccum.planner.memory import MemoryModel, StateBytes
+from megaaccum.planner.space import Limits, Space
+from megaaccum.planner.time import Software, TimeModel
+
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A configuration whose layout is open, on so many GPUs of a kind."""
+
+    config: Config
+    """As it was read: nothing of it is derived."""
+    model: ModelConfig
+    """Its model, with every key that can be derived filled in."""
+    sharding: ShardingConfig
+    """Its sharding, likewise."""
+    vocab_size: int
+    """Entries of the vocabulary before padding."""
+    world_size: int
+    hardware: Hardware
+    global_batch_size: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks."""
+        return self.global_batch_size * self.model.seq_length
+
+    def space(self, limits: Limits) -> Space:
+        """The legal layouts within `limits`."""
+        return Space(
+            model=self.model,
+            world_size=self.world_size,
+            gpus_per_node=self.hardware.links.gpus_per_node,
+            global_batch_size=self.global_batch_size,
+            zero_stage=self.sharding.zero_stage,
+            limits=limits,
+        )
+
+    def memory_model(self) -> MemoryModel:
+        """Bytes per rank as megaaccum's own boundary keeps them."""
+        grad = BYTES[self.sharding.grad_accum_dtype]
+        return MemoryModel(
+            model=self.model,
+            vocab_size=self.vocab_size,
+            kernels=kernels_of(self.model, self.sharding),
+            usage=self.hardware.usage,
+            states=state_bytes(self.sharding),
+            bucket_elements=self.sharding.reduce_bucket_size,
+            # The bucket, and what comes out of its reduction.
+            bucket_bytes=grad + BYTES[self.sharding.grad_reduce_dtype],
+        )
+
+    def time_model(self, memory: MemoryModel) -> TimeModel:
+        """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
+        return TimeModel(
+            model=self.model,
+            vocab_size=self.vocab_size,
+            hardware=self.hardware,
+            stages=memory.stages,
+            software=Software(
+                flash=self.model.transformer_impl != "local",
+                grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
+                param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
+                sharded=self.sharding.boundary == "deepspeed",
+            ),
+        )
+
+
+def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Workload:
+    """What to plan for a configuration that was read.
+
+    Raises:
+        ConfigError: the model's shape, the vocabulary or global_batch_size is missing.
+    """
+    settled = copy.deepcopy(config)
+    problems = adopt(settled, [])
+    derive(settled, [])
+    model, batch = settled.model, settled.batch.global_batch_size
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(model, name) < 1:
+            problems.append(f"{name} is required to plan; add it to the file, or give --{name} on the command line.")
+    if batch is None:
+        problems.append(
+            "global_batch_size is required to plan: it is what the layouts divide; add it to the file, or give"
+            " --global_batch_size on the command line (tokens per step / seq_length)."
+        )
+    if world_size < 1:
+        problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile.")
+    if problems:
+        raise ConfigError(problems)
+    assert batch is not None
+    return Workload(
+        config=config,
+        model=model,
+        sharding=settled.sharding,
+        vocab_size=_vocabulary(settled),
+        world_size=world_size,
+        hardware=hardware,
+        global_batch_size=batch,
+    )
+
+
+def _vocabulary(config: Config) -> int:
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    try:
+        return vocab_size(config)
+    except DataError as error:
+        raise ConfigError(
+            f"the plan needs the vocabulary: set vocab_size, as there is no dataset yet ({error})."
+        ) from None
+
+
+def kernels_of(model: ModelConfig, sharding: ShardingConfig) -> Kernels:
+    """What Megatron's layers keep: Transformer Engine's with fused attention, or the local ones."""
+    element = BYTES[sharding.params_dtype or "fp32"]
+    modules = frozenset(model.recompute_modules or ["core_attn"])
+    local = model.transformer_impl == "local"
+    kernels = Kernels(element=int(element), local=local, flash=not local, recompute_modules=modules)
+    # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
+    return replace(kernels, logit_bytes=2 * element + 4.0)
+
+
+def state_bytes(sharding: ShardingConfig) -> dict[tuple[int, int], StateBytes]:
+    """Bytes per parameter by (ZeRO stage, policy index), as DeepSpeed and the boundary keep them (docs/design.md).
+
+    Whole gradients are added up in grad_accum_dtype by the resident policy at every stage. DeepSpeed's optimizer keeps
+    an FP32 master, two FP32 moments and the shard's gradient; a ZeRO-3 shard also keeps the parameters' own bytes.
+    """
+    param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
+    if sharding.boundary == "ddp":
+        return {
+            (stage, 0): StateBytes(param=param, grad=2 * grad, optimizer=8, optimizer_shard=0) for stage in (1, 2, 3)
+        }
+    moments = 0.0 if sharding.offload_optimizer == "cpu" else 12.0
+    below = StateBytes(param=param, grad=grad, grad_shard=grad, optimizer_shard=moments)
+    resident, streaming = POLICIES.index("resident"), POLICIES.index("streaming")
+    return {
+        (1, resident): below,
+        (2, resident): below,
+        (3, resident): StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, optimizer_shard=moments),
+        # The accumulator of its own, and the optimizer's copy of it.
+        (3, streaming): StateBytes(param=0, param_shard=param, grad=0, grad_shard=2 * grad, optimizer_shard=moments),
+    }
