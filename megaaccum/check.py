@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from megaaccum import policies
 from megaaccum.config import resolve
 from megaaccum.config.load import read
 from megaaccum.config.plan import Plan
@@ -17,6 +18,8 @@ from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.hostfile import read_hostfile
 from megaaccum.parameters import count_parameters
+from megaaccum.planner.stages import Stage, rank_kinds, stages_of
+from megaaccum.planner.weights import rank_parameters, stage_parameters
 
 _DESCRIPTION = """\
 Resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the schedule, and what was
@@ -205,21 +208,54 @@ def _amount(number: int) -> str:
 
 def _sharding(plan: Plan) -> _Section:
     sharding, at = plan.config.sharding, plan.layout
-    if sharding.boundary == "ddp":
-        return "Sharding", [f"torch DistributedDataParallel over dp {at.dp}: nothing is sharded"]
     held = {
         1: "optimizer state",
         2: "gradients and optimizer state",
         3: "parameters, gradients and optimizer state",
     }
     where = {"none": "on the device", "cpu": "in host memory"}
-    return "Sharding", [
-        f"DeepSpeed ZeRO-{sharding.zero_stage} over dp {at.dp}: {held[sharding.zero_stage]};"
+    who = {
+        "deepspeed": f"DeepSpeed ZeRO-{sharding.zero_stage} over dp {at.dp}: {held[sharding.zero_stage]};"
         f" optimizer {where[sharding.offload_optimizer]}",
-        f"sync {sharding.sync}: parameters are gathered once per step, gradients are reduced once per step",
+        "fsdp2": f"torch fully_shard over dp {at.dp}: parameters, gradients and optimizer state",
+        "megatron": f"Megatron's DistributedDataParallel over dp {at.dp}: optimizer state",
+        "ddp": f"torch DistributedDataParallel over dp {at.dp}: nothing is sharded",
+    }
+    when = {
+        "resident": "parameters are gathered once per step, gradients are reduced once per step",
+        "streaming": "parameters are gathered for each forward and backward of a layer, gradients reduced after each",
+    }
+    return "Sharding", [
+        who[sharding.boundary],
+        f"sync {sharding.sync}: {when[sharding.sync]}",
         f"parameters {sharding.params_dtype}, gradients added in {sharding.grad_accum_dtype}"
         f" and reduced in {sharding.grad_reduce_dtype}",
+        *_policies(plan),
     ]
+
+
+def _policies(plan: Plan) -> list[str]:
+    """What the policies move and hold, on the rank with the most parameters; nothing without a vocabulary."""
+    model, at = plan.config.model, plan.layout
+    rows, _ = _vocabulary(plan.config)
+    if rows is None or at.dp * at.cp == 1 or model.num_experts:
+        return []
+    kinds = rank_kinds(stages_of(plan.config), pp=at.pp, schedule=at.schedule)
+    most = max(int(rank_parameters(model, chunks, rows, tp=at.tp).total) for chunks in kinds.values())
+    layer = int(stage_parameters(model, Stage(dense=1, moe=0), rows, tp=at.tp).total)
+    table = int(stage_parameters(model, Stage(dense=0, moe=0, embedding=True), rows, tp=at.tp).total)
+    lines = ["received from other data-parallel ranks per step, and whole tensors held, on the largest stage:"]
+    for row in policies.predictions(plan, most, max(layer, table)):
+        mark = " (chosen)" if row.policy == policies.chosen(plan) else ""
+        lines.append(f"  {row.policy:<20}{_gib(row.total)} moved, {_gib(row.whole)} held{mark}")
+    return lines
+
+
+def _gib(num_bytes: float) -> str:
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:8.2f} {name}"
+    return f"{num_bytes / 2**10:8.2f} KiB"
 
 
 def _notes(plan: Plan) -> _Section:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -487,3 +488,85 @@ def megatron_adopt(optimizer, num_steps: int) -> None:
     optimizer._copy_main_params_to_model_params()
     for ddp in optimizer.model_chunks:
         ddp.start_param_sync(force_sync=True)
+
+
+_COLLECTIVES = {
+    "_allgather_base": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "alltoall": ("all_to_all", 0),
+    "alltoall_base": ("all_to_all", 0),
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "gather": ("gather", 0),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+}
+"""Methods of torch's ProcessGroup, through which torch.distributed and deepspeed.comm pass: the collective's name and
+the argument that holds the elements of all ranks."""
+
+
+@contextlib.contextmanager
+def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
+    """Inside, `note(collective, group, tensor, seconds, calls=1)` hears of each tensor that a collective over more than
+    one rank is given; then, with calls=0, of the seconds that the host waited for it. torch has no public place where
+    all of them pass (a dispatch mode sees every operator, and slows each one down)."""
+    from torch.distributed import ProcessGroup, Work
+
+    waited: dict[int, tuple] = {}
+    methods: list[tuple[Any, str, Any]] = [(Work, "wait", Work.wait)]
+    methods += [
+        (ProcessGroup, name, getattr(ProcessGroup, name)) for name in _COLLECTIVES if hasattr(ProcessGroup, name)
+    ]
+
+    def wait(work, *args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return methods[0][2](work, *args, **kwargs)
+        finally:
+            if id(work) in waited:
+                note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
+
+    try:
+        Work.wait = wait  # type: ignore[method-assign, assignment]
+        for _, name, method in methods[1:]:
+            setattr(ProcessGroup, name, _noting(method, *_COLLECTIVES[name], note, waited))
+        yield
+    finally:
+        for owner, name, method in methods:
+            setattr(owner, name, method)
+
+
+def _noting(method, collective: str, position: int, note, waited: dict[int, tuple]):
+    def call(group, *args, **kwargs):
+        if group.size() == 1:
+            return method(group, *args, **kwargs)
+        tensors = list(_flatten(args[position]))
+        start = time.perf_counter()
+        work = method(group, *args, **kwargs)
+        for index, tensor in enumerate(tensors):
+            note(collective, group, tensor, time.perf_counter() - start if index == 0 else 0.0)
+        if work is not None and tensors:
+            waited[id(work)] = collective, group, tensors[0]
+        return work
+
+    return call
+
+
+def _flatten(tensors) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    else:
+        for each in tensors:
+            yield from _flatten(each)

@@ -19,6 +19,7 @@ from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
 from megaaccum.schedule.entry import get_forward_backward_func
+from megaaccum.traffic import Meter, Traffic
 
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary
@@ -38,7 +39,7 @@ class StepResult:
     gradient before clipping, with FP16 after unscaling. loss_scale: what the loss was multiplied by in the backward (1
     without FP16). skipped: no rank changed its weights. sanitized: elements of the gradient set to 0, or micro-batches
     left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank was told to stop after this
-    step. seconds: by phase.
+    step. seconds: by phase. traffic: this rank's collectives, by collective, group and dtype (traffic.py).
     """
 
     loss: float
@@ -50,6 +51,7 @@ class StepResult:
     note: str = ""
     stop: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Stepper:
         self._guard = NormGuard(self._keys)
         self._bad_steps = sanitize.BadSteps(self._keys)
         self._probe: Probe | None = None
+        self._meter = Meter(groups)
 
     def train(
         self,
@@ -113,6 +116,14 @@ class Stepper:
         anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
         step comes with its `problem`, which every rank then raises before it begins.
         """
+        with self._meter.counting() as traffic:
+            result = self._step(microbatches, step=step, stop=stop, problem=problem)
+        return replace(result, traffic=traffic)
+
+    def _step(
+        self, microbatches: Sequence[Microbatch], *, step: int, stop: bool, problem: MegaaccumError | None
+    ) -> StepResult:
+        """Agree, attempt, judge, update."""
         clock = _Clock()
         stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop, problem=problem)
         clock.lap("agree")

@@ -126,6 +126,8 @@ def _one_step(
 ) -> Committed:
     """Attempt a step and record what it came to. A `problem` of this rank, or one with its data, is raised on every
     rank, before any of them begins the step."""
+    from megaaccum.traffic import bytes_by_collective
+
     if plan.config.run.step_timeout_seconds > 0:
         faulthandler.dump_traceback_later(plan.config.run.step_timeout_seconds, exit=True)
     done = steps.run(stop=stop, problem=problem)
@@ -141,6 +143,7 @@ def _one_step(
         "skipped": result.skipped,
         "seconds_per_step": sum(result.seconds.values()),
     }
+    record |= bytes_by_collective(result.traffic)
     if plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
     if result.sanitized:
