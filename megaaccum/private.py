@@ -525,26 +525,26 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
     from torch.distributed import ProcessGroup, Work
 
     waited: dict[int, tuple] = {}
-    methods: list[tuple[Any, str, Any]] = [(Work, "wait", Work.wait)]
-    methods += [
-        (ProcessGroup, name, getattr(ProcessGroup, name)) for name in _COLLECTIVES if hasattr(ProcessGroup, name)
-    ]
+    names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
+    # What the class holds is bound to a group when it is looked up; what getattr returns is not any more.
+    held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
+    plain_wait = Work.wait
 
     def wait(work, *args, **kwargs):
         start = time.perf_counter()
         try:
-            return methods[0][2](work, *args, **kwargs)
+            return plain_wait(work, *args, **kwargs)
         finally:
             if id(work) in waited:
                 note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
 
     try:
         Work.wait = wait  # type: ignore[method-assign, assignment]
-        for _, name, method in methods[1:]:
-            setattr(ProcessGroup, name, _noting(method, *_COLLECTIVES[name], note, waited))
+        for name in names:
+            setattr(ProcessGroup, name, _noting(getattr(ProcessGroup, name), *_COLLECTIVES[name], note, waited))
         yield
     finally:
-        for owner, name, method in methods:
+        for owner, name, method in held:
             setattr(owner, name, method)
 
 
