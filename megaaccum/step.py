@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import cpu, grad_norm
+from megaaccum import cpu, grad_norm, router_state
 from megaaccum.agreement import agree
 from megaaccum.loss import StepLoss
 
@@ -74,6 +74,7 @@ class Stepper:
         stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop, problem=problem)
         loss = self._divisor(microbatches)
         clock.lap("agree")
+        router_state.begin_step(self._chunks)
         self._boundary.begin_step()
         clock.lap("gather")
         reports = self._run_flushes(microbatches, loss)
@@ -164,6 +165,7 @@ class Stepper:
             return
         grad_norm.clip(self._boundary, norm, self._plan.config.optimizer.clip_grad)
         self._boundary.step()
+        router_state.update_bias(self._chunks, self._groups)
 
 
 class _ForwardStep:
