@@ -58,7 +58,19 @@ def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def save(folder: str | os.PathLike, boundary: Boundary, groups: Groups, progress: Progress, *, keep_last: int) -> Path:
+Buffers = dict[str, torch.Tensor]
+"""{name in the whole model: tensor} of what training changes beside parameters; the same on all ranks of a stage."""
+
+
+def save(
+    folder: str | os.PathLike,
+    boundary: Boundary,
+    groups: Groups,
+    progress: Progress,
+    *,
+    keep_last: int,
+    buffers: Buffers | None = None,
+) -> Path:
     """Write a checkpoint of the run and make it current; collective over the world.
 
     Raises CheckpointError on every rank when any of them could not write; what was current before still is.
@@ -66,7 +78,7 @@ def save(folder: str | os.PathLike, boundary: Boundary, groups: Groups, progress
     files = Files(Path(folder), progress, keep_last)
     try:
         files.prepare()
-        dcp.save(_pieces(boundary, groups) | _rng(groups), storage_writer=_Writer(files.aside))
+        dcp.save(_written(boundary, groups, buffers), storage_writer=_Writer(files.aside))
         together(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
         raise files.given_up(error) from error
@@ -106,6 +118,7 @@ class BackgroundSave:
         *,
         keep_last: int,
         group: dist.ProcessGroup,
+        buffers: Buffers | None = None,
     ):
         """Copy the tensors and start to write. Raises CheckpointError on every rank when the folder cannot be made."""
         self._files = Files(Path(folder), progress, keep_last)
@@ -115,7 +128,7 @@ class BackgroundSave:
         except CheckpointError as error:
             raise self._files.given_up(error) from error
         writing = dcp.async_save(
-            _pieces(boundary, groups) | _rng(groups),
+            _written(boundary, groups, buffers),
             storage_writer=_Writer(self._files.aside),
             process_group=group,
             async_stager=_Copies(),
@@ -185,13 +198,15 @@ class _Copies(AsyncStager):
         return
 
 
-def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, Any]) -> Progress:
-    """Read a checkpoint into the model and optimizer; collective over the world.
+def load(
+    current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, Any], buffers: Buffers | None = None
+) -> Progress:
+    """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world.
 
     Raises CheckpointError on every rank when it is of another model (naming each number that differs), a piece is
     missing, a file cannot be read, or it holds what no checkpoint holds.
     """
-    progress, reader, wanted = together(_open, current, boundary, groups, shape)
+    progress, reader, wanted = together(_open, current, boundary, groups, shape, buffers or {})
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
     states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
@@ -203,13 +218,15 @@ def load(current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, 
             what = "one of its .distcp files is damaged"
         raise said_once(CheckpointError(f"{current} cannot be read: {what}")) from error
     _fill(boundary, groups, read)
+    for name, buffer in (buffers or {}).items():
+        buffer.data = read[_BUFFER + name].to(buffer.device)  # DeepSpeed has cast an FP32 buffer of a BF16 model
     boundary.adopt_state(progress.num_updates)
     rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
     return progress
 
 
 def _open(
-    current: Path, boundary: Boundary, groups: Groups, shape: dict[str, Any]
+    current: Path, boundary: Boundary, groups: Groups, shape: dict[str, Any], buffers: Buffers
 ) -> tuple[Progress, CheckpointReader, list[str]]:
     """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
     progress = read_progress(current)
@@ -221,12 +238,25 @@ def _open(
     if wrong:
         raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
     reader = CheckpointReader(current)
-    wanted = _overlapping(reader.read_metadata().state_dict_metadata, boundary, groups)
+    stored = reader.read_metadata().state_dict_metadata
+    wanted = _overlapping(stored, boundary, groups) + [_BUFFER + name for name in buffers]
+    if missing := [key for key in wanted if key not in stored]:
+        raise CheckpointError(f"{current} lacks {', '.join(missing)}")
     reader.check_files(set(wanted))
     return progress, reader, wanted
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+_BUFFER, _RNG = "buffer/", "rng/"
+
+
+def _written(boundary: Boundary, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
+    """All that this rank writes."""
+    first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
+    whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
+    return _pieces(boundary, groups) | whole | _rng(groups)
 
 
 def _prefix(name: str, kind: str, param, groups: Groups) -> str:
@@ -252,7 +282,7 @@ def _ranges(stored: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
     """{prefix: sorted (start, stop) of the stored pieces}."""
     found: dict[str, list[tuple[int, int]]] = {}
     for key, what in stored.items():
-        if isinstance(what, TensorStorageMetadata) and not key.startswith("rng/"):
+        if isinstance(what, TensorStorageMetadata) and not key.startswith((_RNG, _BUFFER)):
             prefix, _, span = key.rpartition("/")
             start, stop = span.split(":")
             found.setdefault(prefix + "/", []).append((int(start), int(stop)))
@@ -296,5 +326,5 @@ def _fill(boundary: Boundary, groups: Groups, read: dict[str, torch.Tensor]) -> 
 
 def _rng(groups: Groups) -> dict[str, torch.Tensor]:
     """This rank's random states, keyed by its place, so that only the same place takes them up again."""
-    place = f"rng/pp{groups.pp.rank()}/dp{groups.dp_cp.rank()}/tp{groups.tp.rank()}/"
+    place = f"{_RNG}pp{groups.pp.rank()}/dp{groups.dp_cp.rank()}/tp{groups.tp.rank()}/"
     return {place + name: state for name, state in rng.snapshot().items()}

@@ -55,6 +55,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
     dtype = DTYPES[sharding.params_dtype or "fp32"]
     on_gpu = cpu.has_accelerator()
+    _check_local_layers(plan)
     keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
     keys |= dict(
         layernorm_epsilon=model.norm_epsilon,
@@ -101,6 +102,30 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         return kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
+
+
+def _check_local_layers(plan: Plan) -> None:
+    """What Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first run."""
+    model = plan.config.model
+    if uses_transformer_engine(plan):
+        return
+    here = (
+        "layers here are Megatron's local ones: no GPU was found, or Transformer Engine is not installed (`megaaccum "
+        "doctor` says which)"
+    )
+    problems = []
+    if model.multi_latent_attention:
+        problems.append(
+            f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
+            "or set multi_latent_attention to false."
+        )
+    if model.num_experts and model.add_bias_linear:
+        problems.append(
+            f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
+            "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _activation(model):
@@ -208,6 +233,16 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Par
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             yield global_name(chunk, name), param
+
+
+def named_buffers(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, tensor) of what training changes beside parameters (expert biases), the same on all ranks of a
+    stage; in a fixed order."""
+    for chunk in chunks:
+        kept = chunk.state_dict(keep_vars=True).keys()
+        for name, buffer in chunk.named_buffers():
+            if name in kept:
+                yield global_name(chunk, name), buffer
 
 
 def is_tied_copy(param: torch.nn.Parameter) -> bool:

@@ -42,6 +42,7 @@ class Saver:
     schedule: LrSchedule
     data: Datasets
     shape: dict
+    buffers: dict[str, torch.Tensor]
     _writing: BackgroundSave | None = None
     _group: torch.distributed.ProcessGroup | None = None
 
@@ -67,11 +68,17 @@ class Saver:
         from megaaccum import checkpoint
 
         self.finish()
-        keep, what = self.plan.config.run.keep_last, self._progress(step, consumed_samples, transaction)
+        what = self._progress(step, consumed_samples, transaction)
         if not self.plan.config.run.async_save:
-            return str(checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep))
+            return str(self._save_now(what))
         self._writing = checkpoint.BackgroundSave(
-            self.folder, self.boundary, self.places, what, keep_last=keep, group=self._background_group()
+            self.folder,
+            self.boundary,
+            self.places,
+            what,
+            keep_last=self.plan.config.run.keep_last,
+            buffers=self.buffers,
+            group=self._background_group(),
         )
         return f"{self._writing.target} (being written)"
 
@@ -93,15 +100,13 @@ class Saver:
         everywhere = error.said_by == "rank 0" and not isinstance(error, RankDisagreement)
         if not everywhere or not self.is_due(step, ends=True):
             return error
-        from megaaccum import checkpoint
         from megaaccum.agreement import said_once
 
-        keep, what = self.plan.config.run.keep_last, self._progress(step, consumed_samples, transaction)
         texts = [str(error)]
         try:
             with suppress(CheckpointError):  # that may be the error; its step is written again
                 self.finish()
-            path = checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep)
+            path = self._save_now(self._progress(step, consumed_samples, transaction))
             texts.append(f"nothing is lost: {path} holds the {step} steps before")
         except CheckpointError as second:
             texts.append(str(second))
@@ -115,6 +120,12 @@ class Saver:
             self.finish()
         elif self._writing is not None:
             self._writing.wait(_WAIT_AFTER_AN_ERROR)
+
+    def _save_now(self, what: Progress) -> Path:
+        from megaaccum import checkpoint
+
+        keep = self.plan.config.run.keep_last
+        return checkpoint.save(self.folder, self.boundary, self.places, what, keep_last=keep, buffers=self.buffers)
 
     def _progress(self, step: int, consumed_samples: int, transaction: dict) -> Progress:
         from megaaccum import checkpoint
@@ -146,7 +157,7 @@ class Saver:
         alike("the checkpoint to resume from; hosts have to share its folder", current.name if current else "none")
         if current is None:
             return 0, 0, {}
-        progress = checkpoint.load(current, self.boundary, self.places, shape=self.shape)
+        progress = checkpoint.load(current, self.boundary, self.places, shape=self.shape, buffers=self.buffers)
         if progress.data != self.data.digest:
             text = (
                 f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import cpu, grad_norm, rng
+from megaaccum import cpu, grad_norm, rng, router_state
 from megaaccum.agreement import agree
 from megaaccum.errors import StepError
 from megaaccum.loss import StepLoss
@@ -230,6 +230,7 @@ class Stepper:
         """The gradient of `microbatches`, reduced, unscaled and measured."""
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
+        router_state.begin_step(self._chunks)
         self._boundary.begin_step()
         clock.lap("gather")
         if self._zero is not None:
@@ -307,6 +308,7 @@ class Stepper:
         else:
             grad_norm.clip(self._boundary, verdict.attempt.norm, self._plan.config.optimizer.clip_grad)
             self._boundary.step()
+            router_state.update_bias(self._chunks, self._groups)
         if self.scaler is not None:
             self.scaler.update(verdict.overflow)
 

@@ -10,10 +10,16 @@ import pytest
 
 from megaaccum.checkpoint_files import Progress
 from megaaccum.errors import CheckpointError
-from megaaccum.testing import run_ranks
+from megaaccum.testing import run_ranks, try_ranks
 from tests.multiproc.parity import Case, make, microbatches
 
 CASE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --num_chunks 2", "--num_layers 2 --clip_grad 1")
+BIASED = (
+    "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
+    "--moe_router_enable_expert_bias "
+    "--moe_aux_loss_coeff 0.01 --num_layers 2 "
+)
+MOE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --num_chunks 2", BIASED, "bf16")
 SHAPE = {"num_layers": 2}
 
 
@@ -25,14 +31,18 @@ class Run:
     """A model that can take steps; as much of a training run as a checkpoint holds."""
 
     def __init__(self, case: Case = CASE):
+        from megaaccum import model
+
         self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(case)
+        self.buffers = dict(model.named_buffers(self.chunks))
 
     def step(self, number: int) -> None:
         first = number * self.plan.batch.global_batch_size
         self.stepper.train(microbatches(self.plan, self.groups.dp.rank(), first), step=number)
 
     def state(self) -> dict:
-        return {
+        buffers = {(name, "buffer", 0): buffer.clone() for name, buffer in self.buffers.items()}
+        return buffers | {
             (piece.name, kind, piece.start): tensor.clone()
             for piece in self.boundary.state()
             for kind, tensor in piece.tensors.items()
@@ -43,7 +53,7 @@ class Run:
 
         current = checkpoint.latest(folder)
         assert current is not None
-        return checkpoint.load(current, self.boundary, self.groups, shape=SHAPE)
+        return checkpoint.load(current, self.boundary, self.groups, shape=SHAPE, buffers=self.buffers)
 
 
 def same(one: dict, other: dict) -> bool:
@@ -70,16 +80,22 @@ class Held:
         self.released.set()
 
 
-def written_while_training(folder: str) -> tuple[bool, bool, bool, str, int]:
+def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, str, int]:
     """Save after step 2 in the background, take step 3 before a byte is written, then resume from the checkpoint."""
     from megaaccum import checkpoint, groups
 
-    run, held = Run(), Held()
+    run, held = Run(case), Held()
     run.step(1)
     run.step(2)
     then = run.state()
     writing = checkpoint.BackgroundSave(
-        folder, run.boundary, run.groups, progress(2), keep_last=2, group=groups.for_background(1)
+        folder,
+        run.boundary,
+        run.groups,
+        progress(2),
+        keep_last=2,
+        group=groups.for_background(1),
+        buffers=run.buffers,
     )
     run.step(3)
     not_yet = checkpoint.latest(folder) is None
@@ -87,15 +103,16 @@ def written_while_training(folder: str) -> tuple[bool, bool, bool, str, int]:
     path = writing.finish()
     moved_on = not same(run.state(), then)
     uninterrupted = run.state()
-    resumed = Run()
+    resumed = Run(case)
     step = resumed.load(Path(folder)).step
     holds_step_2 = same(resumed.state(), then)
     resumed.step(3)
     return not_yet and moved_on, holds_step_2, same(resumed.state(), uninterrupted), path.name, step
 
 
-def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path):
-    for outcome in run_ranks(written_while_training, 2, str(tmp_path)):
+@pytest.mark.parametrize("case", [CASE, MOE], ids=["dense", "moe"])
+def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path, case):
+    for outcome in run_ranks(written_while_training, 2, str(tmp_path), case):
         assert outcome == (True, True, True, "step_0000002", 2)
 
 
@@ -230,3 +247,36 @@ def test_damaged_and_malicious_checkpoints_are_refused_on_every_rank(tmp_path):
     for said in run_ranks(damaged, 2, str(tmp_path)):
         assert said == ["seen"] * len(DAMAGE)
     assert not (tmp_path / "malicious" / "owned").exists()
+
+
+def killed_while_it_writes(folder: str) -> None:
+    """Every rank dies with step 2 in the background, step 1 being current."""
+    import os
+    import signal
+
+    from megaaccum import checkpoint, groups
+
+    run = Run()
+    run.step(1)
+    checkpoint.save(folder, run.boundary, run.groups, progress(1), keep_last=1)
+    Held()
+    checkpoint.BackgroundSave(
+        folder, run.boundary, run.groups, progress(2), keep_last=1, group=groups.for_background(1)
+    )
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after_a_kill(folder: str) -> tuple[int, str]:
+    """The step that is current, and what is there once another checkpoint was written."""
+    from megaaccum import checkpoint
+
+    run = Run()
+    step = run.load(Path(folder)).step
+    checkpoint.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
+    return step, " ".join(sorted(entry.name for entry in Path(folder).iterdir()))
+
+
+def test_a_kill_during_a_background_checkpoint_leaves_the_one_before(tmp_path):
+    outcomes = try_ranks(killed_while_it_writes, 2, str(tmp_path))
+    assert [outcome.status for outcome in outcomes] == [-9, -9]
+    assert run_ranks(after_a_kill, 2, str(tmp_path)) == [(1, "latest step_0000002")] * 2

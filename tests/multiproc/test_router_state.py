@@ -1,0 +1,109 @@
+"""The bias of experts moves as Megatron moves it, once per step that is taken; latent attention says what it lacks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+
+from megaaccum.errors import ConfigError
+from megaaccum.testing import run_ranks
+from tests.multiproc.parity import Case, make, microbatches, one_process
+
+EXPERTS = (
+    "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
+    "--moe_router_enable_expert_bias "
+    "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff 0.01 --num_layers 4 "
+)
+CASE = Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4", EXPERTS)
+
+
+def biases(chunks) -> list[list[float]]:
+    from megaaccum import model
+
+    return [buffer.tolist() for name, buffer in model.named_buffers(chunks) if name.endswith("expert_bias")]
+
+
+def moved_by_megatron(chunks, config) -> list[list[float]]:
+    """What Megatron's own function makes of the tokens that routers have counted, on copies of them."""
+    import torch
+    from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
+
+    def copy(router):
+        module = torch.nn.Module()
+        module.register_buffer("expert_bias", router.expert_bias.clone())
+        module.register_buffer("local_tokens_per_expert", router.local_tokens_per_expert.clone())
+        return module
+
+    routers = [m for chunk in chunks for m in chunk.modules() if getattr(m, "expert_bias", None) is not None]
+    copies = torch.nn.ModuleList(copy(router) for router in routers)
+    _update_router_expert_bias([copies], config)
+    return [module.expert_bias.tolist() for module in copies]
+
+
+def steps() -> SimpleNamespace:
+    """Three steps, the second one skipped: the biases after each, what Megatron makes of the tokens of each, and what
+    a router has counted in those that were taken: tokens, and micro-batches for the global balancing loss."""
+    from megaaccum import router_state
+
+    plan, groups, chunks, _, stepper = make(CASE)
+    router = next(m for m in chunks[0].modules() if getattr(m, "expert_bias", None) is not None)
+    after, by_megatron, counted = [biases(chunks)], [], []
+    update = router_state.update_bias
+
+    def watched(*args):
+        by_megatron.append(moved_by_megatron(chunks, chunks[0].config))
+        counted.append((int(router.local_tokens_per_expert.sum()), int(router.ga_steps)))
+        update(*args)
+
+    def step(number: int, weight: float = 1.0) -> bool:
+        batches = microbatches(plan, groups.dp.rank(), 16 * number)
+        batches[0]["loss_mask"][0, 0] *= weight
+        return stepper.train(batches, step=number).skipped
+
+    with patch.object(router_state, "update_bias", watched):
+        skipped = [step(0)]
+        after.append(biases(chunks))
+        skipped.append(step(1, weight=float("nan")))
+        after.append(biases(chunks))
+        skipped.append(step(2))
+        after.append(biases(chunks))
+    assert skipped == [False, True, False]
+    return SimpleNamespace(after=after, by_megatron=by_megatron, counted=counted, stage=groups.pp.rank())
+
+
+def test_the_bias_moves_as_megatron_moves_it_and_not_in_a_skipped_step():
+    ranks = run_ranks(steps, 4)
+    for rank in ranks:
+        start, first, skipped, last = rank.after
+        assert start == [[0.0] * 4] * 2
+        assert [first, last] == rank.by_megatron
+        assert first != start
+        assert skipped == first
+        # 8 micro-batches of 16 tokens on this rank, each with two experts: nothing of the skipped step is among them.
+        assert rank.counted == [(8 * 16 * 2, 8)] * 2
+    for stage in range(2):
+        one, other = (rank.after for rank in ranks if rank.stage == stage)
+        assert one == other
+
+
+def build(flags: str) -> str:
+    try:
+        one_process(flags + " --num_layers 2", "fp32")
+    except ConfigError as error:
+        return str(error)
+    return "was built"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--multi_latent_attention --position_embedding_type rope", "multi_latent_attention needs Transformer Engine"),
+        ("--num_experts 4", "add_bias_linear needs Transformer Engine"),
+        ("--num_experts 4 --disable_bias_linear", "was built"),
+    ],
+)
+def test_what_megatron_s_own_layers_cannot_do_is_refused_by_name(flags, named):
+    (said,) = run_ranks(build, 1, flags)
+    assert named in said
