@@ -12,9 +12,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import cpu, grad_norm, rng
+from megaaccum import cpu, grad_norm, rng, short_batch
 from megaaccum.agreement import agree
-from megaaccum.errors import StepError
+from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.loss import StepLoss
 from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import sanitize, scaler
@@ -107,10 +107,13 @@ class Stepper:
         anything has changed, where the configuration says that what happened ends the run.
         """
         clock = _Clock()
-        stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop)
+        stop, short = self._agree(step, microbatches, stop)
         clock.lap("agree")
+        if short and self._keys.short_batch == "drop":
+            return StepResult(loss=math.nan, num_tokens=0, grad_norm=0.0, skipped=True, note=short, stop=stop)
         before = rng.snapshot()
-        attempt = self._attempt(microbatches, clock)
+        microbatches, dummies = short_batch.filled(microbatches, self._plan)
+        attempt = self._attempt(microbatches, clock, dummies)
         verdict = self._judge(step, microbatches, attempt, before)
         self._bad_steps.count(verdict.bad, step=step, why=verdict.note)
         clock.lap("verdict")
@@ -124,7 +127,7 @@ class Stepper:
             skipped=verdict.skip,
             loss_scale=self._boundary.loss_scale,
             sanitized=attempt.num_zeroed + attempt.num_dropped,
-            note=verdict.note,
+            note=". ".join(filter(None, (short, verdict.note))),
             stop=stop,
             seconds=clock.seconds,
         )
@@ -203,6 +206,32 @@ class Stepper:
             pg_collection=self._groups.collection,
         )
 
+    # --- the micro-batches ---
+
+    def _agree(self, step: int, microbatches: Sequence[Microbatch], stop: bool) -> tuple[bool, str]:
+        """Whether some rank wishes to stop, and which ranks have too few micro-batches, in words. Raises
+        RankDisagreement where ranks would not do the same thing, and what short_batch.too_few raises."""
+        batch = self._plan.batch
+        planned = (batch.micro_batch_size, batch.seq_length)
+        shapes = [tuple(each["tokens"].shape) for each in microbatches]
+        rows, length = next((shape for shape in shapes if shape != planned), planned)
+        agreed = agree(
+            self._digest,
+            details=self._plan.facts,
+            tell={"num_microbatches": len(microbatches), "dp_rank": self._groups.dp.rank()},
+            stop=stop,
+            step=step,
+            seq_length=length,
+            micro_batch_size=rows,
+        )
+        if (rows, length) != planned:
+            raise RankDisagreement(
+                f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
+                f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
+            )
+        counts, dp_ranks = agreed.told["num_microbatches"], agreed.told["dp_rank"]
+        return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
+
     # --- verdict ---
 
     def _attempt(
@@ -246,7 +275,7 @@ class Stepper:
 
     def _on_nonfinite(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
         """Say where it came from; then end the run, step without those micro-batches, or skip."""
-        findings = self._look(microbatches, before)
+        findings = self._look(microbatches, attempt.loss.dummies, before)
         if self.scaler is not None and self.scaler.is_dynamic:
             raise StepError(
                 f"step {step} overflows at loss scale {self.scaler.scale:g}, the floor (min_loss_scale): {findings}."
@@ -255,15 +284,17 @@ class Stepper:
         if self._keys.nonfinite == "raise":
             raise StepError(f"step {step}: the gradient is not finite: {findings}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch":
-            attempt = self._attempt_without(microbatches, findings, before)
+            attempt = self._attempt_without(microbatches, attempt.loss.dummies, findings, before)
         return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {findings}")
 
-    def _look(self, microbatches: Sequence[Microbatch], before: dict[str, torch.Tensor]) -> Findings:
+    def _look(
+        self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: dict[str, torch.Tensor]
+    ) -> Findings:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
         self._boundary.discard()
         self._boundary.begin_step()
         rng.restore(before)
-        loss = self._divisor(microbatches)
+        loss = self._divisor(microbatches, dummies)
         with Probe(self._chunks, self._groups) as self._probe:
             self._run_flushes(microbatches, loss, reduce=False)
             findings = self._probe.gather()
@@ -271,14 +302,16 @@ class Stepper:
         self._boundary.begin_step()
         return findings
 
-    def _attempt_without(self, microbatches, findings: Findings, before: dict[str, torch.Tensor]) -> _Attempt:
+    def _attempt_without(
+        self, microbatches, dummies: frozenset[int], findings: Findings, before: dict[str, torch.Tensor]
+    ) -> _Attempt:
         """The gradient of the step's other micro-batches, divided by their tokens: those that `findings` names are
         replaced by dummies, on every stage alike."""
         bad = findings.bad_microbatches()
         mine = frozenset(bad.get(self._groups.dp.rank(), []))
         rng.restore(before)
-        rest = [_dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
-        return replace(self._attempt(rest, _Clock(), dummies=mine), num_dropped=sum(map(len, bad.values())))
+        rest = [short_batch.dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
+        return replace(self._attempt(rest, _Clock(), mine | dummies), num_dropped=sum(map(len, bad.values())))
 
     def _update(self, verdict: _Verdict, before: dict[str, torch.Tensor]) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
@@ -332,12 +365,6 @@ def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:
 
     scale = torch.tensor(weight * config.moe_grad_scale_func(), device=output.device)
     output.register_hook(lambda _grad: MoEAuxLossAutoScaler.set_loss_scale(scale))
-
-
-def _dummy_of(microbatch: Microbatch) -> Microbatch:
-    """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
-    zeros = {name: torch.zeros_like(microbatch[name]) for name in ("tokens", "labels", "loss_mask")}
-    return {**microbatch, **zeros}
 
 
 class _Clock:

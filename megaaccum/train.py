@@ -49,13 +49,14 @@ def main(argv: Sequence[str]) -> int:
 
 def train(plan: Plan) -> int:
     """Run `plan` on this rank; collective over the world. Returns 0 when it ended, or stopped when told to."""
-    from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
+    from megaaccum import agreement, boundary, checkpoint, groups, lr_schedule, model, optimizer
     from megaaccum.data.dataset import build_datasets
     from megaaccum.step import Stepper
     from megaaccum.transaction import StepTransaction
 
     _refuse_what_is_not_there_yet(plan)
     _start_process_group(plan)
+    agreement.agree(plan.digest(), details=plan.facts)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     data = build_datasets(plan)
     chunks = model.build_chunks(plan, places, vocab_size=data.vocabulary.size)
