@@ -19,6 +19,7 @@ from megaaccum.loss import StepLoss
 from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
+from megaaccum.trace import Trace, traced
 
 if TYPE_CHECKING:
     from megaaccum.boundary import Boundary
@@ -80,7 +81,8 @@ class _Verdict:
 class Stepper:
     """Runs steps of one model over one boundary. Every method is collective over the world.
 
-    scaler: the loss scale of an FP16 run, else None. What a checkpoint has to hold of a stepper is `state_dict`.
+    scaler: the loss scale of an FP16 run, else None. trace: what this rank is doing. What a checkpoint has to hold of a
+    stepper is `state_dict`.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], boundary: Boundary):
@@ -88,7 +90,8 @@ class Stepper:
         self._groups = groups
         self._chunks = chunks
         self._boundary = boundary
-        self._p2p = P2PCommunicator(pp_group=groups.pp, config=chunks[0].config)
+        self.trace = Trace()
+        self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(
             pp_size=plan.layout.pp, vp_size=plan.layout.vpp if plan.layout.vpp > 1 else None
         )
@@ -106,9 +109,9 @@ class Stepper:
         Where it is skipped, weights, optimizer and random states are as before. Raises StepError on every rank, before
         anything has changed, where the configuration says that what happened ends the run.
         """
-        clock = _Clock()
+        clock = _Clock(self.trace, "agree")
         stop, short = self._agree(step, microbatches, stop)
-        clock.lap("agree")
+        clock.lap("gather")
         if short and self._keys.short_batch == "drop":
             return StepResult(loss=math.nan, num_tokens=0, grad_norm=0.0, skipped=True, note=short, stop=stop)
         before = rng.snapshot()
@@ -116,9 +119,9 @@ class Stepper:
         attempt = self._attempt(microbatches, clock, dummies)
         verdict = self._judge(step, microbatches, attempt, before)
         self._bad_steps.count(verdict.bad, step=step, why=verdict.note)
-        clock.lap("verdict")
-        self._update(verdict, before)
         clock.lap("optimizer")
+        self._update(verdict, before)
+        clock.lap("report")
         attempt = verdict.attempt
         return StepResult(
             loss=attempt.loss.mean(attempt.reports, self._groups),
@@ -145,7 +148,7 @@ class Stepper:
 
     def gradient(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Everything up to the reduced gradient, which the boundary's `shards` then show (tests, diagnosis)."""
-        return self._attempt(microbatches, _Clock()).loss
+        return self._attempt(microbatches, _Clock(self.trace, "gather")).loss
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
@@ -195,7 +198,7 @@ class Stepper:
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         return self._schedule(
-            forward_step_func=_ForwardStep(loss, self._groups, self._probe),
+            forward_step_func=_ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe),
             data_iterator=[iter(indexed) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(indexed),
@@ -241,15 +244,15 @@ class Stepper:
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         self._boundary.begin_step()
-        clock.lap("gather")
+        clock.lap("forward_backward")
         if self._zero is not None:
             self._zero.clear()
         reports = self._run_flushes(microbatches, loss)
-        clock.lap("forward_backward")
+        clock.lap("norm")
         grad_norm.unscale(self._boundary, self._boundary.loss_scale)
         zeroed = None if self._zero is None else self._zero.total()
         norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed)
-        clock.lap("norm")
+        clock.lap("verdict")
         return _Attempt(loss, reports, norm, num_zeroed)
 
     def _judge(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
@@ -311,7 +314,9 @@ class Stepper:
         mine = frozenset(bad.get(self._groups.dp.rank(), []))
         rng.restore(before)
         rest = [short_batch.dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
-        return replace(self._attempt(rest, _Clock(), mine | dummies), num_dropped=sum(map(len, bad.values())))
+        return replace(
+            self._attempt(rest, _Clock(self.trace, "gather"), mine | dummies), num_dropped=sum(map(len, bad.values()))
+        )
 
     def _update(self, verdict: _Verdict, before: dict[str, torch.Tensor]) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
@@ -328,13 +333,17 @@ class Stepper:
 class _ForwardStep:
     """The `forward_step_func` of Megatron's schedules: the next micro-batch through one chunk."""
 
-    def __init__(self, loss: StepLoss, groups: Groups, probe: Probe | None):
+    def __init__(self, loss: StepLoss, groups: Groups, chunks: list, trace: Trace, probe: Probe | None):
         self._loss = loss
+        self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
+        self._trace = trace
         self._cp = groups.collection.cp
         self._probe = probe
 
     def __call__(self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module):
         index, microbatch = next(data_iterator)
+        action = f"chunk {self._number[id(chunk)]} micro-batch {index}"
+        self._trace.action = f"F {action}"
         batch = self._own_part(
             {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
         )
@@ -342,6 +351,8 @@ class _ForwardStep:
             batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
             loss_mask=batch["loss_mask"],
         )  # fmt: skip
+        if output.requires_grad:
+            output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
         if self._probe is not None:
             self._probe.watch(chunk, index, output)
         if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:  # type: ignore[union-attr]
@@ -368,13 +379,17 @@ def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:
 
 
 class _Clock:
-    """Seconds between laps, by the host's clock: on a GPU what is still queued counts for a later lap."""
+    """Seconds of each phase, by the host's clock: on a GPU what is still queued counts for a later phase."""
 
-    def __init__(self):
+    def __init__(self, trace: Trace, phase: str):
         self.seconds: dict[str, float] = {}
+        self._trace = trace
         self._last = time.perf_counter()
+        trace.enter(phase)
 
-    def lap(self, name: str) -> None:
+    def lap(self, following: str) -> None:
+        """The phase that was entered last ends, and `following` begins."""
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
+        self.seconds[self._trace.phase] = now - self._last
         self._last = now
+        self._trace.enter(following)

@@ -9,7 +9,6 @@ one of them.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from megaaccum.lr_schedule import LrSchedule
     from megaaccum.step import Stepper
     from megaaccum.transaction import Committed, StepTransaction
+    from megaaccum.watchdog import Watchdog
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,13 +87,14 @@ def _loop(
 ) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals = plan.config.run, _Signals()
+    watchdog = _watchdog(plan, stepper)
     last = run.train_iters if run.max_steps is None else min(run.train_iters, steps.step + run.max_steps)
     if steps.step >= last:
         return f"Nothing left to do after step {steps.step} of {run.train_iters}"
     if run.eval_interval and data.valid is not None and steps.step == 0:
         _evaluate(plan, places, stepper, data, log, steps.step)
     while steps.step < last:
-        done = _one_step(plan, steps, loader, log, stop=signals.received)
+        done = _one_step(plan, steps, loader, log, watchdog, stop=signals.received)
         step, stops = steps.step, done.result.stop
         is_eval = run.eval_interval and done.advanced and (step % run.eval_interval == 0 or step == last)
         if is_eval and data.valid is not None:
@@ -105,12 +106,12 @@ def _loop(
     return "Done"
 
 
-def _one_step(plan: Plan, steps: StepTransaction, loader: MicrobatchLoader, log: RunLog, *, stop: bool) -> Committed:
+def _one_step(
+    plan: Plan, steps: StepTransaction, loader: MicrobatchLoader, log: RunLog, watchdog: Watchdog, *, stop: bool
+) -> Committed:
     """Attempt a step and record what it came to."""
-    if plan.config.run.step_timeout_seconds > 0:
-        faulthandler.dump_traceback_later(plan.config.run.step_timeout_seconds, exit=True)
-    done = steps.run(stop=stop)
-    faulthandler.cancel_dump_traceback_later()
+    with watchdog.step(steps.step + 1):
+        done = steps.run(stop=stop)
     result = done.result
     record = {
         "step": done.step,
@@ -130,6 +131,14 @@ def _one_step(plan: Plan, steps: StepTransaction, loader: MicrobatchLoader, log:
     if result.note:
         log.note(f"step {done.step}: {result.note}{' (skipped)' if result.skipped else ''}")
     return done
+
+
+def _watchdog(plan: Plan, stepper: Stepper) -> Watchdog:
+    from megaaccum.watchdog import Watchdog
+
+    run = plan.config.run
+    folder = Path(run.output_dir) / "hang"
+    return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=stepper.trace)
 
 
 def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log: RunLog, step: int) -> None:
