@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import cpu, grad_norm, rng, short_batch
+from megaaccum import cpu, grad_norm, rng, routers, short_batch
 from megaaccum.agreement import agree
 from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.loss import StepLoss
@@ -244,6 +244,7 @@ class Stepper:
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         self._boundary.begin_step()
+        routers.forget(self._chunks)
         clock.lap("forward_backward")
         if self._zero is not None:
             self._zero.clear()
@@ -296,6 +297,7 @@ class Stepper:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
         self._boundary.discard()
         self._boundary.begin_step()
+        routers.forget(self._chunks)
         rng.restore(before)
         loss = self._divisor(microbatches, dummies)
         with Probe(self._chunks, self._groups) as self._probe:
@@ -326,6 +328,7 @@ class Stepper:
         else:
             grad_norm.clip(self._boundary, verdict.attempt.norm, self._plan.config.optimizer.clip_grad)
             self._boundary.step()
+            routers.update_expert_bias(self._chunks, self._groups)
         if self.scaler is not None:
             self.scaler.update(verdict.overflow)
 
