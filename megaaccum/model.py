@@ -181,8 +181,8 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         vp_stage=vp_stage,
     )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
-        # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes a
-        # weight for the head all the same, which nothing reads, under what would be the same name.
+        # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
+        # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
     return built
 

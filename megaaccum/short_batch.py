@@ -21,14 +21,15 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step:
     counts, dp_ranks: each rank's number of micro-batches and data-parallel rank, in rank order. Raises RankDisagreement
     where ranks that share their sequences differ or a rank has too many, and StepError for `short_batch: error`.
     """
-    wanted, told = plan.batch.num_microbatches, describe("num_microbatches", list(counts))
+    wanted = plan.batch.num_microbatches
+    if all(count == wanted for count in counts):
+        return ""
+    told = describe("num_microbatches", list(counts))
     for dp_rank in set(dp_ranks):
         if len({count for count, owner in zip(counts, dp_ranks, strict=True) if owner == dp_rank}) > 1:
             raise RankDisagreement(f"step {step}: {told}, and those of data-parallel rank {dp_rank} have to agree.")
     if any(count > wanted for count in counts):
         raise RankDisagreement(f"step {step}: {told}, and {wanted} are planned.")
-    if all(count == wanted for count in counts):
-        return ""
     short = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts) if count < wanted)
     policy = plan.config.step.short_batch
     if policy == "error":
