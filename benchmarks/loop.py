@@ -124,8 +124,8 @@ def loop_arm(plan) -> Callable[[], float]:
     log.note = lambda text: None  # type: ignore[method-assign]
     schedule, stepper = parts.schedule_and_stepper()
     loader = train._loader(plan, parts.groups, parts.data, 0)
-    steps = StepTransaction(plan, stepper, loader, schedule)
-    return lambda: train._one_step(plan, steps, loader, log, stop=False, problem=None).result.loss
+    steps, watchdog = StepTransaction(plan, stepper, loader, schedule), train._watchdog(plan, stepper)
+    return lambda: train._one_step(plan, steps, loader, log, watchdog, stop=False, problem=None).result.loss
 
 
 def bare_arm(plan, steps: int) -> Callable[[], float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,26 +12,50 @@ import torch.distributed as dist
 from megaaccum import cpu
 from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement
 
+MOST_SHOWN = 8
+"""Ranks or keys that a message names."""
 
-def agree(digest: str, *, stop: bool = False, problem: MegaaccumError | None = None, **facts: int) -> bool:
-    """Compare `digest` (of the plan) and `facts` over all ranks: one all-gather of a few integers per rank.
 
-    Returns whether any rank wishes to `stop` after this step (a signal may reach ranks in different steps). Raises
-    RankDisagreement on every rank, naming each fact that differs and who says what. If any rank comes with a `problem`,
-    every rank raises that.
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of each other. stop: some rank wishes to stop after this step. told: for each name of `tell`
+    what every rank said, in rank order."""
+
+    stop: bool
+    told: dict[str, list[int]]
+
+
+def agree(
+    digest: str,
+    *,
+    details: Callable[[], Mapping[str, object]] = dict,
+    tell: Mapping[str, int] | None = None,
+    stop: bool = False,
+    problem: MegaaccumError | None = None,
+    **facts: int,
+) -> Agreed:
+    """Compare `digest` (of the plan) and `facts` over all ranks: one all-gather of a few integers per rank. `tell`
+    comes along and is not compared; `stop` neither, since a signal may reach ranks in different steps.
+
+    Raises RankDisagreement on every rank, naming each fact that differs and who says what. Where the digests differ,
+    `details` (what they are made of) is asked for, and the keys that differ are named. If any rank comes with a
+    `problem`, every rank raises that.
     """
-    numbers = {"plan": int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16), **facts}
-    row = [*numbers.values(), int(stop), int(problem is not None)]
-    mine = torch.tensor(row, dtype=torch.int64, device=cpu.device())
+    facts = {"plan": int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16), **facts}
+    told = dict(tell or {})
+    numbers = [*facts.values(), *told.values(), int(stop), int(problem is not None)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=cpu.device())
     everyone = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64, device=cpu.device())
     dist.all_gather_into_tensor(everyone, mine)
-    rows = everyone.view(-1, len(mine)).cpu()
-    if rows[:, -1].any():
+    rows = everyone.view(-1, len(mine)).tolist()
+    columns = dict(zip([*facts, *told, "stop", "problem"], map(list, zip(*rows, strict=True)), strict=True))
+    if any(columns["problem"]):
         _raise_together(problem)
-    if (rows[:, :-2] == rows[0, :-2]).all():
-        return bool(rows[:, -2].any())
-    texts = [_describe(rows, column, name) for column, name in enumerate(numbers)]
-    raise said_once(RankDisagreement("; ".join(text for text in texts if text)))
+    differing = [name for name in facts if len(set(columns[name])) > 1]
+    if differing:
+        texts = [_disagreement(name, columns[name], details) for name in differing]
+        raise said_once(RankDisagreement("; ".join(texts)))
+    return Agreed(any(columns["stop"]), {name: columns[name] for name in told})
 
 
 def alike(what: str, value: str) -> None:
@@ -39,9 +64,7 @@ def alike(what: str, value: str) -> None:
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     if len(set(everyone)) > 1:
-        said = {v: [r for r, x in enumerate(everyone) if x == v] for v in dict.fromkeys(everyone)}
-        texts = ", ".join(f"{_ranks(ranks)}: {v}" for v, ranks in said.items())
-        raise said_once(RankDisagreement(f"ranks disagree about {what} ({texts})"))
+        raise said_once(RankDisagreement(describe(what, everyone)))
 
 
 def together[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,18 +114,27 @@ def said_once[E: MegaaccumError](error: E) -> E:
     return error
 
 
-def _describe(rows: torch.Tensor, column: int, name: str) -> str:
-    values = rows[:, column].tolist()
-    if len(set(values)) == 1:
-        return ""
-    shown = {v: [r for r, x in enumerate(values) if x == v] for v in dict.fromkeys(values)}
-    said = ", ".join(f"{_ranks(ranks)}: {f'{v:x}' if name == 'plan' else v}" for v, ranks in shown.items())
+def describe(name: str, values: list) -> str:
+    """`ranks disagree about NAME (rank 0: 1; ranks 1, 2: 2)` for what each rank said, in rank order."""
+    said = "; ".join(f"{_ranks([r for r, x in enumerate(values) if x == v])}: {v}" for v in dict.fromkeys(values))
     return f"ranks disagree about {name} ({said})"
 
 
+def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[str, object]]) -> str:
+    if name != "plan":
+        return describe(name, values)
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {key: str(value) for key, value in details().items()})
+    said = [each or {} for each in everyone]
+    keys = [key for key in dict.fromkeys(key for each in said for key in each) if len({e.get(key) for e in said}) > 1]
+    if not keys:
+        return describe("the plan", [f"digest {value:x}" for value in values])
+    texts = [describe(key, [each.get(key, "nothing") for each in said]) for key in keys[:MOST_SHOWN]]
+    more = f"; and about {len(keys) - MOST_SHOWN} more keys" if len(keys) > MOST_SHOWN else ""
+    return "; ".join(texts) + more + ". Start every rank with the same configuration and command line"
+
+
 def _ranks(ranks: list[int]) -> str:
-    return (
-        f"rank {ranks[0]}"
-        if len(ranks) == 1
-        else f"ranks {', '.join(map(str, ranks[:8]))}" + (", ..." if len(ranks) > 8 else "")
-    )
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:MOST_SHOWN]))}" + (", ..." if len(ranks) > MOST_SHOWN else "")

@@ -187,7 +187,7 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     mtp = None
     if model.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, uses_transformer_engine(plan), vp_stage=vp_stage)
-    return GPTModel(
+    built = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(plan.config, vocab_size),
@@ -202,6 +202,11 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         pg_collection=groups.collection_of(chunk),
         vp_stage=vp_stage,
     )
+    if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
+        # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
+        # a weight for the head all the same, which nothing reads, under what would be the same name.
+        built.output_layer.weight = None
+    return built
 
 
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):

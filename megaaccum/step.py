@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import cpu, grad_norm, rng, router_state
+from megaaccum import cpu, grad_norm, rng, router_state, short_batch
 from megaaccum.agreement import agree
-from megaaccum.errors import StepError
+from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.loss import StepLoss
 from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
 from megaaccum.schedule.entry import get_forward_backward_func
+from megaaccum.trace import Trace, traced
 from megaaccum.traffic import Meter, Traffic
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class _Verdict:
 class Stepper:
     """Runs steps of one model over one boundary. Every method is collective over the world.
 
-    scaler: the loss scale of an FP16 run, else None. What a checkpoint has to hold of a stepper is `state_dict`.
+    scaler: the loss scale of an FP16 run, else None. trace: what this rank is doing. What a checkpoint has to hold of a
+    stepper is `state_dict`.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], boundary: Boundary):
@@ -91,7 +93,8 @@ class Stepper:
         self._groups = groups
         self._chunks = chunks
         self._boundary = boundary
-        self._p2p = P2PCommunicator(pp_group=groups.pp, config=chunks[0].config)
+        self.trace = Trace()
+        self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
         self._digest = plan.digest()
         self._keys = plan.config.step
@@ -124,16 +127,19 @@ class Stepper:
         self, microbatches: Sequence[Microbatch], *, step: int, stop: bool, problem: MegaaccumError | None
     ) -> StepResult:
         """Agree, attempt, judge, update."""
-        clock = _Clock()
-        stop = agree(self._digest, step=step, num_microbatches=len(microbatches), stop=stop, problem=problem)
-        clock.lap("agree")
+        clock = _Clock(self.trace, "agree")
+        stop, short = self._agree(step, microbatches, stop, problem)
+        clock.lap("gather")
+        if short and self._keys.short_batch == "drop":
+            return StepResult(loss=math.nan, num_tokens=0, grad_norm=0.0, skipped=True, note=short, stop=stop)
         before = rng.snapshot()
-        attempt = self._attempt(microbatches, clock)
+        microbatches, dummies = short_batch.filled(microbatches, self._plan)
+        attempt = self._attempt(microbatches, clock, dummies)
         verdict = self._judge(step, microbatches, attempt, before)
         self._bad_steps.count(verdict.bad, step=step, why=verdict.note)
-        clock.lap("verdict")
-        self._update(verdict, before)
         clock.lap("optimizer")
+        self._update(verdict, before)
+        clock.lap("report")
         attempt = verdict.attempt
         return StepResult(
             loss=attempt.loss.mean(attempt.reports, self._groups),
@@ -142,7 +148,7 @@ class Stepper:
             skipped=verdict.skip,
             loss_scale=self._boundary.loss_scale,
             sanitized=attempt.num_zeroed + attempt.num_dropped,
-            note=verdict.note,
+            note=". ".join(filter(None, (short, verdict.note))),
             stop=stop,
             seconds=clock.seconds,
         )
@@ -160,7 +166,7 @@ class Stepper:
 
     def gradient(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Everything up to the reduced gradient, which the boundary's `shards` then show (tests, diagnosis)."""
-        return self._attempt(microbatches, _Clock()).loss
+        return self._attempt(microbatches, _Clock(self.trace, "gather")).loss
 
     def evaluate(self, microbatches: Sequence[Microbatch], problem: MegaaccumError | None = None) -> tuple[float, int]:
         """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
@@ -211,7 +217,7 @@ class Stepper:
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         return self._schedule(
-            forward_step_func=_ForwardStep(loss, self._groups, self._probe),
+            forward_step_func=_ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe),
             data_iterator=[iter(indexed) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(indexed),
@@ -222,6 +228,36 @@ class Stepper:
             pg_collection=self._groups.collection,
         )
 
+    # --- the micro-batches ---
+
+    def _agree(
+        self, step: int, microbatches: Sequence[Microbatch], stop: bool, problem: MegaaccumError | None
+    ) -> tuple[bool, str]:
+        """Whether some rank wishes to stop, and which ranks have too few micro-batches, in words. Raises
+        RankDisagreement where ranks would not do the same thing, what short_batch.too_few raises, and a `problem` of
+        any rank."""
+        batch = self._plan.batch
+        planned = (batch.micro_batch_size, batch.seq_length)
+        shapes = [tuple(each["tokens"].shape) for each in microbatches]
+        rows, length = next((shape for shape in shapes if shape != planned), planned)
+        agreed = agree(
+            self._digest,
+            details=self._plan.facts,
+            tell={"num_microbatches": len(microbatches), "dp_rank": self._groups.dp.rank()},
+            stop=stop,
+            problem=problem,
+            step=step,
+            seq_length=length,
+            micro_batch_size=rows,
+        )
+        if (rows, length) != planned:
+            raise RankDisagreement(
+                f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
+                f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
+            )
+        counts, dp_ranks = agreed.told["num_microbatches"], agreed.told["dp_rank"]
+        return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
+
     # --- verdict ---
 
     def _attempt(
@@ -230,17 +266,17 @@ class Stepper:
         """The gradient of `microbatches`, reduced, unscaled and measured."""
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
-        router_state.begin_step(self._chunks)
         self._boundary.begin_step()
-        clock.lap("gather")
+        router_state.begin_step(self._chunks)
+        clock.lap("forward_backward")
         if self._zero is not None:
             self._zero.clear()
         reports = self._run_flushes(microbatches, loss)
-        clock.lap("forward_backward")
+        clock.lap("norm")
         grad_norm.unscale(self._boundary, self._boundary.loss_scale)
         zeroed = None if self._zero is None else self._zero.total()
         norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed)
-        clock.lap("norm")
+        clock.lap("verdict")
         return _Attempt(loss, reports, norm, num_zeroed)
 
     def _judge(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
@@ -266,7 +302,7 @@ class Stepper:
 
     def _on_nonfinite(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
         """Say where it came from; then end the run, step without those micro-batches, or skip."""
-        findings = self._look(microbatches, before)
+        findings = self._look(microbatches, attempt.loss.dummies, before)
         if self.scaler is not None and self.scaler.is_dynamic:
             raise StepError(
                 f"step {step} overflows at loss scale {self.scaler.scale:g}, the floor (min_loss_scale): {findings}."
@@ -275,15 +311,18 @@ class Stepper:
         if self._keys.nonfinite == "raise":
             raise StepError(f"step {step}: the gradient is not finite: {findings}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch":
-            attempt = self._attempt_without(microbatches, findings, before)
+            attempt = self._attempt_without(microbatches, attempt.loss.dummies, findings, before)
         return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {findings}")
 
-    def _look(self, microbatches: Sequence[Microbatch], before: dict[str, torch.Tensor]) -> Findings:
+    def _look(
+        self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: dict[str, torch.Tensor]
+    ) -> Findings:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
         self._boundary.discard()
         self._boundary.begin_step()
+        router_state.begin_step(self._chunks)
         rng.restore(before)
-        loss = self._divisor(microbatches)
+        loss = self._divisor(microbatches, dummies)
         with Probe(self._chunks, self._groups) as self._probe:
             self._run_flushes(microbatches, loss, reduce=False)
             findings = self._probe.gather()
@@ -291,14 +330,18 @@ class Stepper:
         self._boundary.begin_step()
         return findings
 
-    def _attempt_without(self, microbatches, findings: Findings, before: dict[str, torch.Tensor]) -> _Attempt:
+    def _attempt_without(
+        self, microbatches, dummies: frozenset[int], findings: Findings, before: dict[str, torch.Tensor]
+    ) -> _Attempt:
         """The gradient of the step's other micro-batches, divided by their tokens: those that `findings` names are
         replaced by dummies, on every stage alike."""
         bad = findings.bad_microbatches()
         mine = frozenset(bad.get(self._groups.dp.rank(), []))
         rng.restore(before)
-        rest = [_dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
-        return replace(self._attempt(rest, _Clock(), dummies=mine), num_dropped=sum(map(len, bad.values())))
+        rest = [short_batch.dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
+        return replace(
+            self._attempt(rest, _Clock(self.trace, "gather"), mine | dummies), num_dropped=sum(map(len, bad.values()))
+        )
 
     def _update(self, verdict: _Verdict, before: dict[str, torch.Tensor]) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
@@ -316,13 +359,17 @@ class Stepper:
 class _ForwardStep:
     """The `forward_step_func` of Megatron's schedules: the next micro-batch through one chunk."""
 
-    def __init__(self, loss: StepLoss, groups: Groups, probe: Probe | None):
+    def __init__(self, loss: StepLoss, groups: Groups, chunks: list, trace: Trace, probe: Probe | None):
         self._loss = loss
+        self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
+        self._trace = trace
         self._cp = groups.collection.cp
         self._probe = probe
 
     def __call__(self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module):
         index, microbatch = next(data_iterator)
+        action = f"chunk {self._number[id(chunk)]} micro-batch {index}"
+        self._trace.action = f"F {action}"
         batch = self._own_part(
             {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
         )
@@ -330,6 +377,8 @@ class _ForwardStep:
             batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
             loss_mask=batch["loss_mask"],
         )  # fmt: skip
+        if output.requires_grad:
+            output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
         if self._probe is not None:
             self._probe.watch(chunk, index, output)
         if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:  # type: ignore[union-attr]
@@ -355,20 +404,18 @@ def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:
     output.register_hook(lambda _grad: MoEAuxLossAutoScaler.set_loss_scale(scale))
 
 
-def _dummy_of(microbatch: Microbatch) -> Microbatch:
-    """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
-    zeros = {name: torch.zeros_like(microbatch[name]) for name in ("tokens", "labels", "loss_mask")}
-    return {**microbatch, **zeros}
-
-
 class _Clock:
-    """Seconds between laps, by the host's clock: on a GPU what is still queued counts for a later lap."""
+    """Seconds of each phase, by the host's clock: on a GPU what is still queued counts for a later phase."""
 
-    def __init__(self):
+    def __init__(self, trace: Trace, phase: str):
         self.seconds: dict[str, float] = {}
+        self._trace = trace
         self._last = time.perf_counter()
+        trace.enter(phase)
 
-    def lap(self, name: str) -> None:
+    def lap(self, following: str) -> None:
+        """The phase that was entered last ends, and `following` begins."""
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
+        self.seconds[self._trace.phase] = now - self._last
         self._last = now
+        self._trace.enter(following)

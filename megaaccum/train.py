@@ -9,12 +9,12 @@ one of them.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megaaccum.saver import Saver
     from megaaccum.step import Stepper
     from megaaccum.transaction import Committed, StepTransaction
+    from megaaccum.watchdog import Watchdog
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,13 +56,14 @@ def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
 def train(plan: Plan) -> int:
     """Run `plan` on this rank; collective over the world. Returns 0 when it ended, or stopped when told to."""
     from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
-    from megaaccum.agreement import together
+    from megaaccum.agreement import agree, together
     from megaaccum.data.dataset import build_datasets
     from megaaccum.saver import Saver
     from megaaccum.step import Stepper
     from megaaccum.transaction import StepTransaction
 
     _start_process_group(plan)
+    agree(plan.digest(), details=plan.facts)
     together(_check_folders, plan.config)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     data = together(build_datasets, plan)
@@ -94,6 +96,7 @@ def _loop(
 ) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals = plan.config.run, _Signals()
+    watchdog = _watchdog(plan, stepper)
     last = run.train_iters if run.max_steps is None else min(run.train_iters, steps.step + run.max_steps)
     if steps.step >= last:
         return f"Nothing left to do after step {steps.step} of {run.train_iters}"
@@ -102,7 +105,7 @@ def _loop(
     while steps.step < last:
         problem = saver.problem() or log.problem
         try:
-            done = _one_step(plan, steps, loader, log, stop=signals.received, problem=problem)
+            done = _one_step(plan, steps, loader, log, watchdog, stop=signals.received, problem=problem)
         except MegaaccumError as error:
             raise saver.saved(error, steps.step, loader.consumed_samples, steps.state_dict()) from error
         step, stops = steps.step, done.result.stop
@@ -121,6 +124,7 @@ def _one_step(
     steps: StepTransaction,
     loader: MicrobatchLoader,
     log: RunLog,
+    watchdog: Watchdog,
     *,
     stop: bool,
     problem: MegaaccumError | None,
@@ -129,10 +133,8 @@ def _one_step(
     rank, before any of them begins the step."""
     from megaaccum.traffic import bytes_by_collective
 
-    if plan.config.run.step_timeout_seconds > 0:
-        faulthandler.dump_traceback_later(plan.config.run.step_timeout_seconds, exit=True)
-    done = steps.run(stop=stop, problem=problem)
-    faulthandler.cancel_dump_traceback_later()
+    with watchdog.step(steps.step + 1):
+        done = steps.run(stop=stop, problem=problem)
     result = done.result
     record = {
         "step": done.step,
@@ -160,6 +162,14 @@ def _record(write: Callable[[dict], None], record: dict) -> None:
     itself, rank 0 would leave the others in a collective."""
     with suppress(MegaaccumError):
         write(record)
+
+
+def _watchdog(plan: Plan, stepper: Stepper) -> Watchdog:
+    from megaaccum.watchdog import Watchdog
+
+    run = plan.config.run
+    folder = Path(run.output_dir) / "hang"
+    return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=stepper.trace)
 
 
 def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log: RunLog, step: int) -> None:

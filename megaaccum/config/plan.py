@@ -72,12 +72,19 @@ class Plan:
 
         Paths and keys that only concern one host (`RANK_LOCAL`) do not enter.
         """
-        settled = {name: dataclasses.asdict(getattr(self.config, name)) for name in SECTIONS}
-        for section in settled.values():
-            for name in RANK_LOCAL & section.keys():
-                del section[name]
-        facts = [settled, self.deepspeed_config(), dataclasses.asdict(self.batch), dataclasses.asdict(self.layout)]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def facts(self) -> dict[str, object]:
+        """What the digest is made of: every key that decides numbers, what DeepSpeed is given, batch and layout."""
+        settled = {
+            key: value
+            for section in SECTIONS
+            for key, value in dataclasses.asdict(getattr(self.config, section)).items()
+            if key not in RANK_LOCAL
+        }
+        layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
+        return settled | layout | batch | {f"deepspeed.{name}": item for name, item in self.deepspeed_config().items()}
 
     def deepspeed_config(self) -> dict[str, object]:
         """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.

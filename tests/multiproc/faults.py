@@ -22,6 +22,8 @@ class Fault:
     times: int = 10**9
     forward: bool = False
     """Put it into what the chunk computes instead."""
+    within: str = ""
+    """Put it into what the first module of the chunk with this name at its end computes (or its gradient)."""
 
 
 @contextmanager
@@ -40,7 +42,8 @@ def injected(faults: list[Fault], chunks) -> Iterator[None]:
         if not spoils:
             return forward(self, iter([(index, microbatch)]), chunk)
         left[place] -= 1
-        handle = chunk.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))
+        where = _module(chunk, mine[place].within)
+        handle = where.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))
         try:
             return forward(self, iter([(index, microbatch)]), chunk)
         finally:
@@ -50,8 +53,16 @@ def injected(faults: list[Fault], chunks) -> Iterator[None]:
         yield
 
 
-def _spoil(output: torch.Tensor, fault: Fault) -> torch.Tensor:
-    """`output` [..., last axis] with the fault's value at index 0 of its last axis, or of its gradient's."""
+def _module(chunk: torch.nn.Module, within: str) -> torch.nn.Module:
+    """The chunk, or its first module whose name ends so."""
+    return next(module for name, module in chunk.named_modules() if name.endswith(within)) if within else chunk
+
+
+def _spoil(output, fault: Fault):
+    """`output` [..., last axis], or the first of several, with the fault's value at index 0 of its last axis, or of its
+    gradient's."""
+    if isinstance(output, tuple):
+        return (_spoil(output[0], fault), *output[1:])
     at = torch.tensor([0])
     if fault.forward:
         return output.index_fill(-1, at, fault.value)

@@ -5,7 +5,7 @@ Every function here runs inside ranks and returns plain data; `distance.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,14 +166,41 @@ def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -
     global_batch: its first so many sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
     batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
-    loss = whole_batch_loss(chunk, plan, batch)
     scale = LOSS_SCALE if dtype == "fp16" else 1.0
-    (loss * scale).backward()
+    loss = sum(scaled_backward(chunk, plan, batch, scale))
     grads = {name: param.grad.double() / scale for name, param in named(chunk)}
     gated = bool(chunk.config.gated_linear_unit)
     cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
     return Reference(Gradient(grads, norm, float(loss), int(batch["loss_mask"].sum())), cuts)
+
+
+def scaled_backward(chunk, plan, batch: dict[str, torch.Tensor], scale: float) -> Iterator[float]:
+    """Backwards of `scale` times the loss of `batch`; yields parts of the loss. A dense model takes the batch whole;
+    one with experts or prediction layers takes micro-batch by micro-batch, since its side losses are no sums over
+    tokens: a balancing loss counts 1 / micro-batches, by the scale that Megatron's router multiplies it with."""
+    if not plan.config.model.num_experts and not plan.config.model.mtp_num_layers:
+        loss = whole_batch_loss(chunk, plan, batch)
+        (loss * scale).backward()
+        yield float(loss)
+        return
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    assert plan.batch.loss_norm == "token"
+    size, total = plan.batch.micro_batch_size, batch["loss_mask"].sum()
+    parts = [
+        {name: each[at : at + size] for name, each in batch.items()} for at in range(0, len(batch["tokens"]), size)
+    ]
+    for part in parts:
+        mask = part["loss_mask"]
+        losses = chunk(part["tokens"], part["position_ids"], None, labels=part["labels"], loss_mask=mask)
+        losses = losses if losses.dtype is torch.float64 else losses.float()
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale / total))
+        loss = (losses * part["loss_mask"].to(losses.dtype)).sum() / total
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (len(parts) * size * SEQ)))
+        (loss * scale).backward()
+        yield float(loss)
 
 
 def one_process(model_flags: str, dtype: str):

@@ -18,6 +18,10 @@ INTERLEAVED = PIPELINE + "--virtual_pipeline_model_parallel_size 2 "
 FP16 = "--fp16 --hysteresis 1 --lr 1e-2 --num_layers 4 --hidden_dropout 0.1 --attention_dropout 0.1 "
 
 
+EXPERTS = (
+    "--num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 --moe_aux_loss_coeff 0.01 "
+    "--moe_router_dtype fp32 "
+)
 UNTIED = "--untie_embeddings_and_output_weights "
 
 
@@ -33,6 +37,7 @@ LAYOUTS = [
     *((PIPELINE + f"--zero_stage {stage}", FAULTS) for stage in (1, 2, 3)),
     (INTERLEAVED, [Fault(0, 2, chunk=1), Fault(3, 6)]),
     (TENSOR, TP_FAULTS),
+    (PIPELINE + EXPERTS, [Fault(2, 1, within="experts.local_experts.1.linear_fc2")]),
     (PIPELINE + "--zero_stage 2 --offload_optimizer cpu", FAULTS[:1]),
     (PIPELINE + "--zero_stage 3 --offload_optimizer cpu", FAULTS[1:2]),
 ]

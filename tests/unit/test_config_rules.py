@@ -235,6 +235,13 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         | dict(short_batch="pad", nonfinite="drop_microbatch"),
         ["nonfinite drop_microbatch and short_batch pad", "weight zero", "aux_loss"],
     ),
+    (
+        "exact_without_microbatches",
+        1,
+        EXPERTS
+        | dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", nonfinite="drop_microbatch"),
+        ["moe_router_enable_expert_bias true", "nonfinite to skip"],
+    ),
     ("double_precision", 1, dict(params_dtype="fp64"), ["fp64", "boundary to ddp"]),
     ("low_precision_sums", 1, dict(grad_accum_dtype="bf16"), ["fp32 parameters", "grad_accum_dtype to fp32"]),
     ("streaming", 1, dict(sync="streaming", zero_stage=2), ["zero_stage 2", "resident"]),

@@ -52,15 +52,18 @@ def guard_needs_itself(subject: Subject) -> Iterator[str]:
 
 
 def exact_without_microbatches(subject: Subject) -> Iterator[str]:
-    """A micro-batch of weight zero still passes the router, and global_aux_loss counts the tokens of all."""
+    """A micro-batch of weight zero still passes the router, which counts its tokens where it counts over the step."""
     step, model = subject.config.step, subject.model
     names = [f"nonfinite {step.nonfinite}"] if step.nonfinite == "drop_microbatch" else []
     names += ["short_batch pad"] if step.short_batch == "pad" else []
-    if names and model.num_experts and model.moe_router_load_balancing_type == "global_aux_loss":
+    counting = {
+        "moe_router_load_balancing_type global_aux_loss": "global_aux_loss" in model.moe_router_load_balancing_type
+    }
+    counting["moe_router_enable_expert_bias true"] = model.moe_router_enable_expert_bias
+    for key in [key for key, counts in counting.items() if counts and names and model.num_experts]:
         yield (
-            f"{' and '.join(names)} with moe_router_load_balancing_type global_aux_loss: tokens of weight zero would"
-            " count in its statistics. Set moe_router_load_balancing_type to aux_loss, or nonfinite to skip and"
-            " short_batch to error."
+            f"{' and '.join(names)} with {key}: tokens of weight zero would count in its statistics. Set nonfinite to"
+            " skip and short_batch to error, or balance by moe_router_load_balancing_type aux_loss."
         )
 
 

@@ -1,0 +1,59 @@
+"""What a rank is doing, noted as it goes, for whoever asks when it no longer goes: one assignment for each note."""
+
+from __future__ import annotations
+
+import time
+from functools import wraps
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+
+class Trace:
+    """The phase of the step, the last action of the schedule (F or B, chunk, micro-batch), the last message between
+    stages and whether it is done."""
+
+    def __init__(self) -> None:
+        self.phase = "before its first phase"
+        self.action = ""
+        self.message = ""
+        self._since = time.monotonic()
+
+    def enter(self, phase: str) -> None:
+        self.phase, self._since = phase, time.monotonic()
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._since
+        parts = [f"In {self.phase} for {seconds:.0f} s", f"last action {self.action or 'none'}"]
+        return ", ".join([*parts, f"last P2P {self.message or 'none'}"])
+
+
+_METHODS = (
+    "recv_forward",
+    "recv_backward",
+    "send_forward",
+    "send_backward",
+    "send_forward_recv_backward",
+    "send_backward_recv_forward",
+    "send_forward_recv_forward",
+    "send_backward_recv_backward",
+    "send_forward_backward_recv_forward_backward",
+)
+"""Public methods of Megatron's communicator that exchange messages."""
+
+
+def traced(communicator: P2PCommunicator, trace: Trace) -> P2PCommunicator:
+    """The same communicator, noting each exchange in `trace`: its name with `not done` while it lasts, then `done`."""
+    for name in _METHODS:
+        setattr(communicator, name, _noting(name, getattr(communicator, name), trace))
+    return communicator
+
+
+def _noting(name: str, exchange, trace: Trace):
+    @wraps(exchange)
+    def exchange_and_note(*args, **kwargs):
+        trace.message = f"{name} after {trace.action or 'nothing'}, not done"
+        result = exchange(*args, **kwargs)
+        trace.message = f"{name} after {trace.action or 'nothing'}, done"
+        return result
+
+    return exchange_and_note

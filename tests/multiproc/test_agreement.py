@@ -1,0 +1,137 @@
+"""Ranks that would do different things end together, with the reason; a rank that runs short joins with weight zero."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.testing import run_ranks, try_ranks
+from tests.multiproc.distance import problems
+from tests.multiproc.faults import differences, state_of
+from tests.multiproc.parity import Case, Gradient, assemble, make, microbatches
+
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
+
+
+def odd_one_out(kind: str, rank: int) -> str:
+    """What this rank says when `rank` alone has something else in mind."""
+    import torch
+
+    from megaaccum.errors import MegaaccumError
+
+    odd = torch.distributed.get_rank() == rank
+    plan, built, _, _, stepper = make(Case(4, PIPELINE, "--num_layers 4"))
+    batches, step = microbatches(plan, built.dp.rank()), 1
+    if odd and kind == "num_microbatches":
+        batches = batches[:-1]
+    if odd and kind == "too many":
+        batches = [*batches, batches[0]]
+    if odd and kind == "seq_length":
+        batches = [{name: each[:, :8] for name, each in batch.items()} for batch in batches]
+    if odd and kind == "step":
+        step = 2
+    try:
+        stepper.train(batches, step=step)
+    except MegaaccumError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("num_microbatches", ["RankDisagreement: step 1", "(ranks 0, 1, 2: 8; rank 3: 7)", "data-parallel rank 1"]),
+        ("too many", ["RankDisagreement", "rank 3: 9"]),
+        ("seq_length", ["RankDisagreement", "seq_length (ranks 0, 1, 2: 16; rank 3: 8)"]),
+        ("step", ["RankDisagreement", "step (ranks 0, 1, 2: 1; rank 3: 2)"]),
+    ],
+)
+def test_one_rank_that_differs_ends_all_with_the_reason(kind, words):
+    texts = run_ranks(odd_one_out, 4, kind, 3, timeout=30)
+    assert len(set(texts)) == 1
+    for word in words:
+        assert word in texts[0]
+
+
+def train_with_own_flags(flags: list[str], folder: str) -> None:
+    """`megaaccum train`, each rank with flags of its own."""
+    import os
+
+    from megaaccum.train import main
+
+    small = "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 4 --lr 1e-2"
+    batch = "--micro_batch_size 1 --num_chunks 4"
+    main([*f"{small} {batch} {flags[int(os.environ['RANK'])]}".split(), "--output_dir", folder])
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "words"),
+    [
+        ("", "--grad_accum_steps 2", ["grad_accum_steps (rank 0: 1; rank 1: 2)", "batch.grad_accum_steps"]),
+        (
+            "--schedule 1f1b --pipeline_model_parallel_size 2",
+            "",
+            ["pipeline_model_parallel_size (rank 0: 2; rank 1: 1)"],
+        ),
+        ("--lr_decay_style cosine", "", ["lr_decay_style (rank 0: cosine; rank 1: linear)", "same configuration"]),
+    ],
+)
+def test_configurations_that_differ_end_before_the_groups_are_built(tmp_path, usual, odd, words):
+    outcomes = try_ranks(train_with_own_flags, 2, [usual, odd], str(tmp_path), init=False, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert outcome.error.kind == "RankDisagreement"
+        for word in words:
+            assert word in outcome.error.text
+
+
+# --- a rank that runs short ------------------------------------------------------------------------------------------
+
+
+def short(case: Case, missing: int) -> tuple[Gradient, str]:
+    """The step in which data-parallel rank 1 lacks its last `missing` micro-batches."""
+    plan, built, chunks, bound, stepper = make(case)
+    seen = {}
+    bound.step = lambda: seen.update(assemble(bound, built, chunks))
+    batches = microbatches(plan, built.dp.rank())
+    if built.dp.rank() == 1:
+        batches = batches[: len(batches) - missing]
+    result = stepper.train(batches, step=1)
+    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank()), result.note
+
+
+def all_short(cases: list[Case], missing: int) -> list[tuple[Gradient, str]]:
+    return [short(case, missing) for case in cases]
+
+
+@pytest.mark.parametrize("missing", [3, 8])
+def test_padding_is_the_step_on_what_there_is(missing):
+    pad = PIPELINE + "--short_batch pad "
+    cases = [Case(4, pad), Case(4, pad, lane="fp64"), Case(4, pad, "--loss_norm microbatch", lane="fp64")]
+    there = tuple(index for index in range(16) if index % 2 == 0 or index // 2 < 8 - missing)
+    by_rank = run_ranks(all_short, 4, cases, missing, timeout=60)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert problems(case, [gradient for gradient, _ in ranks], there) == []
+        assert all(f"rank 1 has {8 - missing}, rank 3 has {8 - missing}" in note for _, note in ranks)
+
+
+def dropped_or_not() -> list[str]:
+    from megaaccum.errors import StepError
+
+    plan, built, _, bound, stepper = make(Case(4, PIPELINE, "--num_layers 4 --short_batch drop"))
+    batches = microbatches(plan, built.dp.rank())[: 8 - built.dp.rank()]
+    before = state_of(bound)
+    result = stepper.train(batches, step=1)
+    seen = [result.note, *differences(before, state_of(bound))] if result.skipped else ["not skipped"]
+    *_, stepper = make(Case(4, PIPELINE, "--num_layers 4"))
+    try:
+        stepper.train(batches, step=7)
+    except StepError as error:
+        return [*seen, str(error)]
+    return seen
+
+
+def test_drop_skips_the_step_and_error_ends_it():
+    for note, text in run_ranks(dropped_or_not, 4, timeout=40):
+        assert note == "of 8 micro-batches rank 1 has 7, rank 3 has 7 (short_batch: drop)"
+        assert "step 7 needs 8 micro-batches on every rank and rank 1 has 7, rank 3 has 7" in text
+        assert "short_batch to pad or drop" in text

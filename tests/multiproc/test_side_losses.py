@@ -1,0 +1,115 @@
+"""Coefficients of auxiliary losses mean the same at any split: MoE balancing and z-loss, multi-token prediction.
+
+The reference of the MoE losses is one process on the same micro-batches: the balancing loss is a product of batch
+statistics, not a sum over tokens.
+"""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.distance import check, problems
+from tests.multiproc.faults import Fault
+from tests.multiproc.parity import Case, gradients
+from tests.multiproc.test_nonfinite import attempts
+
+# Coefficients large enough that a wrong one is far outside of rounding.
+MOE = (
+    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
+)
+LAYOUTS = [
+    "--grad_accum_steps 1 --num_chunks 8",
+    "--grad_accum_steps 2 --num_chunks 4",
+    "--grad_accum_steps 2 --num_chunks 4 --flush per_round",
+    "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4",
+]
+
+
+def test_experts_on_two_ranks():
+    check([Case(2, layout, MOE) for layout in LAYOUTS])
+
+
+def test_experts_on_four_ranks():
+    layouts = [
+        "--pipeline_model_parallel_size 2 --num_chunks 8",
+        "--tensor_model_parallel_size 2 --sequence_parallel --num_chunks 8",
+        "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --num_chunks 8",
+    ]
+    check([Case(4, layout, MOE) for layout in layouts])
+
+
+def test_dropping_a_microbatch_drops_its_side_losses_too():
+    # Sequence 2 * m + r is micro-batch m of data-parallel rank r: 3 and 12 are left out.
+    rest = tuple(index for index in range(16) if index not in (3, 12))
+    case = Case(4, "--pipeline_model_parallel_size 2 --num_chunks 8 --nonfinite drop_microbatch", MOE)
+    ranks = [rank[0] for rank in run_ranks(attempts, 4, [case], [Fault(1, 1), Fault(2, 6)], timeout=60)]
+    assert all(result.sanitized == 2 for _, result in ranks)
+    assert problems(case, [gradient for gradient, _ in ranks], rest) == []
+
+
+MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
+
+
+def test_multi_token_prediction():
+    layouts = ["--grad_accum_steps 2 --num_chunks 4", "--pipeline_model_parallel_size 2 --num_chunks 8"]
+    check([Case(2, layout, MTP) for layout in layouts])
+
+
+def with_another_scale(cases: list[Case], factor: float) -> list:
+    """Gradients with side losses that are scaled by `factor` too much."""
+    from megaaccum.loss import StepLoss
+
+    right, scale = StepLoss.aux_scale, StepLoss.scale.fget
+    with (
+        patch.object(StepLoss, "aux_scale", lambda self, rows: factor * right(self, rows)),
+        patch.object(StepLoss, "scale", property(lambda self: factor * scale(self))),
+    ):
+        return gradients(cases)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_another_coefficient_is_seen(factor):
+    cases = [Case(2, "--grad_accum_steps 2 --num_chunks 4", model) for model in (MOE, MTP)]
+    by_rank = run_ranks(with_another_scale, 2, cases, factor, timeout=60)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert any("error" in problem for problem in problems(case, list(ranks)))
+
+
+def balanced() -> dict[str, object]:
+    """What routers with statistics over a step do in three of them, the second one skipped."""
+    import torch
+
+    from tests.multiproc.faults import injected
+    from tests.multiproc.parity import make, microbatches
+
+    bias = MOE + "--moe_router_score_function sigmoid --moe_router_enable_expert_bias "
+    seen: dict[str, object] = {"biases": [], "counts": []}
+    plan, built, chunks, _, stepper = make(Case(2, "--num_chunks 4", bias))
+    routers = [module for module in chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
+    for faults in ([], [Fault(0, 1)], []):
+        with injected(faults, chunks):
+            stepper.train(microbatches(plan, built.dp.rank()), step=1)
+        seen["biases"].append(torch.stack([router.expert_bias.clone() for router in routers]))
+    tracked = MOE.replace(
+        "--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff"
+    )
+    plan, built, chunks, _, stepper = make(Case(2, "--num_chunks 4", tracked))
+    routers = [module for module in chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
+    for step in range(2):
+        stepper.train(microbatches(plan, built.dp.rank()), step=step)
+        seen["counts"].append([int(router.ga_steps) for router in routers])
+    return seen
+
+
+def test_statistics_over_a_step_begin_with_it_and_the_bias_moves_with_the_weights():
+    one, other = run_ranks(balanced, 2, timeout=60)
+    first, skipped, last = one["biases"]
+    assert all(mine.equal(theirs) for mine, theirs in zip(one["biases"], other["biases"], strict=True))
+    assert first.abs().max() == pytest.approx(1e-3)
+    assert skipped.equal(first)
+    assert not last.equal(first)
+    assert one["counts"] == [[4] * 4] * 2
