@@ -131,7 +131,7 @@ def torch_pipelining(setup: Setup) -> tuple[Callable[[], object], Spans]:
     }  # fmt: skip
     rank, placement = dist.get_rank(), "v" if setup.schedule in ("zbv", "dualpipev") else "loop"
     numbers = place(placement, pp=setup.pp, chunks=setup.chunks)[rank]  # type: ignore[arg-type]
-    example = torch.zeros(BATCH, SEQ, HIDDEN)
+    example = torch.zeros(BATCH, SEQ, HIDDEN, requires_grad=True)  # else torch sends no gradients
     stages = [_torch_stage(pipelining, setup, number, example) for number in numbers]
     function = kinds[setup.schedule](
         stages if setup.chunks > 1 else stages[0],  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """wall: seconds of the best flush. over_work: wall / (micro-batches * (F + I + W)). over_simulated: wall / makespan."""
+    """wall: seconds of the best flush. over_work: over micro-batches * (F + I + W); over_simulated: over the makespan."""
 
     runtime: str
     schedule: str
@@ -71,8 +71,8 @@ class Result:
 
 
 def measure(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """((start, end) of each flush, spans of the last flush's actions where the runtime notes them), in seconds of a clock
-    that all ranks of a machine share."""
+    """((start, end) of each flush, spans of the last flush's actions where the runtime notes them), in seconds of a
+    clock that all ranks of a machine share."""
     import torch
 
     from benchmarks import delays
