@@ -20,6 +20,7 @@ from megaaccum.hostfile import read_hostfile
 from megaaccum.parameters import count_parameters
 from megaaccum.planner.stages import Stage, rank_kinds, stages_of
 from megaaccum.planner.weights import rank_parameters, stage_parameters
+from megaaccum.schedule import Costs, build, simulate, validate
 
 _DESCRIPTION = """\
 Resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the schedule, and what was
@@ -139,16 +140,40 @@ def _batch(plan: Plan) -> _Section:
 
 def _schedule(plan: Plan) -> _Section:
     at, m = plan.layout, plan.batch.microbatches_per_flush
-    names = {"none": "no pipeline", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
-    lines = [f"{names[at.schedule]}: pp {at.pp}, {at.vpp} model chunk{'s' * (at.vpp > 1)} per rank"]
+    name = _SCHEDULES.get(at.schedule, at.schedule)
+    lines = [f"{name}: pp {at.pp}, {at.vpp} model chunk{'s' * (at.vpp > 1)} per rank"]
     stages = layers_of_stages(plan.config.model, plan.config.parallel)
     if at.pp > 1:
         lines.append(f"layers by stage: {_runs(stages)}")
+    if at.schedule not in ("none", "1f1b", "interleaved"):
+        lines += _own_schedule(plan)
+    elif at.pp > 1:
         lines.append(
             f"bubble = (pp - 1) / (vpp * m + pp - 1) = {at.pp - 1} / {at.vpp * m + at.pp - 1}"
             f" = {bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m):.1%} of a flush, with equal stages"
         )
     return "Schedule", lines
+
+
+_SCHEDULES = {
+    "none": "no pipeline", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
+    "zbv": "ZB-V", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+def _own_schedule(plan: Plan) -> list[str]:
+    """What the simulator and the validator say of a schedule that megaaccum's executor runs."""
+    at = plan.layout
+    schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
+    footprint = validate(schedule)
+    idle = 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
+    lines = [
+        f"bubble = {idle:.1%} of a flush, simulated with equal stages and F = I = W",
+        f"activations of {max(footprint.in_flight)} chunk passes live on the fullest rank",
+    ]
+    if at.placement == "v":
+        lines.append(f"stages in a V: rank r holds r and {2 * at.pp - 1} - r; embedding and head are on rank 0")
+    return lines
 
 
 def bubble_fraction(*, pp: int, vpp: int, microbatches: int) -> float:

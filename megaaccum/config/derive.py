@@ -99,10 +99,8 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
 
 def _derive_chunks(parallel: ParallelConfig) -> None:
     """Schedules with a number of chunks of their own set vpp, where nobody has."""
-    if (
-        parallel.schedule in ("auto", "none", "interleaved")
-        or parallel.virtual_pipeline_model_parallel_size is not None
-    ):
+    asked = parallel.virtual_pipeline_model_parallel_size is not None or parallel.pipeline_model_parallel_size < 2
+    if asked or parallel.schedule in ("auto", "none", "interleaved"):
         return
     try:
         chunks = entry(parallel.schedule).chunks

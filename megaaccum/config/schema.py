@@ -145,8 +145,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence over the tp ranks."""
     schedule: Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"] | str = "auto"
-    """Pipeline schedule, or the path of a .csv table; auto: none at pp 1, interleaved when vpp is set, else 1f1b.
-    zbv and dualpipev have two model chunks per rank, placed in a V: embedding and head are on pipeline rank 0."""
+    """Pipeline schedule, or the path of a .csv table; auto: none at pp 1, interleaved when vpp is set, else 1f1b."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Consecutive micro-batches of one chunk in the interleaved schedule; default pp."""
     overlap_p2p_comm: bool | None = None

@@ -9,7 +9,8 @@ cheap, are not split: they come with the input gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,9 @@ from megaaccum.errors import ConfigError
 
 
 @dataclass(slots=True)
-class _Owed:
-    """One layer's weight gradient: grad_output^T @ input. gather: the tp ranks hold parts of the input's sequence."""
+class _Product:
+    """A linear layer's weight gradient, grad_output^T @ input. gather: tp ranks hold parts of the input's sequence."""
 
-    weight: torch.nn.Parameter
     input: torch.Tensor
     grad_output: torch.Tensor
     gather: dist.ProcessGroup | None
@@ -40,7 +40,11 @@ class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
     def __init__(self):
-        self._owed: list[_Owed] = []
+        self._owed: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
+
+    def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
+        """Owe `compute()` to the gradient of `weight`."""
+        self._owed.append((weight, compute))
 
     def compute(self) -> None:
         """Compute them, layer by layer, and add them to the parameters; what they needed is let go on the way.
@@ -48,20 +52,18 @@ class WeightGrads:
         They are added by autograd, so that precision (`grad_dtype`) and hooks on gradients are as in a backward. A
         weight that several layers share is added once.
         """
-        uses = {id(owed.weight): 0 for owed in self._owed}
-        for owed in self._owed:
-            uses[id(owed.weight)] += 1
+        uses = Counter(id(weight) for weight, _ in self._owed)
         sums: dict[int, torch.Tensor] = {}
         while self._owed:
-            owed = self._owed.pop(0)
-            key, grad = id(owed.weight), owed.compute()
+            weight, compute = self._owed.pop(0)
+            key, grad = id(weight), compute()
             uses[key] -= 1
             if key in sums:
                 grad = grad + sums.pop(key)
             if uses[key]:
                 sums[key] = grad
             else:
-                torch.autograd.backward(owed.weight, grad)
+                torch.autograd.backward(weight, grad)
 
     def __len__(self) -> int:
         return len(self._owed)
@@ -81,6 +83,15 @@ def put_aside(into: WeightGrads) -> Iterator[None]:
         yield
     finally:
         _receiver = None
+
+
+def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
+    """For the backward of a layer of one's own: `compute()` is the gradient of `weight`, and is called when the
+    schedule says W; now, where no schedule splits the backward."""
+    if _receiver is not None:
+        _receiver.add(weight, compute)
+    else:
+        torch.autograd.backward(weight, compute())
 
 
 def install(chunk: torch.nn.Module) -> None:
@@ -104,7 +115,7 @@ def _refuse(config: Any) -> None:
 def _forward(
     *,
     input: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.nn.Parameter,
     bias: torch.Tensor | None,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
@@ -125,7 +136,7 @@ def _forward(
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    weight: torch.nn.Parameter | torch.Tensor
+    weight: torch.nn.Parameter
     tp: dist.ProcessGroup | None
     allreduce: bool
     sequence_parallel: bool
@@ -148,11 +159,8 @@ class _Linear(torch.autograd.Function):
         (input,) = ctx.saved_tensors
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)
-        owed = _Owed(at.weight, input, grad_output, at.tp if at.sequence_parallel else None)
-        if _receiver is not None:
-            _receiver._owed.append(owed)
-        else:
-            torch.autograd.backward(owed.weight, owed.compute())  # under the reduction of the input's gradient
+        # Where it is not put off, it is computed while the input's gradient is reduced.
+        defer(at.weight, _Product(input, grad_output, at.tp if at.sequence_parallel else None).compute)
         grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias else None
         if work is not None:
             work.wait()

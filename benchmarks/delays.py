@@ -1,0 +1,163 @@
+"""Pipelines whose stages only wait, for the runtimes that `benchmarks.schedules` compares. Runs on ranks.
+
+Each function builds this rank's part and returns (run one flush, spans of its actions).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.schedule.wgrad import defer
+
+if TYPE_CHECKING:
+    from benchmarks.schedules import Setup
+
+SEQ, BATCH, HIDDEN = 4, 1, 16
+Spans = Callable[[], list[tuple[float, float]]]
+
+
+class _Wait(torch.autograd.Function):
+    """Waits F in the forward and I in the backward; W is put off where the schedule splits the backward."""
+
+    @staticmethod
+    def forward(ctx, x, stage):
+        time.sleep(stage.seconds)
+        ctx.stage = stage
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.stage.seconds)
+        if ctx.stage.wait_for_weights:
+            defer(ctx.stage.weight, ctx.stage.weight_grad)
+        return grad.clone(), None
+
+
+class Stage(torch.nn.Module):
+    """One chunk. seconds: of each of its passes."""
+
+    def __init__(self, seconds: float, *, wait_for_weights: bool = True):
+        super().__init__()
+        self.seconds, self.wait_for_weights = seconds, wait_for_weights
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.received: torch.Tensor | None = None
+        self.vp_stage: int | None = None
+
+    def weight_grad(self) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.zeros(1)
+
+    def set_input_tensor(self, tensors) -> None:
+        self.received = tensors[0]
+
+    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        if x is None:
+            x = torch.zeros(SEQ, BATCH, HIDDEN, requires_grad=True) if self.received is None else self.received
+        return _Wait.apply(x, self)
+
+
+def megaaccum(setup: Setup) -> tuple[Callable[[], object], Spans]:
+    """megaaccum's executor."""
+    from megaaccum import get_forward_backward_func
+
+    function = get_forward_backward_func(setup.schedule, own=True)
+    run = _megatron_call(function, setup)
+    return run, lambda: function.record.spans  # type: ignore[attr-defined]
+
+
+def megatron(setup: Setup) -> tuple[Callable[[], object], Spans]:
+    """Megatron-core's own functions."""
+    from megaaccum import get_forward_backward_func
+
+    return _megatron_call(get_forward_backward_func(setup.schedule), setup), list
+
+
+def _megatron_call(function: Callable, setup: Setup) -> Callable[[], object]:
+    from megatron.core.enums import ModelType
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    overlaps = setup.schedule == "interleaved"  # Megatron's faster way, and at pp 2 its only right one
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=setup.pp, pipeline_dtype=torch.float32, batch_p2p_sync=False,
+        virtual_pipeline_model_parallel_size=setup.chunks if setup.chunks > 1 else None,
+        overlap_p2p_comm=overlaps, batch_p2p_comm=not overlaps, deallocate_pipeline_outputs=True,
+    )  # fmt: skip
+    config.hidden_size, config.calculate_per_token_loss = HIDDEN, True
+    model = [Stage(setup.seconds / setup.chunks) for _ in range(setup.chunks)]
+    for chunk, stage in enumerate(model):
+        stage.config, stage.model_type = config, ModelType.encoder_or_decoder  # type: ignore[assignment]
+        stage.vp_stage = chunk if setup.chunks > 1 else None
+    groups = _groups()
+    communicator = P2PCommunicator(groups.pp, config)
+
+    def step(data_iterator, chunk):
+        return chunk(), lambda y: (y.sum(), torch.tensor(1, dtype=torch.int), torch.zeros(()))
+
+    return lambda: function(
+        forward_step_func=step, data_iterator=[None] * setup.chunks, model=model,
+        num_microbatches=setup.num_microbatches, seq_length=SEQ, micro_batch_size=BATCH, forward_only=False,
+        p2p_communicator=communicator, pg_collection=groups,
+    )  # fmt: skip
+
+
+def _groups():
+    """Every rank in one pipeline, alone in every other group."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    groups.pp = dist.group.WORLD
+    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    groups.tp = groups.cp = groups.dp = groups.dp_cp = groups.tp_dp_cp = mine
+    groups.embd = groups.pos_embd = None
+    return groups
+
+
+def torch_pipelining(setup: Setup) -> tuple[Callable[[], object], Spans]:
+    """The schedules of torch.distributed.pipelining, whose stages take W from a function of the stage's."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+
+    from megaaccum.schedule.actions import place
+
+    kinds = {
+        "1f1b": schedules.Schedule1F1B, "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.ScheduleDualPipeV,
+    }  # fmt: skip
+    rank, placement = dist.get_rank(), "v" if setup.schedule in ("zbv", "dualpipev") else "loop"
+    numbers = place(placement, pp=setup.pp, chunks=setup.chunks)[rank]  # type: ignore[arg-type]
+    example = torch.zeros(BATCH, SEQ, HIDDEN, requires_grad=True)  # else torch sends no gradients
+    stages = [_torch_stage(pipelining, setup, number, example) for number in numbers]
+    function = kinds[setup.schedule](
+        stages if setup.chunks > 1 else stages[0],  # type: ignore[arg-type]
+        n_microbatches=setup.num_microbatches,
+        loss_fn=lambda output, target: output.sum(),
+    )
+    whole = torch.zeros(BATCH * setup.num_microbatches, SEQ, HIDDEN, requires_grad=True)
+    first, last = 0 in numbers, setup.pp * setup.chunks - 1 in numbers
+
+    def run() -> None:
+        losses: list[torch.Tensor] = []
+        function.step(*([whole] if first else []), **({"target": whole.detach(), "losses": losses} if last else {}))
+
+    return run, list
+
+
+def _torch_stage(pipelining, setup: Setup, number: int, example: torch.Tensor):
+    module = Stage(setup.seconds / setup.chunks, wait_for_weights=False)
+
+    def put_off() -> Callable[[], object]:
+        return module.weight_grad
+
+    return pipelining.PipelineStage(
+        module, number, setup.pp * setup.chunks, torch.device("cpu"), input_args=example, output_args=example,
+        dw_builder=put_off,
+    )  # fmt: skip
+
+
+RUNNERS = {"megaaccum": megaaccum, "megatron": megatron, "torch": torch_pipelining}

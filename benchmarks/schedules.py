@@ -1,0 +1,185 @@
+"""How close a pipeline runtime comes to its schedule: stages whose passes are fixed delays, so that what is measured is
+the schedule and what runs it, also where ranks share cores.
+
+    python -m benchmarks.schedules [--json FILE] [--trace FOLDER] [--only NAME,...] [--microbatches 8,16]
+
+Side by side: megaaccum's executor, Megatron-core's 1F1B and interleaved, and the schedules of
+torch.distributed.pipelining. F = I = W = `--seconds` (0.06) of a rank's whole work on one micro-batch; two chunks per
+rank halve them. Wall time is from the first rank's start to the last one's end, the least of `--repeat` flushes after
+one that warms up. It is reported over the work (micro-batches * (F + I + W)), and over what the simulator says of the
+same schedule with free communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megaaccum.schedule import Costs, Schedule, build, simulate
+from megaaccum.schedule.trace import write_trace
+from megaaccum.testing import run_ranks
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}
+RUNTIMES = {
+    "megaaccum": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
+    "megatron": ("1f1b", "interleaved"),
+    "torch": ("1f1b", "interleaved", "zbv", "dualpipev"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One measurement. seconds: of F, of I and of W, of a rank's whole work on one micro-batch."""
+
+    runtime: str
+    schedule: str
+    pp: int
+    num_microbatches: int
+    seconds: float
+    repeat: int
+
+    @property
+    def chunks(self) -> int:
+        return CHUNKS[self.schedule]
+
+    def plan(self) -> Schedule:
+        return build(self.schedule, pp=self.pp, num_microbatches=self.num_microbatches, chunks=self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """wall: seconds of the best flush. over_work: over micro-batches * (F + I + W); over_simulated: over the makespan."""
+
+    runtime: str
+    schedule: str
+    num_microbatches: int
+    wall: float
+    all_walls: list[float]
+    simulated: float
+    over_work: float
+    over_simulated: float
+
+
+# --- on ranks -------------------------------------------------------------------------------------------------------
+
+
+def measure(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """((start, end) of each flush, spans of the last flush's actions where the runtime notes them), in seconds of a
+    clock that all ranks of a machine share."""
+    import torch
+
+    from benchmarks import delays
+
+    torch.set_num_threads(1)
+    run, spans = delays.RUNNERS[setup.runtime](setup)
+    offset = time.monotonic() - time.perf_counter()
+    times = []
+    for _ in range(setup.repeat + 1):
+        torch.distributed.barrier()
+        start = time.monotonic()
+        run()
+        times.append((start, time.monotonic()))
+    torch.distributed.barrier()
+    return times[1:], [(start + offset, end + offset) for start, end in spans()]
+
+
+# --- here -----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(setup: Setup, trace: Path | None) -> Result:
+    """Measure one setup on its ranks."""
+    work = setup.num_microbatches * 3 * setup.seconds
+    by_rank = run_ranks(measure, setup.pp, setup, timeout=60 + 4 * (setup.repeat + 1) * work)
+    flushes = zip(*(times for times, _ in by_rank), strict=True)
+    walls = [max(end for _, end in each) - min(start for start, _ in each) for each in flushes]
+    plan = setup.plan()
+    costs = Costs.per_rank(*[setup.seconds] * 3, chunks=setup.chunks)
+    simulation = simulate(plan, costs, early_send=setup.runtime == "megaaccum")
+    if trace is not None and setup.runtime == "megaaccum":
+        path = trace / f"{setup.schedule}-{setup.num_microbatches}.json"
+        write_trace(path, plan, planned=simulation.spans, measured=[spans for _, spans in by_rank])
+    best = min(walls)
+    return Result(
+        runtime=setup.runtime, schedule=setup.schedule, num_microbatches=setup.num_microbatches, wall=best,
+        all_walls=walls, simulated=simulation.makespan, over_work=best / work,
+        over_simulated=best / simulation.makespan,
+    )  # fmt: skip
+
+
+def conditions() -> dict:
+    """What a number needs beside it: machine, versions, commit, date."""
+    import importlib.metadata as metadata
+    import os
+
+    def version(name: str) -> str:
+        return metadata.version(name)
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0], "backend": "gloo", "python": platform.python_version(),
+        "torch": version("torch"), "megatron_core": version("megatron-core"),
+        "commit": commit.stdout.strip() or "not in a repository", "date": datetime.now(UTC).isoformat("T", "seconds"),
+    }  # fmt: skip
+
+
+def line(result: Result) -> str:
+    return (
+        f"{result.runtime:<10} {result.schedule:<12} {result.num_microbatches:>4} {result.wall:>8.3f} s"
+        f" {result.over_work:>8.4f} {result.over_simulated:>8.4f}"
+    )
+
+
+def setups(args: argparse.Namespace) -> list[Setup]:
+    chosen = [
+        Setup(runtime=runtime, schedule=name, pp=args.pp, num_microbatches=m, seconds=args.seconds, repeat=args.repeat)
+        for m in args.microbatches
+        for name in CHUNKS
+        for runtime, known in RUNTIMES.items()
+        if name in known
+    ]
+    return [each for each in chosen if not args.only or each.schedule in args.only or each.runtime in args.only]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the measurements that `argv` asks for; returns the exit code."""
+    args = _parse(argv)
+    if args.trace is not None:
+        args.trace.mkdir(parents=True, exist_ok=True)
+    print(f"{'runtime':<10} {'schedule':<12} {'m':>4} {'wall':>10} {'/work':>8} {'/simul.':>8}")
+    results = []
+    for setup in setups(args):
+        results.append(evaluate(setup, args.trace))
+        print(line(results[-1]), flush=True)
+    if args.json is not None:
+        report = {"conditions": conditions(), "pp": args.pp, "seconds": args.seconds, "repeat": args.repeat}
+        args.json.write_text(json.dumps(report | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.schedules", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--json", type=Path, help="write conditions and results here")
+    parser.add_argument("--trace", type=Path, help="folder for planned and measured timelines in Chrome's format")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="schedules or runtimes")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
+    parser.add_argument("--seconds", type=float, default=0.06, help="F, I and W of a rank's whole work")
+    parser.add_argument("--repeat", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    # By its own name: ranks look up what they run by it.
+    from benchmarks.schedules import main as main_by_name
+
+    sys.exit(main_by_name())

@@ -1,0 +1,96 @@
+"""The executor on toy chunks: order, gradients, memory, hooks, failures; Megatron's own order against the tables."""
+
+import pytest
+
+from megaaccum.schedule import build, validate
+from megaaccum.testing import run_ranks
+from tests.multiproc import toy
+
+OWN = [("gpipe", 1, "loop"), ("1f1b", 1, "loop"), ("interleaved", 2, "loop"), ("zb-h1", 1, "loop"), ("zbv", 2, "v"),
+       ("dualpipev", 2, "v")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pp", "m", "chunks"), [("1f1b", 4, 9, 1), ("interleaved", 2, 6, 2)])
+def test_megatron_executes_the_order_of_the_table(name, pp, m, chunks):
+    schedule = build(name, pp=pp, num_microbatches=m, chunks=chunks)
+    for rank, (order, error) in enumerate(run_ranks(toy.traced_by_megatron, pp, name, m, chunks)):
+        assert order == [tuple(action) for action in schedule.actions(rank)]
+        assert error < 1e-14
+
+
+def passes(schedule, rank: int) -> list:
+    """What a chunk notices of the table: forwards, and backwards when their input gradient is computed."""
+    seen = [(kind.replace("I", "B"), chunk, microbatch) for kind, chunk, microbatch in schedule.actions(rank)]
+    return [each for each in seen if each[0] != "W"]
+
+
+@pytest.mark.parametrize(("name", "chunks", "placement"), OWN)
+def test_order_gradients_and_memory_are_the_tables(name, chunks, placement):
+    schedule = build(name, pp=4, num_microbatches=8, chunks=chunks)
+    footprint = validate(schedule)
+    last = schedule.rank_of_stage[-1]
+    pairs = [sum(len(item) == 2 for item in schedule.items[rank]) for rank in range(4)]
+    for rank, ran in enumerate(run_ranks(toy.executed, 4, name, 8, chunks, placement)):
+        assert ran.order == passes(schedule, rank)
+        assert ran.error < 1e-14
+        assert ran.peak == ran.record[0] == footprint.in_flight[rank]
+        assert ran.record[1] == footprint.deferred[rank]
+        assert ran.live == 0
+        assert len(ran.reports) == (8 if rank == last else 0)
+        assert ran.fused == pairs[rank]
+
+
+@pytest.mark.parametrize(("name", "chunks", "placement"), [("dualpipev", 2, "v"), ("interleaved", 2, "loop")])
+def test_lanes_of_their_own_as_on_nccl(name, chunks, placement):
+    for ran in run_ranks(toy.executed, 2, name, 4, chunks, placement, separate=True):
+        assert ran.error < 1e-14
+
+
+@pytest.mark.parametrize("with_grad_sync", [False, True])
+def test_the_five_hooks(with_grad_sync):
+    m = 8
+    for events in run_ranks(toy.hooks_of, 2, "dualpipev", m, 2, "v", with_grad_sync):
+        assert [e[1:] for e in events if e[0] == "gather"] == [(0, 2), (1, 2)]
+        finalized = events.index(("finalize", m if ("finalize", m) in events else 0))
+        assert finalized == len(events) - 2
+        assert events[-1] == ("inside at the end", False)
+        for chunk in (0, 1):
+            for which in ("weight", "bias"):
+                inside = [e[3] for e in events if e[:3] == ("grad", chunk, which)]
+                assert inside == [True] * (m - 1) + [with_grad_sync]
+        reduced = [e[1:] for e in events if e[0] == "reduce"]
+        assert reduced == ([(1, False), (0, False)] if with_grad_sync else [])
+        for at, event in enumerate(events):
+            if event[0] == "reduce":
+                assert not any(e[:2] == ("grad", event[1]) for e in events[at:])
+
+
+def test_tokens_are_counted_where_the_loss_is():
+    by_rank = run_ranks(toy.hooks_of, 2, "zbv", 4, 2, "v", False)
+    assert [next(e[1] for e in events if e[0] == "finalize") for events in by_rank] == [4, 0]
+
+
+@pytest.mark.parametrize(("name", "chunks", "placement"), [("dualpipev", 2, "v"), ("zb-h1", 1, "loop")])
+def test_a_rank_that_raises_ends_all(name, chunks, placement):
+    """The one that failed names its action; the others name theirs, what they waited for, and who failed first."""
+    texts = run_ranks(toy.failing, 3, name, 6, chunks, placement, 2.0, init=False, timeout=60)
+    failed = "pipeline rank 1 (global rank 1) failed in 0F3 (forward, chunk 0, micro-batch 3) of schedule " + name
+    assert texts[1] == failed + ": ValueError: bad sample"
+    for rank in (0, 2):
+        assert texts[rank].startswith(f"pipeline rank {rank} (global rank {rank}), in ")
+        assert "from pipeline rank 1, and it did not come; before that, " + texts[1] in texts[rank]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shapes", "variable_seq_lengths is set, and with a schedule of megaaccum's own executor the messages"),
+        ("adjust", "adjust_tensor_shapes_fn"),
+        ("chunks", "schedule zbv has 2 model chunks per rank, and the model is 1"),
+        ("iterators", "1 data iterators for 2 model chunks"),
+        ("few", "at least 2 * 2 - 1 = 3 micro-batches"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(what, said):
+    for text in run_ranks(toy.refused, 2, what):
+        assert said in text

@@ -1,0 +1,90 @@
+"""Gradients under the executor's schedules are those of one process on the whole batch: both lanes, ZeRO-3 resident."""
+
+from pathlib import Path
+
+import pytest
+
+from megaaccum.schedule import build, write_csv
+from megaaccum.testing import run_ranks
+from tests.multiproc.distance import check, one_process_reference
+from tests.multiproc.parity import Case, make, microbatches
+
+OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
+UNTIED = "--untie_embeddings_and_output_weights "
+RECOMPUTE = "--recompute_granularity full "
+VARIANTS = {
+    2: [(4, "", ""), (5, UNTIED, RECOMPUTE), (7, "", RECOMPUTE), (8, UNTIED, "")],
+    4: [(8, "", RECOMPUTE), (9, UNTIED, ""), (15, "", ""), (16, UNTIED, RECOMPUTE)],
+}
+"""By pp: micro-batches from 2 * pp to 4 * pp, tied or untied embeddings, with and without recompute."""
+
+
+def case(
+    schedule: str, pp: int, m: int, flags: str = "", *, model: str = "", lane: str = "fp32", ranks: int = 1
+) -> Case:
+    layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps 1 --num_chunks {m} --schedule {schedule} {flags}"
+    return Case(pp * ranks, layout, model, lane)
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule(pp, lane):
+    check([case(name, pp, m, flags, model=model, lane=lane) for name in OWN for m, model, flags in VARIANTS[pp]])
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+def test_tables_of_megatrons_schedules(lane, tmp_path: Path):
+    """1F1B and interleaved by the executor, from files."""
+    cases = []
+    for name, m in (("1f1b", 5), ("interleaved", 8)):
+        write_csv(build(name, pp=2, num_microbatches=m), tmp_path / f"{name}.csv")
+        cases.append(case(str(tmp_path / f"{name}.csv"), 2, m, lane=lane))
+    check(cases)
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32", "bf16"])
+def test_with_data_parallel_ranks(lane):
+    """Gradients are reduced once, when they are final, in chunks that end at different times."""
+    stages = (3,) if lane == "fp64" else (1, 2, 3)
+    flags = [f"--zero_stage {stage} " if lane != "fp64" else "" for stage in stages]
+    check([case(name, 2, 4, flag, lane=lane, ranks=2) for name in ("zb-h1", "zbv", "dualpipev") for flag in flags])
+
+
+def test_one_flush_per_round():
+    layout = (
+        "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 --flush per_round --schedule dualpipev"
+    )
+    check([Case(4, layout, lane=lane) for lane in ("fp64", "fp32")])
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+def test_with_tensor_and_sequence_parallel(lane):
+    tp = "--tensor_model_parallel_size 2 "
+    llama = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
+    check(
+        [
+            case("zbv", 2, 4, tp, lane=lane, ranks=2),
+            case("dualpipev", 2, 5, tp + "--sequence_parallel", model=llama, lane=lane, ranks=2),
+            case("zb-h1", 2, 4, tp + "--sequence_parallel", lane=lane, ranks=2),
+        ]
+    )
+
+
+def test_stages_of_different_sizes_in_a_v():
+    """A short last stage: layers keep their numbers, and with them their weights."""
+    check([case("zbv", 4, 8, "--decoder_last_pipeline_num_layers 2", lane="fp64")])
+
+
+def losses(case: Case) -> list[float]:
+    """Validation loss, and the loss of a step after it."""
+    plan, built, _, bound, stepper = make(case)
+    batch = microbatches(plan, built.dp.rank())
+    bound.step = lambda: None
+    return [stepper.evaluate(batch)[0], stepper.train(batch, step=0).loss]
+
+
+def test_evaluation_in_a_v():
+    each = case("dualpipev", 2, 4, lane="fp64")
+    exact = one_process_reference("", 4, "fp64").gradient.loss
+    for found in run_ranks(losses, 2, each):
+        assert found == pytest.approx([exact, exact], rel=1e-12)
