@@ -24,7 +24,7 @@ OPTIMIZER_BYTES = 30.0
 LOSS_BYTES = 14.0
 """Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 
-MOE_KERNELS = 2.5
+MOE_KERNELS = 6.0
 """Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
 
 
