@@ -82,10 +82,8 @@ def test_experts_count_every_copy_of_a_token() -> None:
     more = gpt(num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=512, add_bias_linear=False)
     at = layout()
     rows = 2 * SEQ * MICRO
-    difference = (
-        activations.layer(more, at, Kernels(), moe=True).mlp - activations.layer(model, at, Kernels(), moe=True).mlp
-    )
-    assert difference[0] == pytest.approx(rows * (2 * HIDDEN + 2 * 512) * 2)
+    few, many = (activations.layer(one, at, Kernels(), moe=True).mlp[0] for one in (model, more))
+    assert many - few == pytest.approx(rows * (2 * HIDDEN + 2 * 512) * 2)
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------
@@ -137,13 +135,12 @@ def test_bubbles_of_the_papers() -> None:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
+STREAMING = StateBytes(param=0, param_shard=2, grad=0, grad_shard=4)
+
+
 def model_of(**keys: Any) -> MemoryModel:
-    states = {
-        (3, 0): StateBytes(),
-        (3, 1): StateBytes(param=0, param_shard=2, grad=0, grad_shard=4),
-        (1, 0): StateBytes(),
-    }
-    return MemoryModel(model=gpt(), vocab_size=50000, states=states, **keys)
+    states = {(3, 0): StateBytes(), (3, 1): STREAMING, (1, 0): StateBytes()}
+    return MemoryModel(**(dict(model=gpt(num_layers=64), vocab_size=1000, states=states) | keys))
 
 
 def pipelined(**row: int) -> Layouts:
@@ -164,9 +161,7 @@ def test_kinds_add_up_and_none_is_negative() -> None:
 def test_the_most_loaded_rank_is_found_not_assumed() -> None:
     """The first holds the most micro-batches; with a huge vocabulary and recompute the last one's logits are more."""
     assert model_of().peak(pipelined()).rank[0] == 0
-    heavy = MemoryModel(
-        model=gpt(), vocab_size=2_000_000, states={(3, 0): StateBytes(param=0, grad=0, optimizer_shard=0)}
-    )
+    heavy = model_of(vocab_size=2_000_000, states={(3, 0): StateBytes(param=0, grad=0, optimizer_shard=0)})
     assert heavy.peak(pipelined(recompute=RECOMPUTE.index("full"))).rank[0] == 3
 
 
