@@ -122,7 +122,10 @@ def test_latency_and_bandwidth_are_found_again() -> None:
     assert calibrate.fit_link(points, ranks) == pytest.approx((alpha, beta))
 
 
-def test_calibrate_writes_an_entry_that_plan_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_calibrate_writes_an_entry_that_plan_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "SIDES", (64, 128, 256))
     file = tmp_path / "hardware.yaml"
     assert run(capsys, "calibrate", "here", "--seconds", "0.002", "--output", str(file))[0] == 0
     here = load_hardware("here", file=file)
