@@ -21,6 +21,10 @@ from megaaccum.planner.weights import padded_rows, rank_parameters
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""
+PCIE_BANDWIDTH = 25e9
+"""Bytes per second and direction between a GPU and its host: PCIe 4 x16, of 32e9 on paper."""
+HOST_BANDWIDTH = 200e9
+"""Bytes per second of a host's memory, shared by its GPUs' optimizers: two sockets of eight DDR4 channels, half used."""
 LOSS_BYTES = 14.0
 """Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 
@@ -52,6 +56,8 @@ class Software:
     """Gradients are reduce-scattered and parameters all-gathered; else gradients are all-reduced."""
     scattered_messages: bool = False
     """Each tp rank sends its part of a stage's output and the receivers gather, also without sequence parallelism."""
+    offloaded: bool = False
+    """The optimizer runs on the host, which takes gradients and gives back parameters over PCIe."""
     tp_exposed: float = 1.0
     """Share of tensor-parallel communication that no compute hides."""
     ep_exposed: float = 1.0
@@ -300,6 +306,9 @@ class TimeModel:
         params, experts = self._most_parameters(at, pp, vpp, name)
         sharded = at.zero_stage > 0
         mine = np.where(sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts)
+        if self.software.offloaded:
+            crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
+            return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)
         device = self.hardware.device
         return mine * OPTIMIZER_BYTES / (device.hbm_bandwidth * device.efficiency.memory)
 
