@@ -24,7 +24,7 @@ OPTIMIZER_BYTES = 30.0
 PCIE_BANDWIDTH = 25e9
 """Bytes per second and direction between a GPU and its host: PCIe 4 x16, of 32e9 on paper."""
 HOST_BANDWIDTH = 200e9
-"""Bytes per second of a host's memory, shared by its GPUs' optimizers: two sockets of eight DDR4 channels, half used."""
+"""Bytes per second of a host's memory, shared by its GPUs' optimizers: two sockets of eight channels, half used."""
 LOSS_BYTES = 14.0
 """Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 

@@ -121,14 +121,13 @@ def test_bubbles_of_the_papers() -> None:
         (name, vpp): float(
             pipeline.fill_seconds(name, pp=4, vpp=vpp, forward=1.0, input_grad=1.0, weight_grad=1.0, p2p=0.0)
         )
-        for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1), ("dualpipev", 2))
+        for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1))
     }
     assert seconds == {
         ("1f1b", 1): 9.0,
         ("interleaved", 3): 3.0,
         ("zb-h1", 1): 3.0,
         ("zb-h2", 1): 0.0,
-        ("dualpipev", 2): 3.0,
     }
 
 

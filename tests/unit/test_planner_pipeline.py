@@ -36,12 +36,15 @@ def test_a_rank_never_holds_more_than_is_planned(name: str, pp: int, vpp: int, m
     assert real <= planned <= real + 1
 
 
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.5, 1.0), (1.0, 2.2, 1.0)])
 @pytest.mark.parametrize(("name", "pp", "vpp", "m"), CASES)
-def test_filling_takes_what_the_simulator_says(name: str, pp: int, vpp: int, m: int) -> None:
+def test_filling_takes_what_the_simulator_says(
+    name: str, pp: int, vpp: int, m: int, f: float, i: float, w: float
+) -> None:
+    """Also where the halves of a backward are unequal, as with attention and recomputation in the first."""
     from megaaccum.schedule.simulate import Costs, simulate
 
-    f, i, w = 1.0, 1.0, 1.0
     chunks = 2 if name in ("zbv", "dualpipev") else vpp
     simulation = simulate(made(name, pp, vpp, m), Costs.per_rank(f, i, w, chunks=chunks))
     planned = pipeline.fill_seconds(name, pp=pp, vpp=vpp, forward=f, input_grad=i, weight_grad=w, p2p=0.0)
-    assert m * (f + i + w) + planned == pytest.approx(simulation.makespan, rel=0.02)
+    assert m * (f + i + w) + planned == pytest.approx(simulation.makespan, rel=0.03)
