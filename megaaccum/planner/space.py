@@ -240,7 +240,8 @@ def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:
     if name == "none":
         return []
     if name in V_SHAPED:
-        return [2] if split_layers(num_layers, 2 * pp) else []
+        # Embedding and head are on one rank here, so that shorter ends do not balance the ranks.
+        return [2] if num_layers % (2 * pp) == 0 else []
     if name != "interleaved":
         return [1] if split_layers(num_layers, pp) else []
     most = (num_layers + 2) // pp

@@ -8,7 +8,7 @@ import pytest
 
 from megaaccum.planner import pipeline
 
-build = pytest.importorskip("megaaccum.schedule.build")
+build = pytest.importorskip("megaaccum.schedule.build", exc_type=ImportError)
 
 CASES = [
     (name, pp, vpp, m)
