@@ -113,13 +113,23 @@ def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds
     else:
         _print_table(args, ranked, hardware, seconds)
     if args.write:
-        emit.write(ranked, args.row - 1, Path(args.write))
+        _write(ranked, args.row - 1, Path(args.write))
         print(f"wrote {args.write}", file=sys.stderr)
     if args.picture:
         from megaaccum.planner.picture import draw
 
         draw(ranked, Path(args.picture))
         print(f"wrote {args.picture}", file=sys.stderr)
+
+
+def _write(ranked: Ranked, index: int, path: Path) -> None:
+    """Write a row's configuration, with what is predicted for it."""
+    work = ranked.workload
+    comment = (
+        f"Planned for {work.hardware.name}: {ranked.memory.total[index] / 2**30:.1f} GiB on the most loaded rank,"
+        f" {ranked.time.total[index]:.3g} s per step (predicted)."
+    )
+    emit.write(work, ranked.name_of(index), path, comment=comment)
 
 
 def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:

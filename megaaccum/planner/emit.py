@@ -12,8 +12,9 @@ import yaml
 from megaaccum.config import Plan, resolve
 from megaaccum.config.keys import SECTIONS, all_keys
 from megaaccum.config.schema import Config
-from megaaccum.planner.search import Ranked
+from megaaccum.errors import ConfigError
 from megaaccum.planner.stages import V_SHAPED, layout_text, split_layers
+from megaaccum.planner.workload import Workload
 
 PLANNED = (
     "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
@@ -27,9 +28,8 @@ PLANNED = (
 """Keys that a plan decides: what the configuration said of them is set aside."""
 
 
-def planned_keys(ranked: Ranked, index: int) -> dict[str, Any]:
-    """The keys of one layout, by their names in a configuration; a key that is None is left out."""
-    at, work = ranked.name_of(index), ranked.workload
+def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
+    """The keys of one layout (`Layouts.axes`), by their names in a configuration."""
     keys: dict[str, Any] = dict(
         tensor_model_parallel_size=at["tp"],
         context_parallel_size=at["cp"],
@@ -39,22 +39,22 @@ def planned_keys(ranked: Ranked, index: int) -> dict[str, Any]:
         micro_batch_size=at["mbs"],
         num_chunks=at["dbs"] // at["mbs"],
         grad_accum_steps=at["ga"],
-        global_batch_size=work.global_batch_size,
+        global_batch_size=workload.global_batch_size,
         zero_stage=at["zero"],
         sync=at["policy"],
     )
-    if work.model.num_experts is not None:
+    if workload.model.num_experts is not None:
         keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])
     if at["recompute"] == "full":
         keys |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif at["recompute"] == "selective":
         keys |= dict(recompute_granularity="selective")
-    return keys | _stage_keys(ranked, at)
+    return keys | _stage_keys(workload, at)
 
 
-def _stage_keys(ranked: Ranked, at: dict[str, Any]) -> dict[str, Any]:
+def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     """How the layers are cut: a number of chunks where they divide, a layout where the ends are shorter."""
-    model, stages = ranked.workload.model, at["pp"] * at["vpp"]
+    model, stages = workload.model, at["pp"] * at["vpp"]
     if at["pp"] == 1:
         return {}
     layers = split_layers(model.num_layers, stages)
@@ -65,14 +65,14 @@ def _stage_keys(ranked: Ranked, at: dict[str, Any]) -> dict[str, Any]:
     return dict(virtual_pipeline_model_parallel_size=at["vpp"]) if has_chunks else {}
 
 
-def planned_config(ranked: Ranked, index: int) -> Config:
+def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
     """The workload's configuration with one layout's keys, as if somebody had written them."""
-    config = copy.deepcopy(ranked.workload.config)
+    config = copy.deepcopy(workload.config)
     for name in PLANNED:
         section = getattr(config, all_keys()[name].section)
         setattr(section, name, getattr(type(section)(), name))
         config.origin.pop(name, None)
-    keys = planned_keys(ranked, index)
+    keys = planned_keys(workload, at)
     if keys.get("recompute_granularity") != "selective":
         config.model.recompute_modules = None
         config.origin.pop("recompute_modules", None)
@@ -82,28 +82,31 @@ def planned_config(ranked: Ranked, index: int) -> Config:
     return config
 
 
-def checked(ranked: Ranked, index: int) -> Plan:
+def checked(workload: Workload, at: dict[str, Any]) -> Plan:
     """One layout's configuration, resolved as `megaaccum check` does. ConfigError if it breaks a rule."""
-    return resolve(planned_config(ranked, index), world_size=ranked.workload.world_size)
+    return resolve(planned_config(workload, at), world_size=workload.world_size)
 
 
-def write(ranked: Ranked, index: int, path: Path) -> None:
-    """Write one layout's configuration, with what was predicted for it in the first lines.
+def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
+    """What `megaaccum check` says against a layout, or None."""
+    try:
+        checked(workload, at)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
+    """Write one layout's configuration, with the number of ranks and `comment` in the first lines.
 
     Raises:
         ConfigError: it breaks a rule of `check` (nothing is written).
         OSError: the file cannot be written.
     """
-    checked(ranked, index)
-    config, work = planned_config(ranked, index), ranked.workload
-    head = (
-        f"# world_size: {work.world_size}\n"
-        f"# Planned for {work.hardware.name}: {ranked.memory.total[index] / 2**30:.1f} GiB on the most loaded rank,"
-        f" {ranked.time.total[index]:.3g} s per step (predicted).\n"
-    )
-    text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
+    checked(workload, at)
+    text = yaml.safe_dump(as_sections(planned_config(workload, at)), sort_keys=False, allow_unicode=True, width=100)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + text, encoding="utf-8")
+    path.write_text(f"# world_size: {workload.world_size}\n# {comment}\n{text}", encoding="utf-8")
 
 
 def as_sections(config: Config) -> dict[str, Any]:

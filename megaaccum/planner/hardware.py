@@ -36,7 +36,7 @@ class Hardware:
     @property
     def name_of_peak(self) -> str:
         """The GPU and its peak, for a table's title."""
-        return f"{self.name} ({self.device.peak / 1e12:.0f} TFLOP/s, {self.hbm_bytes / GIB:.0f} GiB)"
+        return f"{self.name} ({self.device.peak / 1e12:.4g} TFLOP/s, {self.hbm_bytes / GIB:.0f} GiB)"
 
 
 _KEYS = frozenset(

@@ -85,6 +85,20 @@ class Layouts:
         """One layout as a dictionary, codes not translated."""
         return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
 
+    def axes(self, index: int) -> dict[str, Any]:
+        """One layout in the user's names."""
+        row = self.row(index)
+        return {
+            **{axis: row[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
+            "mbs": row["micro_batch_size"],
+            "dbs": int(self.device_batch_size[index]),
+            "ga": row["grad_accum_steps"],
+            "recompute": RECOMPUTE[row["recompute"]],
+            "schedule": SCHEDULES[row["schedule"]],
+            "policy": POLICIES[row["policy"]],
+            "zero": row["zero_stage"],
+        }
+
     def by_pipeline(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
         """(schedule code, pp, vpp, indices of its layouts) of every pipeline that occurs."""
         key = (self.schedule * 65536 + self.pp) * 65536 + self.vpp

@@ -108,16 +108,17 @@ class MemoryModel:
         """(rows of the layouts, pipeline rank, micro-batches in flight, bytes by kind) of every kind of rank."""
         for code, pp, vpp, rows in at.by_pipeline():
             part, name = at.take(rows), SCHEDULES[code]
+            layers = self._layer_bytes(part)
             for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
                 held = pipeline.in_flight(name, pp=pp, vpp=vpp, rank=rank, microbatches=part.num_microbatches)
-                yield rows, rank, np.mean(held, axis=0), self._of_rank(part, chunks, held)
+                yield rows, rank, np.mean(held, axis=0), self._of_rank(part, chunks, held, layers)
 
     def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
         """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
         ((code, pp, vpp, _),) = at.by_pipeline()
         chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
         held = pipeline.in_flight(SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, microbatches=at.num_microbatches)
-        return self._of_rank(at, chunks, held)
+        return self._of_rank(at, chunks, held, self._layer_bytes(at))
 
     def stages(self, pp: int, vpp: int) -> list[Stage]:
         """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
@@ -127,18 +128,33 @@ class MemoryModel:
         assert layers is not None, f"{self.model.num_layers} layers have no split over {pp * vpp} stages"
         return make_stages(self.model, layers)
 
-    def _of_rank(self, at: Layouts, chunks: list[Stage], held: list[Any]) -> dict[str, np.ndarray]:
-        params = rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+    def _layer_bytes(self, at: Layouts) -> dict[str, Any]:
+        """Bytes that one layer of each kind keeps of a micro-batch, and those that it brings back at once."""
+        out: dict[str, Any] = {}
+        for kind in ("dense", "moe") if self.model.num_experts is not None else ("dense",):
+            moe = kind == "moe"
+            out[kind] = activations.kept_per_layer(self.model, at, self.kernels, moe=moe)
+            out[kind + " again"] = activations.recomputed_at_once(self.model, at, self.kernels, moe=moe)
+        return out
+
+    def _of_rank(
+        self, at: Layouts, chunks: list[Stage], held: list[Any], layers: dict[str, Any]
+    ) -> dict[str, np.ndarray]:
+        params, zero = (
+            rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp),
+            np.zeros(len(at)),
+        )
         kinds = self._states(at, params)
-        kinds["activations"] = sum(
-            self._kept(at, chunk) * count for chunk, count in zip(chunks, held, strict=True)
-        ) + np.zeros(len(at))
+        kinds["activations"] = zero + sum(
+            self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
+        )
         kinds["loss"] = self._loss(at, chunks)
         # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
-        kinds["workspace"] = np.maximum(0.0, self._workspace(at, chunks) - kinds["loss"])
+        again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
+        kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - kinds["loss"])
         gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
         bucket = gathered + np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
-        kinds["buffers"] = self.buffer_bytes + bucket + self._gathered(at, chunks) + np.zeros(len(at))
+        kinds["buffers"] = self.buffer_bytes + bucket + self._gathered(at, chunks) + zero
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
         moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
         kinds["margin"] = self.usage.fragmentation * moving
@@ -157,16 +173,11 @@ class MemoryModel:
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
 
-    def _kept(self, at: Layouts, chunk: Stage) -> Any:
-        """Bytes that one micro-batch leaves in one chunk."""
-        kept: Any = 0.0
-        if chunk.dense:
-            kept = kept + chunk.dense * activations.kept_per_layer(self.model, at, self.kernels, moe=False)
-        if chunk.moe + chunk.prediction:
-            moe = chunk.moe + chunk.prediction
-            kept = kept + moe * activations.kept_per_layer(
-                self.model, at, self.kernels, moe=bool(self.model.num_experts)
-            )
+    def _kept(self, at: Layouts, chunk: Stage, layers: dict[str, Any]) -> Any:
+        """Bytes that one micro-batch leaves in one chunk. Further tokens are predicted by a layer like the last."""
+        sparse = chunk.moe + (chunk.prediction if self.model.num_experts is not None else 0)
+        dense = chunk.layers + chunk.prediction - sparse
+        kept = dense * layers["dense"] + (sparse * layers["moe"] if sparse else 0)
         if chunk.embedding:
             kept = kept + activations.embedding(self.model, at, self.kernels)
         boundary = np.where(at.pp > 1, self.boundary_tensors, 0.0)
@@ -177,14 +188,6 @@ class MemoryModel:
         heads = sum(chunk.head + chunk.prediction for chunk in chunks)
         rows = padded_rows(self.model, self.vocab_size, at.tp)
         return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
-
-    def _workspace(self, at: Layouts, chunks: list[Stage]) -> np.ndarray:
-        """What is recomputed at once."""
-        none = np.zeros(len(at))
-        dense = activations.recomputed_at_once(self.model, at, self.kernels, moe=False)
-        moe = activations.recomputed_at_once(self.model, at, self.kernels, moe=True)
-        has_moe, has_dense = (any(getattr(chunk, kind) for chunk in chunks) for kind in ("moe", "dense"))
-        return np.maximum(dense if has_dense else none, moe if has_moe else none) + none
 
     def _gathered(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Under `streaming`, the two units that are whole at a time: the one in use and the one that is prefetched."""
@@ -200,3 +203,11 @@ class MemoryModel:
         per = max((s.param_shard for (_, policy), s in self.states.items() if policy), default=2.0)
         grad = max((s.grad_shard for (_, policy), s in self.states.items() if policy), default=4.0)
         return streams * (2 * per + grad) * np.max([size + np.zeros(len(at)) for size in sizes], axis=0)
+
+
+def _merged(chunks: list[Stage], held: list[Any]) -> dict[Stage, Any]:
+    """Micro-batches in flight by kind of chunk: equal chunks of a rank together."""
+    out: dict[Stage, Any] = {}
+    for chunk, count in zip(chunks, held, strict=True):
+        out[chunk] = out.get(chunk, 0) + count
+    return out

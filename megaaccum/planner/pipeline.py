@@ -3,7 +3,7 @@
 The one place that knows schedules. F is a forward, B a backward, I and W its two halves (input, weight); m the
 micro-batches of a flush, p the pipeline ranks, v the chunks per rank. Sources: GPipe and 1F1B: arXiv 2104.04473,
 section 2.2; interleaved: the same, and megatron.core.pipeline_parallel.schedules (warm-up count); ZB-H1, ZB-H2 and
-ZB-V: arXiv 2401.10241, table 2 and section 6; DualPipeV: the DualPipe repository's README, a chunk being half a rank's.
+ZB-V: arXiv 2401.10241, table 2 and section 6; DualPipeV: simulation of its table, less than its README's bound.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ def fill_seconds(name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any,
     """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
 
     forward, input_grad, weight_grad: seconds of one micro-batch on a rank on average, all its chunks together. p2p:
-    seconds that one activation needs from rank to rank.
+    seconds that one activation needs from rank to rank. Megatron's own schedules send a gradient when the whole
+    backward is done, the others when its first half is. V-shaped schedules have no published formula for unequal
+    halves: theirs are what simulation gives.
     """
     whole, hop = forward + input_grad + weight_grad, 2 * (pp - 1) * p2p
-    if name in ("none", "gpipe", "1f1b"):
+    if name in ("none", "1f1b"):
         return (pp - 1) * whole + hop
+    if name == "gpipe":
+        return (pp - 1) * (forward + input_grad) + hop
     if name == "interleaved":
         return (pp - 1) / vpp * whole + hop
     if name == "zb-h1":
@@ -65,12 +69,11 @@ def fill_seconds(name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any,
         return (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
     half = 0.5  # of a rank's time goes to each of its two chunks
     if name == "zbv":
-        # The optimizer waits for the slowest rank, so that the first forwards are not hidden (as with a barrier).
-        return (pp - 1) * half * forward + hop
+        # The optimizer waits for the slowest rank, so that the first pass is not hidden (as with a barrier).
+        longest = np.maximum(np.maximum(forward, input_grad), forward + 2 * input_grad - 3 * weight_grad)
+        return (pp - 1) * half * longest + hop
     if name == "dualpipev":
-        # (p - 1)(F&B + B - 3W) of chunk times; a forward and a backward side by side take as long as in turn.
-        idle = half * (whole + input_grad + weight_grad - 3 * weight_grad)
-        return (pp - 1) * np.maximum(0, idle) + hop
+        return (pp - 1) * half * np.maximum(forward, forward + 2 * (input_grad - weight_grad)) + hop
     raise KeyError(name)
 
 

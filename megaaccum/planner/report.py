@@ -100,7 +100,7 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
     return {
         "rank": index + 1,
         **ranked.name_of(index),
-        "keys": planned_keys(ranked, index),
+        "keys": planned_keys(ranked.workload, ranked.name_of(index)),
         "memory_bytes": {kind: float(ranked.memory.by_kind[kind][index]) for kind in KINDS},
         "memory_total_bytes": float(ranked.memory.total[index]),
         "headroom_bytes": float(ranked.headroom[index]),
@@ -116,7 +116,8 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
 
 def explain(ranked: Ranked, index: int) -> str:
     """The arithmetic of one layout, line by line, with the formulas' names and sources."""
-    at, plan = ranked.name_of(index), checked(ranked, index)
+    at = ranked.name_of(index)
+    plan = checked(ranked.workload, at)
     sections = [
         (f"Layout {index + 1}", _layout_lines(at, plan.batch)),
         ("Memory of the most loaded rank", _memory_lines(ranked, index)),

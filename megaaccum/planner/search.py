@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from megaaccum.errors import ConfigError
+from megaaccum.planner import emit
 from megaaccum.planner.hardware import GIB
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts
+from megaaccum.planner.layouts import Layouts
 from megaaccum.planner.memory import Memory
 from megaaccum.planner.space import Limits
 from megaaccum.planner.time import StepTime
@@ -45,18 +46,7 @@ class Ranked:
 
     def name_of(self, index: int) -> dict[str, Any]:
         """A layout in the user's names."""
-        row = self.layouts.row(index)
-        at = self.layouts
-        return {
-            **{axis: row[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
-            "mbs": row["micro_batch_size"],
-            "dbs": int(at.device_batch_size[index]),
-            "ga": row["grad_accum_steps"],
-            "recompute": RECOMPUTE[row["recompute"]],
-            "schedule": SCHEDULES[row["schedule"]],
-            "policy": POLICIES[row["policy"]],
-            "zero": row["zero_stage"],
-        }
+        return self.layouts.axes(index)
 
     def find(self, wanted: dict[str, Any]) -> np.ndarray:
         """Indices of the layouts with these values, in order of rank."""
@@ -80,7 +70,7 @@ def search(
         ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
     """
     assert rank in RANKINGS, rank
-    layouts = workload.space(limits or Limits()).layouts()
+    layouts = accepted(workload, workload.space(limits or Limits()).layouts())
     model = workload.memory_model()
     blocks = [layouts.take(slice(start, start + BLOCK)) for start in range(0, len(layouts), BLOCK)]
     memories, done = [], 0
@@ -98,6 +88,26 @@ def search(
     order = _order(kept, _rows(memory, fits), time, workload, rank)
     memory = _rows(_rows(memory, fits), order)
     return Ranked(kept.take(order), memory, _time_rows(time, order), len(layouts), workload)
+
+
+def accepted(workload: Workload, layouts: Layouts) -> Layouts:
+    """The layouts that `megaaccum check` accepts, judged by one of every kind: what differs within a kind are numbers,
+    and the rules on those are the space's own.
+
+    Raises:
+        ConfigError: it accepts none; the text is its own on the first.
+    """
+    kinds = np.stack(
+        [layouts.schedule, layouts.policy, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
+         layouts.vpp > 1, layouts.tp > 1, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
+         workload.model.num_layers % (layouts.pp * layouts.vpp) == 0], axis=1
+    )  # fmt: skip
+    _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+    problems = [emit.problem(workload, layouts.axes(int(index))) for index in first]
+    legal = np.array([problem is None for problem in problems])
+    if not legal.any():
+        raise ConfigError(str(problems[0]))
+    return layouts.take(legal[kind.ravel()])
 
 
 def _order(at: Layouts, memory: Memory, time: StepTime, workload: Workload, rank: str) -> np.ndarray:
@@ -133,8 +143,7 @@ def _time_rows(time: StepTime, rows: np.ndarray) -> StepTime:
 def _closest_miss(workload: Workload, layouts: Layouts, memory: Memory) -> str:
     """The layout that lacks the least, by how much, and for what."""
     least = int(np.argmin(memory.total))
-    one = Ranked(layouts, memory, None, len(layouts), workload).name_of(least)  # type: ignore[arg-type]
-    name = ", ".join(f"{key}={value}" for key, value in one.items())
+    name = ", ".join(f"{key}={value}" for key, value in layouts.axes(least).items())
     short = (memory.total[least] - workload.hardware.hbm_bytes) / GIB
     kinds = sorted(memory.by_kind, key=lambda kind: -memory.by_kind[kind][least])
     most = ", ".join(f"{kind} {memory.by_kind[kind][least] / GIB:.1f} GiB" for kind in kinds[:4])

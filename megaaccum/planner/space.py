@@ -30,7 +30,6 @@ class Limits:
     max_tp: int | None = None
     max_pp: int | None = None
     max_cp: int | None = None
-    static_shapes: bool = True
 
     def allows(self, axis: str, value: Any) -> bool:
         """Whether a value of an axis may be looked at."""
@@ -217,15 +216,21 @@ def divisors(number: int) -> tuple[int, ...]:
 @cache
 def schedules() -> tuple[str, ...]:
     """The planner's schedules that a configuration can name."""
-    legal = set(get_args(get_type_hints(ParallelConfig)["schedule"]))
+    legal = _named(get_type_hints(ParallelConfig)["schedule"])
     return tuple(name for name in SCHEDULES if name in legal)
 
 
 @cache
 def policies(zero_stage: int) -> tuple[str, ...]:
     """The ZeRO policies that a configuration can name at this stage: streaming is ZeRO-3's."""
-    legal = set(get_args(get_type_hints(ShardingConfig)["sync"]))
+    legal = _named(get_type_hints(ShardingConfig)["sync"])
     return tuple(name for name in POLICIES if name in legal and (name == "resident" or zero_stage == 3))
+
+
+def _named(annotation: Any) -> set[Any]:
+    """The values that a type lists, be it a Literal or a union with one."""
+    inner = get_args(annotation)
+    return {value for one in inner for value in (_named(one) if get_args(one) else {one})}
 
 
 def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:
@@ -235,7 +240,8 @@ def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:
     if name == "none":
         return []
     if name in V_SHAPED:
-        return [2] if split_layers(num_layers, 2 * pp) else []
+        # Embedding and head are on one rank here, so that shorter ends do not balance the ranks.
+        return [2] if num_layers % (2 * pp) == 0 else []
     if name != "interleaved":
         return [1] if split_layers(num_layers, pp) else []
     most = (num_layers + 2) // pp

@@ -21,10 +21,14 @@ from megaaccum.planner.weights import padded_rows, rank_parameters
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""
+PCIE_BANDWIDTH = 25e9
+"""Bytes per second and direction between a GPU and its host: PCIe 4 x16, of 32e9 on paper."""
+HOST_BANDWIDTH = 200e9
+"""Bytes per second of a host's memory, shared by its GPUs' optimizers: two sockets of eight channels, half used."""
 LOSS_BYTES = 14.0
 """Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 
-MOE_KERNELS = 2.5
+MOE_KERNELS = 6.0
 """Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
 
 
@@ -52,6 +56,8 @@ class Software:
     """Gradients are reduce-scattered and parameters all-gathered; else gradients are all-reduced."""
     scattered_messages: bool = False
     """Each tp rank sends its part of a stage's output and the receivers gather, also without sequence parallelism."""
+    offloaded: bool = False
+    """The optimizer runs on the host, which takes gradients and gives back parameters over PCIe."""
     tp_exposed: float = 1.0
     """Share of tensor-parallel communication that no compute hides."""
     ep_exposed: float = 1.0
@@ -125,11 +131,10 @@ class TimeModel:
 
     def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
-        kinds = [
-            self._rank_pass(at, chunks) for chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
-        ]
-        slowest = _slowest(kinds)
-        mean = self._mean_pass(at, pp)
+        passes = self._passes(at)
+        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
+        slowest = _slowest([_rank_pass(passes, chunks, len(at)) for chunks in kinds])
+        mean = self._mean_pass(passes, at, pp)
         m = at.num_microbatches
         hop = self._hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
@@ -166,22 +171,18 @@ class TimeModel:
 
     # --- compute -----------------------------------------------------------------------------------------------
 
-    def _rank_pass(self, at: Layouts, chunks: list[Stage]) -> Pass:
-        total = NOTHING
-        for chunk in chunks:
-            if chunk.dense:
-                total = total + self._layer(at, moe=False) * chunk.dense
-            if chunk.moe + chunk.prediction:
-                total = total + self._layer(at, moe=self.model.num_experts is not None) * (chunk.moe + chunk.prediction)
-            if chunk.head or chunk.prediction:
-                total = total + self._head(at) * (chunk.head + chunk.prediction)
-        return total + Pass(*[np.zeros(len(at))] * 4)
+    def _passes(self, at: Layouts) -> dict[str, Pass]:
+        """One micro-batch through one layer of each kind, and through the head."""
+        passes = {"dense": self._layer(at, moe=False), "head": self._head(at)}
+        if self.model.num_experts is not None:
+            passes["moe"] = self._layer(at, moe=True)
+        return passes
 
-    def _mean_pass(self, at: Layouts, pp: int) -> Pass:
+    def _mean_pass(self, passes: dict[str, Pass], at: Layouts, pp: int) -> Pass:
         """A rank's pass on average: what the pipeline fills and drains with."""
         pattern = expert_layers(self.model)
         whole = Stage(len(pattern) - sum(pattern), sum(pattern), head=True, prediction=self.model.mtp_num_layers or 0)
-        return self._rank_pass(at, [whole]) * (1 / pp)
+        return _rank_pass(passes, [whole], len(at)) * (1 / pp)
 
     def _layer(self, at: Layouts, *, moe: bool) -> Pass:
         """One transformer layer, one micro-batch."""
@@ -300,6 +301,9 @@ class TimeModel:
         params, experts = self._most_parameters(at, pp, vpp, name)
         sharded = at.zero_stage > 0
         mine = np.where(sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts)
+        if self.software.offloaded:
+            crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
+            return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)
         device = self.hardware.device
         return mine * OPTIMIZER_BYTES / (device.hbm_bandwidth * device.efficiency.memory)
 
@@ -314,6 +318,19 @@ class TimeModel:
         column = np.arange(len(at))
         plain = np.array([rank.plain + np.zeros(len(at)) for rank in ranks])[most, column]
         return plain, np.array([rank.expert + np.zeros(len(at)) for rank in ranks])[most, column]
+
+
+def _rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
+    """One micro-batch through all chunks of a rank. A further token is predicted by a layer like the last and a head."""
+    predicted = sum(chunk.prediction for chunk in chunks)
+    layers = {"dense": sum(chunk.dense for chunk in chunks), "moe": sum(chunk.moe for chunk in chunks)}
+    layers["moe" if "moe" in passes else "dense"] += predicted
+    layers["head"] = predicted + sum(chunk.head for chunk in chunks)
+    total = NOTHING
+    for kind, times in layers.items():
+        if times:
+            total = total + passes[kind] * times
+    return total + Pass(*[np.zeros(count)] * 4)
 
 
 def _slowest(kinds: list[Pass]) -> Pass:

@@ -78,6 +78,7 @@ class Workload:
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.boundary == "deepspeed",
+                offloaded=self.sharding.offload_optimizer == "cpu",
             ),
         )
 

@@ -122,7 +122,8 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
         get_gpt_mtp_block_spec,
     )
 
-    from megaaccum.model import padded_vocab_size, transformer_config
+    from megaaccum.flops import padded_vocab_size
+    from megaaccum.model import transformer_config
     from megaaccum.norm import with_own_norms
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
@@ -151,7 +152,7 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
                 GPTModel(
                     config,
                     spec,
-                    vocab_size=padded_vocab_size(settled, vocab_size),
+                    vocab_size=padded_vocab_size(settled.config, vocab_size),
                     max_sequence_length=model.max_position_embeddings or model.seq_length,
                     pre_process=rank == 0 and chunk == 0,
                     post_process=last,
