@@ -55,7 +55,6 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
     dtype = DTYPES[sharding.params_dtype or "fp32"]
     on_gpu = cpu.has_accelerator()
-    _check_local_layers(plan)
     keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
     keys |= dict(
         layernorm_epsilon=model.norm_epsilon,
@@ -119,6 +118,11 @@ def _check_local_layers(plan: Plan) -> None:
             f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
             "or set multi_latent_attention to false."
         )
+    if plan.layout.cp > 1:
+        problems.append(
+            f"context_parallel_size {plan.layout.cp} needs Transformer Engine's attention, and {here}. Run it on a "
+            "machine with both, or set context_parallel_size to 1."
+        )
     if model.num_experts and model.add_bias_linear:
         problems.append(
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
@@ -140,8 +144,10 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
 
-    vocab_size: tokens of the vocabulary before padding.
+    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where the layers that this machine has
+    cannot do what the model asks.
     """
+    _check_local_layers(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
