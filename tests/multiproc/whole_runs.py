@@ -53,10 +53,12 @@ def flags(folder: Path, **more: object) -> list[str]:
     return [word for name, value in (options | more).items() for word in (f"--{name}", str(value))]
 
 
-def train(folder: Path, *, worker: str = "", max_bytes: int = 0, timeout: float = 100, **more: object) -> Ended:
+def train(
+    folder: Path, *, worker: str = "", max_bytes: int = 0, env: dict[str, str] | None = None, **more: object
+) -> Ended:
     """`megaaccum train`. worker: a function of this file that every rank calls in place of megaaccum.train.main.
     max_bytes: no file may grow beyond it, for any rank."""
-    (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=timeout)
+    (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=100, env=env)
     assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
     output, _, code = rank.output.rpartition("exit code ")
     return Ended(int(code), output)
@@ -109,7 +111,7 @@ def free_port() -> int:
 
 
 def config_file(folder: Path) -> Path:
-    """The same run as `flags` as a file, for launchers that are given one; without the keys that say where it writes."""
+    """The run of `flags` as a file, for launchers that are given one; without the key that says where it writes."""
     words = flags(folder)
     keys = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
     del keys["output_dir"]
