@@ -122,6 +122,15 @@ def test_a_rank_that_dies_at_start_ends_the_run(tmp_path, worker):
     assert ended.errors()[0].startswith("megaaccum: rank 1 ended with SIGKILL")
 
 
+def test_what_a_killed_compiler_left_behind_holds_up_nobody(half):
+    """DeepSpeed's operator for sums in shared memory: every start would compile it, or wait for whoever does."""
+    lock = half / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert train(half, env={"TORCH_EXTENSIONS_DIR": str(half / "extensions")}).code == 0
+    assert [entry.name for entry in lock.parent.iterdir()] == ["lock"]
+
+
 # --- as a rank of torchrun -------------------------------------------------------------------------------------------
 
 

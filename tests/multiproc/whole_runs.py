@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +53,12 @@ def flags(folder: Path, **more: object) -> list[str]:
     return [word for name, value in (options | more).items() for word in (f"--{name}", str(value))]
 
 
-def train(folder: Path, *, worker: str = "", max_bytes: int = 0, timeout: float = 100, **more: object) -> Ended:
+def train(
+    folder: Path, *, worker: str = "", max_bytes: int = 0, env: dict[str, str] | None = None, **more: object
+) -> Ended:
     """`megaaccum train`. worker: a function of this file that every rank calls in place of megaaccum.train.main.
     max_bytes: no file may grow beyond it, for any rank."""
-    (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=timeout)
+    (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=100, env=env)
     assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
     output, _, code = rank.output.rpartition("exit code ")
     return Ended(int(code), output)
@@ -71,6 +76,48 @@ def _train(argv: list[str], worker: str, max_bytes: int) -> None:
     code = cli.main(["train", *argv])
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print("exit code", code, flush=True)
+
+
+def run_bounded(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `command`, both output streams in one; after `timeout` seconds end it and the ranks that it started."""
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        raise AssertionError(f"not done after {timeout:g} s:\n{process.communicate()[0]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to `process` and everything below it; launchers put ranks into sessions of their own."""
+    found = [process.pid]
+    for pid in found:
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            found += [int(child) for child in children]
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def config_file(folder: Path) -> Path:
+    """The run of `flags` as a file, for launchers that are given one; without the key that says where it writes."""
+    words = flags(folder)
+    keys = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+    del keys["output_dir"]
+    path = folder / "config.yaml"
+    path.write_text("".join(f"{key}: {value!r}\n" for key, value in keys.items()))
+    return path
 
 
 def losses(folder: Path) -> list[float]:
