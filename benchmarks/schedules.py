@@ -55,8 +55,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """wall: seconds of the best flush; over_work: it over micro-batches * (F + I + W); over_simulated: over the
-    makespan."""
+    """wall: seconds of the best flush. over_work: over micro-batches * (F + I + W); over_simulated: over makespan."""
 
     runtime: str
     schedule: str
