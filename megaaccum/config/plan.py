@@ -17,7 +17,7 @@ RANK_LOCAL = frozenset(
     {
         "output_dir", "save", "load", "tensorboard_dir", "csv_dir", "wandb_project", "data_cache_path",
         "data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model",
-        "num_threads", "nproc_per_node", "num_workers", "mmap_bin_files",
+        "num_threads", "nproc_per_node", "schedule_trace", "num_workers", "mmap_bin_files",
     }
 )  # fmt: skip
 """Keys that may differ between hosts without changing what is computed: paths, and how a host does its part."""

@@ -348,6 +348,8 @@ class RunConfig:
     """Start afresh even if a checkpoint is there."""
     seed: int = 1234
     """Seed of weights, dropout and sample order."""
+    schedule_trace: str | None = None
+    """Write the second flush, as run and as planned, to this file in Chrome's trace format (megaaccum's schedules)."""
     log_interval: int = 10
     """Steps between progress lines."""
     tensorboard_dir: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from megaaccum.schedule.build import build
 from megaaccum.schedule.executor import Call, Flush, FlushRecord, FusedPass, forward_then_backward
 from megaaccum.schedule.hooks import Hooks
 from megaaccum.schedule.p2p import Mail
-from megaaccum.schedule.simulate import BY_MEGATRON
+from megaaccum.schedule.simulate import BY_MEGATRON, simulate
+from megaaccum.schedule.trace import measured_costs, write_trace
 from megaaccum.schedule.validate import validate
 
 if TYPE_CHECKING:
@@ -34,13 +36,18 @@ UNSUPPORTED = {
 
 
 def get_forward_backward_func(
-    config: str | Plan, *, fused: FusedPass = forward_then_backward, own: bool = False
+    config: str | Plan,
+    *,
+    fused: FusedPass = forward_then_backward,
+    own: bool = False,
+    trace: str | None = None,
 ) -> Callable[..., list]:
     """The function that runs a flush, called as Megatron-core's `forward_backward_func` (keywords only).
 
     config: a Plan of megaaccum, or the name of a schedule (`megaaccum schedule --help` lists them, `none`, or a .csv
     file). `none`, `1f1b` and `interleaved` are run by Megatron-core's own functions, unless `own` is true; all others
-    by a `ForwardBackward`. fused: what runs a fused forward and backward.
+    by a `ForwardBackward`. fused: what runs a fused forward and backward. trace: a file for the timeline of the second
+    flush beside the planned one (schedules of a ForwardBackward; default: a Plan's `schedule_trace`).
 
     Raises ScheduleError (a ConfigError) for a schedule that is not known. The number of pipeline ranks and of
     micro-batches is only known when the function is called, which then raises for those.
@@ -54,7 +61,8 @@ def get_forward_backward_func(
     group_size = None
     if not isinstance(config, str):
         group_size = config.config.parallel.microbatch_group_size_per_vp_stage
-    return ForwardBackward(name, fused=fused, group_size=group_size)
+        trace = trace or config.config.run.schedule_trace
+    return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace)
 
 
 class ForwardBackward:
@@ -64,8 +72,16 @@ class ForwardBackward:
     schedule: for a V, chunk 0 is stage `rank` and chunk 1 stage `2 * pp - 1 - rank`.
     """
 
-    def __init__(self, name: str, *, fused: FusedPass = forward_then_backward, group_size: int | None = None):
-        self.name, self._fused, self._group_size = name, fused, group_size
+    def __init__(
+        self,
+        name: str,
+        *,
+        fused: FusedPass = forward_then_backward,
+        group_size: int | None = None,
+        trace: str | None = None,
+    ):
+        self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
+        self._flushes = 0
         self._channels: dict[int, groups.PipelineChannels] = {}
         self._proven: set[int] = set()
         self.record: FlushRecord | None = None
@@ -127,6 +143,9 @@ class ForwardBackward:
         flush = Flush(schedule, rank, call, mail, hooks, self._fused)
         _run(flush, hooks, forward_only=forward_only)
         self.record = flush.record
+        self._flushes += not forward_only
+        if self._trace is not None and self._flushes == 2 and not forward_only:
+            _write_trace(self._trace, flush.record, collection.pp)
         if not forward_only and config.finalize_model_grads_func is not None:
             tokens = flush.num_tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(
@@ -158,6 +177,18 @@ class ForwardBackward:
         channels = self._channels[id(pp)]
         channels.connect((at for rank in range(schedule.pp) for at in sends(schedule, rank)), cpu.device())
         return channels
+
+
+def _write_trace(path: str, record: FlushRecord, pp: torch.distributed.ProcessGroup) -> None:
+    """Write what the ranks of the pipeline did beside what the simulator plans with their durations. Collective over
+    pp; global rank 0 writes. Ranks of different hosts are put on one time line by the hosts' clocks."""
+    offset = time.time() - time.perf_counter()
+    mine = [(start + offset, end + offset) for start, end in record.spans]
+    measured: list = [None] * pp.size()
+    torch.distributed.all_gather_object(measured, mine, group=pp)
+    if torch.distributed.get_rank() == 0:
+        planned = simulate(record.schedule, measured_costs(record.schedule, measured), early_send=True)
+        write_trace(path, record.schedule, planned=planned.spans, measured=measured)
 
 
 def _run(flush: Flush, hooks: Hooks, *, forward_only: bool) -> None:

@@ -41,7 +41,8 @@ def forward_then_backward(forward: Callable[[], None], backward: Callable[[], No
 @dataclass(slots=True, kw_only=True)
 class FlushRecord:
     """What one rank did in a flush. spans: (start, end) of each action in seconds of time.perf_counter, in the order of
-    `schedule.actions(rank)`; on a GPU that is when it was launched. The peaks are counted as `validate` counts."""
+    `schedule.actions(rank)`, without what it waited for its input; on a GPU that is when it was launched. The peaks are
+    counted as `validate` counts."""
 
     schedule: Schedule
     rank: int
@@ -105,14 +106,14 @@ class Flush:
 
     def _single(self, action: Action) -> None:
         self._now = action
-        start = time.perf_counter()
+        self._begun = time.perf_counter()
         if action.kind == "F":
             self._forward(action)
         if action.kind in "IB":
             self._input_grad(action)
         if action.kind in "WB":
             self._weight_grad(action)
-        self.record.spans.append((start, time.perf_counter()))
+        self.record.spans.append((self._begun, time.perf_counter()))
 
     # --- the three passes ---
 
@@ -132,8 +133,9 @@ class Flush:
             is_last_stage=stage == self._last,
         )  # fmt: skip
         self._started.add(chunk)
-        self.num_tokens += num_tokens.to(self.num_tokens.device)
-        if stage < self._last:
+        if stage == self._last:
+            self.num_tokens += num_tokens.to(self.num_tokens.device)
+        else:
             self._pass_on("F", stage, microbatch, output.detach(), to=stage + 1)
         if not call.forward_only:
             self._saved[chunk, microbatch] = (received, output)
@@ -184,7 +186,7 @@ class Flush:
             return self._passed_on.pop((kind, stage, microbatch))
         self._awaited = (kind, stage, microbatch)
         tensor = self.mail.receive(owner, kind, (stage, microbatch))
-        self._awaited = None
+        self._awaited, self._begun = None, time.perf_counter()
         return tensor
 
     def _pass_on(self, kind: str, stage: int, microbatch: int, tensor: torch.Tensor, *, to: int) -> None:

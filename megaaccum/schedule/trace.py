@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 
 from megaaccum.schedule.actions import NAMES, Schedule
+from megaaccum.schedule.simulate import Costs
 
 Spans = Sequence[Sequence[tuple[float, float]]]
 """Per rank, (start, end) of each action in seconds, in the order of `schedule.actions(rank)`."""
@@ -23,6 +26,24 @@ def write_trace(path: str | Path, schedule: Schedule, *, planned: Spans | None, 
         if spans is not None:
             events += _group(schedule, spans, group, name)
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def measured_costs(schedule: Schedule, spans: Spans) -> Costs:
+    """Durations of a run as the simulator takes them: per stage the median of each kind of pass. A stage whose
+    backwards are all full has half of one as I and half as W."""
+    seen: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for rank in range(schedule.pp):
+        for action, (start, end) in zip(schedule.actions(rank), spans[rank], strict=True):
+            seen[action.kind, schedule.stage(rank, action)].append(end - start)
+
+    def typical(kind: str, stage: int) -> float:
+        if found := seen.get((kind, stage)):
+            return median(found)
+        return median(seen["B", stage]) / 2
+
+    stages = range(schedule.num_stages)
+    forward, input_grad, weight_grad = ([typical(kind, stage) for stage in stages] for kind in "FIW")
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
 
 def _group(schedule: Schedule, spans: Spans, group: int, name: str) -> Iterable[dict]:

@@ -1,5 +1,7 @@
 """The executor on toy chunks: order, gradients, memory, hooks, failures; Megatron's own order against the tables."""
 
+import json
+
 import pytest
 
 from megaaccum.schedule import build, validate
@@ -94,3 +96,18 @@ def test_a_rank_that_raises_ends_all(name, chunks, placement):
 def test_what_cannot_be_run_is_refused(what, said):
     for text in run_ranks(toy.refused, 2, what):
         assert said in text
+
+
+def test_a_trace_has_the_run_beside_the_plan(tmp_path):
+    run_ranks(toy.traced, 2, str(tmp_path / "trace.json"), 4)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    schedule = build("dualpipev", pp=2, num_microbatches=4)
+    for group in (0, 1):
+        for rank in range(2):
+            passes = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (group, rank)]
+            assert [e["name"] for e in passes] == [str(action) for action in schedule.actions(rank)]
+            assert all(e["dur"] >= 0 for e in passes)
+            assert passes == sorted(passes, key=lambda e: e["ts"])
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "planned: dualpipev", "measured: dualpipev",
+    }  # fmt: skip

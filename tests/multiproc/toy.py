@@ -275,3 +275,13 @@ def refused(what: str) -> str:
     except ConfigError as error:
         return str(error)
     return "nothing was refused"
+
+
+def traced(path: str, m: int) -> None:
+    """Three flushes of dualpipev, of which the second is written to `path`."""
+    from megaaccum import get_forward_backward_func
+
+    _, model, _, groups = pipeline("dualpipev", chunks=2, placement="v")
+    function = get_forward_backward_func("dualpipev", trace=path)
+    for _ in range(3):
+        run(function, model, groups, m)

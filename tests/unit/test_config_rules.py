@@ -276,6 +276,7 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine"),
         ["zb-h1", "transformer_impl to local"],
     ),
+    ("traced", 2, PP2 | dict(schedule_trace="t.json"), ["schedule_trace t.json", "schedule 1f1b", "dualpipev"]),
     ("even_stages", 2, PP2 | dict(schedule="zbv", num_layers=10), ["num_layers 10", "= 4", "8 or 12"]),
     ("low_precision_sums", 1, dict(grad_accum_dtype="bf16"), ["fp32 parameters", "grad_accum_dtype to fp32"]),
     ("streaming", 1, dict(sync="streaming", zero_stage=2), ["zero_stage 2", "resident"]),

@@ -78,6 +78,17 @@ def v_shape(subject: Subject) -> Iterator[str]:
         )
 
 
+def traced(subject: Subject) -> Iterator[str]:
+    """Only the executor notes when it does what."""
+    name = subject.parallel.schedule
+    if subject.run.schedule_trace is not None and name in ("none", "1f1b", "interleaved"):
+        yield (
+            f"schedule_trace {subject.run.schedule_trace} needs a schedule that megaaccum runs (gpipe, zb-h1, zbv,"
+            f" dualpipev or a .csv table), and schedule {name} is run by Megatron-core: leave schedule_trace out, or"
+            " set schedule to dualpipev."
+        )
+
+
 def own_executor(subject: Subject) -> Iterator[str]:
     """Schedules of megaaccum's executor split the backward of Megatron's local layers."""
     name = subject.parallel.schedule
@@ -240,6 +251,7 @@ RULES: tuple[Rule, ...] = (
     schedule,
     v_shape,
     own_executor,
+    traced,
     group_size,
     chunk_count,
     even_stages,
