@@ -213,6 +213,12 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
             load_hardware(name, file=file)
 
 
+def test_a_plan_needs_no_learning_rate_but_a_run_does() -> None:
+    found = search(workload(lr=None, train_iters=None), Limits(fixed=dict(tp=1, pp=1, cp=1)))
+    with pytest.raises(ConfigError, match="lr is required"):
+        emit.checked(found.workload, found.name_of(0))
+
+
 def test_what_is_missing_to_plan_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         make_workload(Config(), world_size=0, hardware=load_hardware("h100"))
