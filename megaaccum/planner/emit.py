@@ -88,8 +88,8 @@ def checked(workload: Workload, at: dict[str, Any]) -> Plan:
 
 
 def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
-    """What `megaaccum check` says against a layout, or None. Learning rate and length, without which there is a plan but
-    no run, may be missing."""
+    """What `megaaccum check` says against a layout, or None. Learning rate and length, without which there is a plan
+    but no run, may be missing."""
     config = planned_config(workload, at)
     config.optimizer.lr = config.optimizer.lr or 1.0
     config.run.train_iters = config.run.train_iters or 1

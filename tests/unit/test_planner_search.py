@@ -240,7 +240,7 @@ def test_what_is_missing_to_plan_is_told_at_once() -> None:
 def test_megatrons_published_layouts_are_among_the_best_tenth(
     layers: int, hidden: int, heads: int, gpus: int, batch: int, tp: int, pp: int
 ) -> None:
-    """By time, without context parallelism: the weak-scaling table of Megatron-LM's README (H100, sequences of 4,096)."""
+    """By time, without context parallelism: the weak-scaling table of Megatron-LM's README (H100, 4,096 tokens)."""
     shape = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_query_groups=None, swiglu=None)
     batch_and_words = dict(ffn_hidden_size=None, seq_length=4096, vocab_size=131072, global_batch_size=batch)
     work = workload(gpus=gpus, **shape, **batch_and_words, untie_embeddings_and_output_weights=True)
