@@ -29,6 +29,8 @@ from benchmarks.timing import Predictor, cases_of, in_fit_half
 from megaaccum.planner.hardware import load_hardware
 
 TABLES = {"memory": "measured_memory.csv", "vtrain": "measured_vtrain.csv", "training": "measured_training.csv"}
+SPREAD = 0.14
+"""By how much the readings of BigScience's rows 093 and 094, which are the same run, differ: 44 and 38 GB."""
 UNDER = -0.10
 """A memory prediction that is lower than this, relative to the measurement, needs a reason."""
 
@@ -109,13 +111,16 @@ def compare_memory(rows: list[Row]) -> Result:
         except LeftOut as reason:
             left.append((row, str(reason)))
         else:
-            low = predicted / measured - 1 < UNDER
-            compared.append(Compared(row, "bytes", measured, predicted, why_low(row, rows) if low else ""))
+            error = predicted / measured - 1
+            reason = why_low(row, rows, error) if error < UNDER else ""
+            compared.append(Compared(row, "bytes", measured, predicted, reason))
     return Result(compared, left)
 
 
-def why_low(row: Row, rows: list[Row]) -> str:
+def why_low(row: Row, rows: list[Row], error: float) -> str:
     """Why a row takes more memory than is predicted, as far as that is known."""
+    if "nvidia-smi" in row.text("mem_kind") and error >= -SPREAD:
+        return "within what two readings by nvidia-smi of one layout differ (rows 093 and 094 of BigScience's)"
     if any(_is_larger_and_takes_less(other, row) for other in rows):
         return "the same run with a larger micro-batch was measured to take less"
     if row.text("framework").startswith("torchtitan") and row.whole("tp", 1) > 1:

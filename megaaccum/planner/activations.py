@@ -176,6 +176,9 @@ def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every
         dropped = dropped + whole * kernels.saved_input
     if "layernorm" in names:
         dropped = dropped + whole * kernels.saved_input
+    if "mla_up_proj" in names and model.multi_latent_attention:
+        head = 2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim
+        dropped = dropped + tokens(model, at) * model.num_attention_heads * head * kernels.element / at.tp
     if moe and "moe_act" in names and "moe" not in names:
         dropped = dropped + whole / model.hidden_size * model.moe_router_topk * (
             (model.moe_ffn_hidden_size or 0) * kernels.saved_input

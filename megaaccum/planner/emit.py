@@ -88,9 +88,13 @@ def checked(workload: Workload, at: dict[str, Any]) -> Plan:
 
 
 def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
-    """What `megaaccum check` says against a layout, or None."""
+    """What `megaaccum check` says against a layout, or None. Learning rate and length, without which there is a plan
+    but no run, may be missing."""
+    config = planned_config(workload, at)
+    config.optimizer.lr = config.optimizer.lr or 1.0
+    config.run.train_iters = config.run.train_iters or 1
     try:
-        checked(workload, at)
+        resolve(config, world_size=workload.world_size)
     except ConfigError as error:
         return error
     return None

@@ -321,7 +321,7 @@ class TimeModel:
 
 
 def _rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
-    """One micro-batch through all chunks of a rank. A further token is predicted by a layer like the last and a head."""
+    """One micro-batch through all chunks of a rank. A further token takes a layer like the last and a head."""
     predicted = sum(chunk.prediction for chunk in chunks)
     layers = {"dense": sum(chunk.dense for chunk in chunks), "moe": sum(chunk.moe for chunk in chunks)}
     layers["moe" if "moe" in passes else "dense"] += predicted

@@ -17,6 +17,8 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
+    "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
+    "calibrate": {"like", "output"},
 }
 
 

@@ -77,6 +77,18 @@ def test_modules_of_selective_recompute() -> None:
     assert kept["core_attn",] - kept["layernorm",] == 2 * SBH * 2  # both norms' outputs
 
 
+def test_latent_attention_gives_back_its_up_projections() -> None:
+    """DeepSeek-V3 recomputes them (arXiv 2412.19437, section 3.2.3): what is left are the latents."""
+    latent = dict(multi_latent_attention=True, q_lora_rank=256, kv_lora_rank=128, position_embedding_type="rope")
+    model, at = gpt(**latent), layout(recompute=RECOMPUTE.index("selective"))
+    kept = {
+        name: float(activations.kept_per_layer(model, at, Kernels(recompute_modules=frozenset({name})), moe=False)[0])
+        for name in ("core_attn", "mla_up_proj")
+    }
+    heads = HEADS * (2 * (128 + 64) + 128)
+    assert kept["core_attn"] - kept["mla_up_proj"] == SEQ * MICRO * heads * 2
+
+
 def test_experts_count_every_copy_of_a_token() -> None:
     model = gpt(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512, add_bias_linear=False)
     more = gpt(num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=512, add_bias_linear=False)

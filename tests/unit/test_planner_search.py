@@ -213,10 +213,39 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
             load_hardware(name, file=file)
 
 
+def test_a_plan_needs_no_learning_rate_but_a_run_does() -> None:
+    found = search(workload(lr=None, train_iters=None), Limits(fixed=dict(tp=1, pp=1, cp=1)))
+    with pytest.raises(ConfigError, match="lr is required"):
+        emit.checked(found.workload, found.name_of(0))
+
+
 def test_what_is_missing_to_plan_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         make_workload(Config(), world_size=0, hardware=load_hardware("h100"))
     assert len(caught.value.problems) == 6  # four sizes, the batch, the GPUs
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "gpus", "batch", "tp", "pp"),
+    [
+        (24, 2048, 16, 48, 192, 1, 1),
+        (30, 4096, 32, 96, 192, 2, 1),
+        (32, 6144, 48, 192, 192, 4, 1),
+        (92, 10240, 80, 1536, 768, 8, 4),
+        (96, 12288, 96, 2304, 1152, 8, 6),
+        (96, 16384, 128, 3072, 1536, 8, 8),
+        (112, 18432, 144, 6144, 3072, 8, 16),
+    ],
+)
+def test_megatrons_published_layouts_are_among_the_best_tenth(
+    layers: int, hidden: int, heads: int, gpus: int, batch: int, tp: int, pp: int
+) -> None:
+    """By time, without context parallelism: the weak-scaling table of Megatron-LM's README (H100, 4,096 tokens)."""
+    shape = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_query_groups=None, swiglu=None)
+    batch_and_words = dict(ffn_hidden_size=None, seq_length=4096, vocab_size=131072, global_batch_size=batch)
+    work = workload(gpus=gpus, **shape, **batch_and_words, untie_embeddings_and_output_weights=True)
+    found = search(work, Limits(fixed=dict(cp=1)), rank="time")
+    assert found.find(dict(tp=tp, pp=pp))[0] < max(1, 0.1 * len(found))
 
 
 def test_llama_405b_on_16384_gpus_is_ranked_whole() -> None:
