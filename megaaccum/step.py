@@ -136,8 +136,9 @@ class Stepper:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale, guard and counters, as plain numbers; the same on every rank."""
-        parts = {"bad_steps": self._bad_steps.state_dict(), "guard": self._guard.state_dict()}
+        """Loss scale, guard, counters and expert bias, as plain numbers; the same on every rank."""
+        parts: dict[str, Any] = {"bad_steps": self._bad_steps.state_dict(), "guard": self._guard.state_dict()}
+        parts["expert_bias"] = routers.expert_bias(self._chunks)
         return parts | ({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,6 +146,8 @@ class Stepper:
         for name, part in (("bad_steps", self._bad_steps), ("guard", self._guard), ("loss_scale", self.scaler)):
             if part is not None and name in state:
                 part.load_state_dict(state[name])
+        if "expert_bias" in state:
+            routers.load_expert_bias(self._chunks, state["expert_bias"])
 
     def gradient(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Everything up to the reduced gradient, which the boundary's `shards` then show (tests, diagnosis)."""

@@ -94,6 +94,12 @@ def balanced() -> dict[str, object]:
         with injected(faults, chunks):
             stepper.train(microbatches(plan, built.dp.rank()), step=1)
         seen["biases"].append(torch.stack([router.expert_bias.clone() for router in routers]))
+    state = stepper.state_dict()
+    *_, chunks, _, stepper = make(Case(2, "--pipeline_model_parallel_size 2 --num_chunks 4", bias))
+    stepper.load_state_dict(state)
+    moved = [m.expert_bias for m in chunks[0].modules() if getattr(m, "expert_bias", None) is not None]
+    stage = torch.distributed.get_rank()
+    seen["moved"] = torch.stack(moved).equal(seen["biases"][-1][2 * stage : 2 * stage + 2])
     tracked = MOE.replace(
         "--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff"
     )
@@ -113,3 +119,5 @@ def test_statistics_over_a_step_begin_with_it_and_the_bias_moves_with_the_weight
     assert skipped.equal(first)
     assert not last.equal(first)
     assert one["counts"] == [[4] * 4] * 2
+    assert one["moved"]
+    assert other["moved"]
