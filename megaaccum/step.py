@@ -155,7 +155,7 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""
-        parts = {"bad_steps": self._bad_steps.state_dict(), "guard": self._guard.state_dict()}
+        parts: dict[str, Any] = {"bad_steps": self._bad_steps.state_dict(), "guard": self._guard.state_dict()}
         return parts | ({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ LAYOUTS = [
 
 
 def test_experts_on_two_ranks():
-    check([Case(2, layout, MOE) for layout in LAYOUTS])
+    check([Case(2, layout, MOE) for layout in LAYOUTS] + [Case(2, layout, MOE, "fp64") for layout in LAYOUTS[1:]])
 
 
 def test_experts_on_four_ranks():
@@ -56,7 +56,7 @@ MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_lo
 
 def test_multi_token_prediction():
     layouts = ["--grad_accum_steps 2 --num_chunks 4", "--pipeline_model_parallel_size 2 --num_chunks 8"]
-    check([Case(2, layout, MTP) for layout in layouts])
+    check([Case(2, layout, MTP, lane) for layout in layouts for lane in ("fp32", "fp64")])
 
 
 def with_another_scale(cases: list[Case], factor: float) -> list:
