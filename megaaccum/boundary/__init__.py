@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from megaaccum.boundary.base import Boundary, GradShard, fill_hooks
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.groups import Groups
 
-__all__ = ["Boundary", "GradShard", "build", "fill_hooks"]
+__all__ = ["Boundary", "GradShard", "batch_statistics", "build", "fill_hooks"]
 
 
 def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer) -> Boundary:
@@ -27,6 +28,19 @@ def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: 
         from megaaccum.boundary.streaming import StreamingBoundary as kind  # type: ignore[assignment]
     else:
         from megaaccum.boundary.deepspeed import DeepSpeedBoundary as kind  # type: ignore[assignment]
+    for text in batch_statistics(chunks):
+        warnings.warn(text, stacklevel=2)
     boundary = kind(plan, groups, chunks, optimizer)
     fill_hooks(boundary, chunks)
     return boundary
+
+
+def batch_statistics(chunks: list[torch.nn.Module]) -> list[str]:
+    """A warning for each module that keeps statistics of its batch: no accumulation makes them the big batch's."""
+    return [
+        f"{name} ({type(module).__name__}) takes statistics of each micro-batch, so its output is not that of the big"
+        " batch, whatever the accumulation: replace it by a norm over features"
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True)
+    ]

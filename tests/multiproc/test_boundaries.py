@@ -102,6 +102,26 @@ def test_sums_in_rank_order():
     check([Case(4, MEGATRON + ordered, LLAMA), fp64(FSDP2 + ordered), fp64(SPLIT + ordered)])
 
 
+def starting_late(case: Case, delays: dict[int, float]) -> dict:
+    """Every part of the gradient of a step to which some ranks come late."""
+    import time
+
+    import torch
+
+    from tests.multiproc.parity import gradient
+
+    time.sleep(delays.get(torch.distributed.get_rank(), 0.0))
+    return gradient(case).parts
+
+
+@pytest.mark.parametrize("case", [Case(4, SPLIT + "--deterministic"), Case(4, STREAM + "--deterministic")], ids=str)
+def test_sums_in_rank_order_repeat_to_the_bit(case):
+    first = run_ranks(starting_late, 4, case, {})
+    again = run_ranks(starting_late, 4, case, {0: 0.5, 2: 0.2})
+    for one, other in zip(first, again, strict=True):
+        assert all(part.equal(other[name]) for name, part in one.items())
+
+
 # --- what streaming holds at a time -----------------------------------------------------------------------------------
 
 
