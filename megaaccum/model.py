@@ -52,7 +52,6 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
     dtype = DTYPES[sharding.params_dtype or "fp32"]
     on_gpu = cpu.has_accelerator()
-    _check_local_layers(plan)
     keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
     keys |= dict(
         layernorm_epsilon=model.norm_epsilon,
@@ -137,8 +136,10 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
 
-    vocab_size: tokens of the vocabulary before padding.
+    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
+    the configuration asks for.
     """
+    _check_local_layers(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
