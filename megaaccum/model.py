@@ -144,8 +144,8 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
 
-    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where the layers that this machine has
-    cannot do what the model asks.
+    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
+    the configuration asks for.
     """
     _check_local_layers(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
