@@ -1,22 +1,35 @@
-"""A run in a V as a user starts it: it trains, writes its timeline, and goes on from its checkpoint under 1F1B."""
+"""A run in a V: it trains, writes its timeline, and goes on from its checkpoint under 1F1B."""
 
 import json
 
 import pytest
 
-from tests.multiproc.test_train import finish, losses, start
+from megaaccum.testing import run_ranks
+from tests.multiproc.test_train import losses
 
-STILL = ("--attention_dropout", "0", "--hidden_dropout", "0", "--nproc_per_node", "2", "--train_iters", "4")
+RUN = (
+    "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 4 --lr 1e-2 --num_threads 1 "
+    "--pipeline_model_parallel_size 2 --num_chunks 4 --attention_dropout 0 --hidden_dropout 0 --eval_interval 4 "
+    "--eval_iters 1 --log_interval 1 --save_interval 2 --num_workers 0"
+)
+
+
+def trained(flags: str) -> None:
+    """One start of a run, as each of its ranks sees it."""
+    from megaaccum import config, train
+
+    train.train(config.resolve(config.load(None, flags.split()), world_size=2))
 
 
 def test_a_run_in_a_v_is_resumed_on_1f1b(tmp_path):
-    cache = tmp_path / "cache"
     trace = tmp_path / "trace.json"
-    in_a_v = ("--schedule", "dualpipev", "--save_interval", "2")
-    finish(start(tmp_path / "whole", cache, *STILL, *in_a_v, "--schedule_trace", str(trace)))
-    finish(start(tmp_path / "changed", cache, *STILL, *in_a_v, "--max_steps", "2"))
-    out, _ = finish(start(tmp_path / "changed", cache, *STILL, "--schedule", "1f1b", "--save_interval", "2"))
-    assert "resumed from" in out
+    for output, flags in (
+        ("whole", f"--schedule dualpipev --schedule_trace {trace}"),
+        ("changed", "--schedule dualpipev --max_steps 2"),
+        ("changed", "--schedule 1f1b"),
+    ):
+        places = f"--output_dir {tmp_path / output} --data_cache_path {tmp_path / 'cache'}"
+        run_ranks(trained, 2, f"{RUN} {places} {flags}", init=False, timeout=150)
     whole, changed = losses(tmp_path / "whole"), losses(tmp_path / "changed")
     assert ("train", 4) in whole and whole.keys() <= changed.keys()
     for at, loss in whole.items():
