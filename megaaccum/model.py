@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megaaccum import cpu
@@ -190,9 +194,7 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
     spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
-    mtp = None
-    if model.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, spec, uses_transformer_engine(plan), vp_stage=vp_stage)
+    mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
     built = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -222,6 +224,15 @@ def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, 
         config, with_te, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
     )
     return spec if with_te else with_own_norms(spec)
+
+
+def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
+    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
+    last layer, which may be on another stage."""
+    with_te = uses_transformer_engine(plan)
+    last = get_gpt_decoder_layer_specs(config, with_te, normalization=config.normalization)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, with_te, vp_stage=vp_stage)
+    return spec if with_te or spec is None else with_own_norms(spec)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------

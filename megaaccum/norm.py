@@ -8,6 +8,7 @@ part of the sequence, so that their gradients have to be summed over tp.
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -27,8 +28,8 @@ class Norm:
         return norm
 
 
-def with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """`spec` (a block of local layers) with every torch norm built by `Norm`."""
+def with_own_norms[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](spec: Block) -> Block:
+    """`spec` (a block of local layers, or of prediction layers) with every torch norm built by `Norm`."""
     _replace(spec)
     for layer in spec.layer_specs or []:
         _replace(layer.submodules)
