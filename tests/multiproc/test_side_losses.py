@@ -56,6 +56,8 @@ MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_lo
 
 def test_multi_token_prediction():
     layouts = ["--grad_accum_steps 2 --num_chunks 4", "--pipeline_model_parallel_size 2 --num_chunks 8"]
+    layouts += ["--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout Etttt|mL --num_chunks 8"]
+    layouts += ["--tensor_model_parallel_size 2 --sequence_parallel --num_chunks 8"]
     check([Case(2, layout, MTP, lane) for layout in layouts for lane in ("fp32", "fp64")])
 
 
