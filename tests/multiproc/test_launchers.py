@@ -27,9 +27,7 @@ NOT_OURS = ("[INFO] [launch.py", "[INFO] [runner.py", "Unable to find hostfile",
 
 def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The launcher's run of `arguments`, both streams in one. It finds the package where these tests do."""
-    free_port = ["--master_port", "0"] if launcher == "torchrun" else []
-    if launcher == "deepspeed":
-        free_port = ["--master_port", str(whole_runs.free_port())]
+    free_port = [] if launcher == "python" else ["--master_port", str(whole_runs.free_port())]
     command = LAUNCHERS[launcher]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return whole_runs.run_bounded([command[0], *free_port, *command[1:], *arguments], environment, timeout=300)
