@@ -228,8 +228,12 @@ def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, 
 
 
 def global_name(chunk: GPTModel, local_name: str) -> str:
-    """A parameter's name in the whole model: layers are numbered over all stages, and the head's copy of a tied
-    embedding has the embedding's name."""
+    """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
+    ranks, and the head's copy of a tied embedding has the embedding's name."""
+    match = re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name)
+    if match:
+        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[2])]  # type: ignore[union-attr, index]
+        local_name = f"{match[1]}.experts.local_experts.{expert}.{match[3]}"
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
     if match:
         layer = chunk.decoder.layers[int(match[1])]

@@ -149,7 +149,8 @@ def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
         for name, shape in shapes.items()
     }
     for name, start, grad in (piece for pieces in everyone for piece in pieces):
-        whole[name][start : start + grad.numel()] = grad.double().view(-1)
+        if name in whole:  # else an expert that is on other ranks only
+            whole[name][start : start + grad.numel()] = grad.double().view(-1)
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 
