@@ -45,7 +45,7 @@ class DeepSpeedBoundary:
         self._chunks = chunks
         self._tied_pair = model.tied_pair(chunks)
         """Embedding and head's copy of it, where this rank holds both (a V)."""
-        experts.place(plan, groups, chunks)
+        experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
         accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
@@ -222,5 +222,5 @@ def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
     unmarked norms and biases of later stages would drop out.
     """
     for _, param in model.named_parameters(chunks):
-        counted = groups.tp.rank() == 0 or model.is_sharded_over_tp(param)
+        counted = groups.tp.rank() == 0 or not model.is_same_over_tp(param)
         param.model_parallel = counted and not model.is_tied_copy(param)  # type: ignore[attr-defined]
