@@ -268,7 +268,7 @@ def _pieces(boundary: Boundary, groups: Groups) -> dict[str, torch.Tensor]:
     """What this rank writes: its pieces, without those that another rank writes too."""
     pieces = {}
     for piece in boundary.state():
-        twice = model.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and not model.is_sharded_over_tp(piece.param))
+        twice = model.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and model.is_same_over_tp(piece.param))
         if twice or boundary.replica > 0:
             continue
         for kind, tensor in piece.tensors.items():

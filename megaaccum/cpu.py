@@ -47,6 +47,7 @@ def install() -> None:
     _redirect_factories()
     _redirect_cuda_module()
     _redirect_rng()
+    _redirect_all_to_all()
     _allow_fp16()
     _installed = True
 
@@ -151,6 +152,24 @@ def _allow_fp16() -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
+
+
+def _redirect_all_to_all() -> None:
+    """Take split sizes as tensors too: Megatron turns those of its expert dispatcher into numbers when it copies them
+    from the GPU, and here they are on the CPU already."""
+    import torch
+
+    exchange = torch.distributed.all_to_all_single
+
+    @functools.wraps(exchange)
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
+        return exchange(output, input, _numbers(output_split_sizes), _numbers(input_split_sizes), *args, **kwargs)
+
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _numbers(sizes):
+    return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
 
 def _redirect_rng() -> None:

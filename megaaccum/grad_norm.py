@@ -46,7 +46,7 @@ def _counts_here(shard: GradShard, boundary: Boundary, groups: Groups) -> bool:
         return False
     if model.is_tied_copy(shard.param):
         return False
-    return groups.tp.rank() == 0 or model.is_sharded_over_tp(shard.param)
+    return groups.tp.rank() == 0 or not model.is_same_over_tp(shard.param)
 
 
 def clip(boundary: Boundary, norm: float, max_norm: float) -> None:

@@ -239,8 +239,12 @@ def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None
 
 
 def global_name(chunk: GPTModel, local_name: str) -> str:
-    """A parameter's name in the whole model: layers are numbered over all stages, and the head's copy of a tied
-    embedding has the embedding's name."""
+    """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
+    ranks, and the head's copy of a tied embedding has the embedding's name."""
+    match = re.match(r"(.*)(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)", local_name)
+    if match:  # experts one by one, or the grouped ones of Transformer Engine
+        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
+        local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
     if match:
         layer = chunk.decoder.layers[int(match[1])]
@@ -287,8 +291,14 @@ def is_tied(param: torch.nn.Parameter) -> bool:
 
 
 def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
-    """Whether each tp rank holds a piece of its own of this parameter (else all hold the same)."""
-    return bool(getattr(param, "tensor_model_parallel", False))
+    """Whether each tp rank holds a piece of its own of this matrix. Spread experts are not cut, each is on one rank
+    whole; Megatron marks them as if they were."""
+    return bool(getattr(param, "tensor_model_parallel", False)) and not is_expert(param)
+
+
+def is_same_over_tp(param: torch.nn.Parameter) -> bool:
+    """Whether all tp ranks hold the same numbers of this parameter."""
+    return not is_sharded_over_tp(param) and not is_expert(param)
 
 
 def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
@@ -298,7 +308,8 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:
-    """Whether this is a parameter of routed experts, spread over the expert-parallel ranks."""
+    """Whether this is a parameter of routed experts with ranks of their own: spread over expert-parallel ranks, or not
+    cut over tp as the dense matrices are."""
     return not getattr(param, "allreduce", True)
 
 

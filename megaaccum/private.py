@@ -95,7 +95,22 @@ def check() -> list[str]:
         source = inspect.getsource(cls)
         problems += [f"{cls.__name__}.{name} is missing" for name in methods if not hasattr(cls, name)]
         problems += [f"{cls.__name__}.{name} is missing" for name in attributes if f"self.{name}" not in source]
-    return problems + _check_linear()
+    return problems + _check_linear() + _check_experts()
+
+
+def _check_experts() -> list[str]:
+    """What `place_experts` leans on."""
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.utils import groups
+
+    names = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
+    problems = [f"deepspeed.utils.groups.{name} is missing" for name in names if not hasattr(groups, name)]
+    if "ds_zero_partition_process_group" not in inspect.getsource(partition_parameters.Init):
+        problems.append("zero.Init does not read ds_zero_partition_process_group")
+    if "autoep_expert" not in inspect.getsource(DeepSpeedZeroOptimizer_Stage3):
+        problems.append("ZeRO-3 does not know the placement family autoep_expert")
+    return problems
 
 
 def _check_linear() -> list[str]:
@@ -124,6 +139,33 @@ def without_shared_memory_operator() -> None:
     start waits for ever.
     """
     _deepspeed_backend().build_shm_op = lambda: None
+
+
+_EXPERTS = "megaaccum_experts"
+
+
+def place_experts(
+    params: list[torch.nn.Parameter],
+    expert_parallel: torch.distributed.ProcessGroup,
+    expert_data_parallel: torch.distributed.ProcessGroup,
+) -> None:
+    """Have ZeRO-3 cut and reduce `params` over `expert_data_parallel`, and divide the sum by the whole data-parallel
+    size. Before deepspeed.initialize.
+
+    DeepSpeed 0.19 does that for experts of its own layers (AutoEP), which it knows by these attributes and by groups
+    under a name (deepspeed.utils.groups); zero.Init reads the group of a parameter from it, and the reduction
+    the divisor from its family.
+    """
+    from deepspeed.utils import groups
+
+    groups._EXPERT_PARALLEL_GROUP[_EXPERTS] = expert_parallel
+    groups._EXPERT_DATA_PARALLEL_GROUP[_EXPERTS] = expert_data_parallel
+    for param in params:
+        marks: Any = param
+        marks.group_name = _EXPERTS
+        marks.ds_zero_placement_family = "autoep_expert"
+        marks.ds_zero_partition_group_name = _EXPERTS
+        marks.ds_zero_partition_process_group = expert_data_parallel
 
 
 def is_parallel_linear(module: torch.nn.Module) -> bool:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megaaccum import model, private
+from megaaccum.boundary import experts
 from megaaccum.boundary.base import GradShard, StatePiece
 from megaaccum.boundary.reduction import InRankOrder, PartitionReducer
-from megaaccum.errors import ConfigError
 from megaaccum.groups import Mpu
 
 if TYPE_CHECKING:
@@ -45,11 +45,7 @@ class DeepSpeedBoundary:
         self._chunks = chunks
         self._tied_pair = model.tied_pair(chunks)
         """Embedding and head's copy of it, where this rank holds both (a V)."""
-        if groups.layout.ep > 1:
-            raise ConfigError(
-                f"expert_model_parallel_size {groups.layout.ep}: expert gradients have a data-parallel group of their "
-                "own, which this boundary does not reduce over yet; set expert_model_parallel_size to 1"
-            )
+        experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
         accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
@@ -69,7 +65,7 @@ class DeepSpeedBoundary:
             self.parts = private.deepspeed_parts(self.engine, accumulate_in)
             self.reduction_divisor = groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
-        self._reduce_in_backward = not any(model.is_expert(param) for param in self.parts.params)
+        self._reduce_in_backward = plan.config.model.num_experts is None
         self._syncing = self._reducing = False
         self._last_flush = True
         for param in self.parts.params:
@@ -226,5 +222,5 @@ def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
     unmarked norms and biases of later stages would drop out.
     """
     for _, param in model.named_parameters(chunks):
-        counted = groups.tp.rank() == 0 or model.is_sharded_over_tp(param)
+        counted = groups.tp.rank() == 0 or not model.is_same_over_tp(param)
         param.model_parallel = counted and not model.is_tied_copy(param)  # type: ignore[attr-defined]

@@ -140,16 +140,22 @@ def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
     """{name: whole gradient of this rank's tp part}, from the shards of all data-parallel ranks; nan where none is."""
     from megaaccum import model
 
-    mine = [(s.name, s.start, s.grad.detach().clone()) for s in bound.shards() if s.grad.numel()]
-    everyone: list = [None] * built.dp_cp.size()
-    torch.distributed.all_gather_object(everyone, mine, group=built.dp_cp)
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters(chunks)}
+    params = dict(model.named_parameters(chunks))
+    mine = [
+        (s.name, s.start, s.grad.detach().clone(), model.is_expert(s.param)) for s in bound.shards() if s.grad.numel()
+    ]
+    everyone: list = [None] * built.collection.tp_dp_cp.size()
+    torch.distributed.all_gather_object(everyone, (built.tp.rank(), mine), group=built.collection.tp_dp_cp)
+    shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in params.items()}
     whole = {
         name: torch.full((torch.Size(shape).numel(),), float("nan"), dtype=torch.float64)
         for name, shape in shapes.items()
     }
-    for name, start, grad in (piece for pieces in everyone for piece in pieces):
-        whole[name][start : start + grad.numel()] = grad.double().view(-1)
+    for tp_rank, pieces in everyone:
+        for name, start, grad, is_expert in pieces:
+            # Other ranks of tp hold other parts of a dense parameter, and parts of the same expert.
+            if name in whole and (is_expert or tp_rank == built.tp.rank()):
+                whole[name][start : start + grad.numel()] = grad.double().view(-1)
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 

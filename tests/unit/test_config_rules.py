@@ -10,6 +10,8 @@ from megaaccum.errors import ConfigError
 from tests.unit.configs import make, plan
 
 EXPERTS = dict(num_experts=8, add_bias_linear=False)
+SPREAD = EXPERTS | dict(expert_model_parallel_size=2)
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LATENT = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
 PP2 = dict(pipeline_model_parallel_size=2)
 
@@ -290,6 +292,16 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         4,
         EXPERTS | dict(expert_model_parallel_size=2, boundary="fsdp2"),
         ["expert_model_parallel_size 2", "fsdp2", "deepspeed"],
+    ),
+    ("experts_boundary", 4, SPREAD | dict(zero_stage=2), ["zero_stage is 2", "to 3"]),
+    ("experts_boundary", 4, SPREAD | dict(sync="streaming"), ["sync streaming", "resident"]),
+    ("experts_boundary", 4, SPREAD | dict(deterministic=True), ["deterministic to false"]),
+    ("experts_boundary", 4, SPREAD | TP2, ["expert_tensor_parallel_size 2", "to 1"]),
+    (
+        "experts_boundary",
+        2,
+        EXPERTS | TP2 | dict(expert_tensor_parallel_size=1, boundary="ddp"),
+        ["expert_tensor_parallel_size 1", "boundary is ddp", "to tensor_model_parallel_size"],
     ),
     ("gradient_looked_at", 1, dict(nonfinite="zero", boundary="fsdp2"), ["fsdp2", "deepspeed", "skip"]),
     ("scaled_loss", 1, dict(fp16=True, boundary="megatron"), ["megatron", "bf16"]),

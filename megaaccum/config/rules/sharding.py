@@ -64,13 +64,24 @@ def replicas(subject: Subject) -> Iterator[str]:
 
 
 def experts_boundary(subject: Subject) -> Iterator[str]:
-    """Spread experts have a data-parallel group of their own, over which only the DeepSpeed boundary reduces."""
-    boundary, ep = subject.sharding.boundary, subject.parallel.expert_model_parallel_size
-    if ep > 1 and boundary != "deepspeed":
-        yield (
-            f"expert_model_parallel_size {ep} needs boundary deepspeed, and boundary is {boundary}: set boundary to"
-            " deepspeed, or expert_model_parallel_size to 1."
-        )
+    """Experts with a data-parallel group of their own (spread, or whole where dense matrices are cut) are summed over
+    it by the DeepSpeed boundary alone, at ZeRO-3 with resident parameters, and only whole experts were checked."""
+    sharding, parallel = subject.sharding, subject.parallel
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if subject.model.num_experts is None or (ep == 1 and etp == parallel.tensor_model_parallel_size):
+        return
+    who = f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp}:"
+    instead = "or expert_model_parallel_size to 1 and expert_tensor_parallel_size to tensor_model_parallel_size"
+    if etp != 1:
+        yield f"{who} spread experts have to be whole: set expert_tensor_parallel_size to 1, {instead}."
+    if sharding.boundary != "deepspeed":
+        yield f"{who} needs boundary deepspeed, and boundary is {sharding.boundary}: set it so, {instead}."
+    elif sharding.zero_stage != 3:
+        yield f"{who} needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
+    if sharding.sync == "streaming":
+        yield f"{who} has no sync streaming: set sync to resident, {instead}."
+    if sharding.deterministic:
+        yield f"{who} has no deterministic sums: set deterministic to false, {instead}."
 
 
 def gradient_looked_at(subject: Subject) -> Iterator[str]:

@@ -1,0 +1,53 @@
+"""What one rank cannot do ends all of them, in the same words; what is fine everywhere goes on."""
+
+from __future__ import annotations
+
+import os
+
+from megaaccum.errors import ConfigError, DataError, MegaaccumError
+from megaaccum.testing import run_ranks
+
+
+def cases() -> list[str]:
+    """What this rank makes of each case."""
+    from megaaccum.agreement import alike, together
+
+    rank = os.environ["RANK"]
+
+    def only_on_1(error: Exception) -> str:
+        if rank == "1":
+            raise error
+        return "went well"
+
+    def everywhere() -> None:
+        raise ConfigError("a broken rule")
+
+    said = [f"returned {together(str, rank)}"]
+    for action in (
+        lambda: together(only_on_1, DataError("no such sample")),
+        lambda: together(only_on_1, KeyError("a bug")),
+        lambda: together(everywhere),
+        lambda: alike("the checkpoint", "step_4" if rank == "1" else "none"),
+        lambda: alike("the checkpoint", "step_4"),
+    ):
+        try:
+            said.append(f"returned {action()}")
+        except MegaaccumError as error:
+            said.append(f"{type(error).__name__}: {error} [{error.said_by}]")
+        except KeyError as error:
+            said.append(f"the bug itself: {error}")
+    return said
+
+
+def test_a_problem_of_one_rank_is_raised_on_all():
+    zero, one, two = run_ranks(cases, 3)
+    assert [zero[0], one[0], two[0]] == ["returned 0", "returned 1", "returned 2"]
+    assert one[2] == "the bug itself: 'a bug'"
+    assert zero[2] == two[2] == "LaunchError: rank 1: ended with KeyError: 'a bug' [rank 0]"
+    assert zero[1] == one[1] == two[1] == "DataError: rank 1: no such sample [rank 0]"
+    expected = [
+        "ConfigError: a broken rule [rank 0]",
+        "RankDisagreement: ranks disagree about the checkpoint (ranks 0, 2: none; rank 1: step_4) [rank 0]",
+        "returned None",
+    ]
+    assert zero[3:] == one[3:] == two[3:] == expected
