@@ -12,7 +12,15 @@ from megaaccum.config.keys import ALIASES, SECTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-LAUNCHERS_FLAGS = {"hostfile", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"}
+LAUNCHERS_FLAGS = {
+    "hostfile",
+    "nnodes",
+    "nproc-per-node",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "num_accelerators",
+    "master_addr",
+}
 COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
