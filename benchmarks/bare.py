@@ -1,8 +1,8 @@
 """What somebody would write by hand to run one model on one Megatron schedule over one DeepSpeed ZeRO-3 engine.
 
-No agreement between ranks, no token count, no norm of its own (DeepSpeed clips), no loader, no log, no learning-rate
-schedule: the least that makes the same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's
-own hooks do not run under a pipeline at all, so its reducer is driven through `megaaccum.private`, as by the boundary.
+No agreement between ranks, no token count, no verdict, no loader, no log, no learning-rate schedule: the least that
+makes the same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's own hooks do not run under a
+pipeline at all, so its reducer is driven through `megaaccum.private`, as by the boundary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megaaccum.groups import Groups, Mpu
 
 
 class BareLoop:
-    """Steps of `chunks` (one per rank: no interleaving). config: what DeepSpeed is given, clipping included."""
+    """Steps of `chunks` (one per rank: no interleaving). config: what DeepSpeed is given."""
 
-    def __init__(self, chunks: list[torch.nn.Module], groups: Groups, config: dict, optimizer, *, num_tokens: int):
+    def __init__(self, chunks, groups: Groups, config: dict, optimizer, *, num_tokens: int, clip_grad: float):
         self._chunks, self._groups = chunks, groups
-        self._num_tokens = num_tokens
+        self._num_tokens, self._clip_grad = num_tokens, clip_grad
         self._p2p = P2PCommunicator(pp_group=groups.pp, config=chunks[0].config)
         self._schedule = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None)
         self._engine, *_ = deepspeed.initialize(
@@ -58,8 +58,19 @@ class BareLoop:
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
         )
+        self._clip()
         self._engine.step()
         return self._mean(losses)
+
+    def _clip(self) -> None:
+        """By the norm over the world: without tensor parallelism and tied embeddings no two ranks hold the same."""
+        shards = [shard for _, shard, _ in self._zero.shards()]
+        square = torch.nn.utils.get_total_norm(shards) ** 2
+        dist.all_reduce(square)
+        coefficient = self._clip_grad / (float(square) ** 0.5 + 1e-6)
+        if coefficient < 1.0:
+            for shard in shards:
+                shard.mul_(coefficient)
 
     @property
     def param_groups(self) -> list[dict]:

@@ -139,13 +139,16 @@ def bare_arm(plan, steps: int) -> Callable[[], float]:
         for _ in range(steps):
             batches.append(loader.next_step(plan.batch.num_microbatches))
             loader.commit(plan.batch.global_batch_size)
-    for chunk in parts.chunks:
-        for param in chunk.parameters():
-            param.model_parallel = True  # no tensor parallelism here: each stage counts all of its own
-    config = plan.deepspeed_config() | {"gradient_clipping": plan.config.optimizer.clip_grad}
     adam = optimizer.build(plan, parts.chunks)
     rates = _learning_rates(plan, lr_schedule, steps)
-    bare = BareLoop(parts.chunks, parts.groups, config, adam, num_tokens=plan.batch.tokens_per_step)
+    bare = BareLoop(
+        parts.chunks,
+        parts.groups,
+        plan.deepspeed_config(),
+        adam,
+        num_tokens=plan.batch.tokens_per_step,
+        clip_grad=plan.config.optimizer.clip_grad,
+    )
 
     def step() -> float:
         for group in bare.param_groups:
