@@ -102,7 +102,7 @@ def in_turns(path: str, overrides: list[str], blocks: int, steps: int) -> dict[s
     return seconds
 
 
-def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 3) -> int:
+def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 12) -> int:
     """Most memory that this rank held at once while it built one loop and made `steps` steps, over what it held
     before (Linux: resident set)."""
     plan = _plan(path, overrides)
