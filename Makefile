@@ -1,6 +1,6 @@
 # make setup | demo | test | lint | types | docs | bench
 #
-# Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles an operator at first use).
+# Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
 VENV := .venv
 BIN := $(VENV)/bin

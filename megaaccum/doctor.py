@@ -177,7 +177,7 @@ def gpu_names() -> list[str]:
 
 
 def check_tools(which: Callable[[str], str | None]) -> list[Finding]:
-    """The compiler and ninja, by which DeepSpeed builds its shared-memory operator at first use (CPU lane)."""
+    """The compiler and ninja, by which DeepSpeed builds those of its operators that a run asks for."""
     compiler = os.environ.get("CXX") or "c++"
     found = which(compiler) or which("g++")
     findings = [_tool("C++ compiler", found, "Install one (Debian, Ubuntu: apt-get install g++).")]
