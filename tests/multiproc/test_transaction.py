@@ -30,10 +30,10 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
     left = dict(faults or {})
     real = Stepper.train
 
-    def with_fault(self, microbatches, *, step, stop=False):
+    def with_fault(self, microbatches, *, step, **more):
         fault = left.pop(step, None)
         with injected([fault], self._chunks) if fault else nullcontext():
-            return real(self, microbatches, step=step, stop=stop)
+            return real(self, microbatches, step=step, **more)
 
     with patch.object(Stepper, "train", with_fault):
         main([*flags.split(), "--output_dir", str(folder), "--data_cache_path", str(folder.parent / "cache")])
