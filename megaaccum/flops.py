@@ -7,9 +7,8 @@ MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplicatio
 
 from __future__ import annotations
 
-import math
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 from megaaccum.config.schema import Config, ModelConfig
 
@@ -84,9 +83,15 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
 
 
 def padded_vocab_size(config: Config, vocab_size: int) -> int:
-    """Rows of the embedding: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp, as in Megatron."""
-    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return math.ceil(vocab_size / multiple) * multiple
+    """Rows of the embedding under the configuration's tp."""
+    return padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
+
+
+def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:
+    """Rows of the embedding: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp, as in Megatron. tp: a
+    number, or a NumPy column of them."""
+    multiple = model.make_vocab_size_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
 
 
 def peak_flops(device_name: str | None, dtype: str) -> float | None:

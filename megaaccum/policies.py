@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megaaccum.config import Plan
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 """Per element."""
 
 
@@ -45,14 +45,13 @@ def predictions(plan: Plan, parameters: int, largest_unit: int) -> list[Predicte
     p = float(parameters * BYTES[sharding.params_dtype or "fp32"])
     g = float(parameters * BYTES[sharding.grad_reduce_dtype])
     held = float(parameters * BYTES[sharding.grad_accum_dtype])
-    own = float(parameters * BYTES[sharding.params_dtype or "fp32"])
     unit = (p + held) / max(parameters, 1) * largest_unit
     rows = []
     for boundary in ("deepspeed", "fsdp2"):
         rows.append(Predicted(f"{boundary} resident", share * p, share * g, p + held))
         rows.append(Predicted(f"{boundary} streaming", 2 * share * p * m, share * g * m, 2 * unit))
     rows.append(Predicted("megatron resident", share * p, share * g, p + held))
-    rows.append(Predicted("ddp resident", 0.0, 2 * share * own, p + own))
+    rows.append(Predicted("ddp resident", 0.0, 2 * share * p, p + p))
     return rows
 
 

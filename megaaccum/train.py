@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
+from megaaccum.traffic import bytes_by_collective
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -131,8 +132,6 @@ def _one_step(
 ) -> Committed:
     """Attempt a step and record what it came to. A `problem` of this rank, or one with its data, is raised on every
     rank, before any of them begins the step."""
-    from megaaccum.traffic import bytes_by_collective
-
     with watchdog.step(steps.step + 1):
         done = steps.run(stop=stop, problem=problem)
     result = done.result

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
+from megaaccum.flops import padded_rows
 from megaaccum.parameters import expert_layers
 from megaaccum.planner import comm, compute, pipeline
 from megaaccum.planner.activations import tokens as tokens_of
@@ -17,7 +18,7 @@ from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts
 from megaaccum.planner.memory import StageSource
 from megaaccum.planner.stages import Stage, rank_kinds
-from megaaccum.planner.weights import padded_rows, rank_parameters
+from megaaccum.planner.weights import rank_parameters
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from megaaccum import parameters
 from megaaccum.config.schema import ModelConfig
+from megaaccum.flops import padded_rows
 from megaaccum.planner.stages import Stage
 
 
@@ -42,12 +43,6 @@ class _Parts:
 
     def on_rank(self, tp: Any, ep: Any, etp: Any) -> Elements:
         return Elements(self.cut // tp + self.whole, self.expert // (ep * etp))
-
-
-def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:
-    """Rows of the word table: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp."""
-    multiple = model.make_vocab_size_divisible_by * tp
-    return -(-vocab_size // multiple) * multiple
 
 
 def rank_parameters(

@@ -16,8 +16,7 @@ from megaaccum.planner.layouts import POLICIES
 from megaaccum.planner.memory import MemoryModel, StateBytes
 from megaaccum.planner.space import Limits, Space
 from megaaccum.planner.time import Software, TimeModel
-
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
+from megaaccum.policies import BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
