@@ -220,11 +220,7 @@ class Zero3:
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
-        if missing:
-            missing[0].all_gather_coalesced(missing).wait()  # type: ignore[attr-defined]
+        self.start_gather(params).wait()
 
     def begin_reduction(self) -> None:
         """Let the next gradients start a new sum (`micro_step_id` 0 copies into the partitions, above 0 adds)."""

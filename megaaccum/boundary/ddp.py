@@ -12,13 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
-from megaaccum.boundary.reduction import average_in_rank_order
+from megaaccum.boundary.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
 from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
@@ -97,20 +96,8 @@ class DdpBoundary:
         if not self._last_flush:
             return
         assert not self._waiting, "a chunk's last backward ran without the reduction"
-        if self._groups.tp.size() > 1:
-            self._sum([s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)], self._groups.tp)
-        embedding = self._groups.embedding
-        if pair := model.tied_pair(self._chunks):
-            here, copy = pair
-            here.grad += copy.grad  # type: ignore[operator]
-            copy.grad = here.grad.clone()  # type: ignore[union-attr]
-        elif embedding is not None and embedding.size() > 1:
-            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
-
-    @staticmethod
-    def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        for grad in grads:
-            dist.all_reduce(grad, group=group)
+        sum_over_tp(self, self._groups)
+        sum_tied_copies(self, self._groups)
 
     def _look_and_reduce(self, group, bucket):
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also

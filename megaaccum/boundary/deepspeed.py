@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megaaccum import model, private
 from megaaccum.boundary import experts
 from megaaccum.boundary.base import GradShard, StatePiece
-from megaaccum.boundary.reduction import InRankOrder, PartitionReducer
+from megaaccum.boundary.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 from megaaccum.groups import Mpu
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class DeepSpeedBoundary:
         self._reduce_rest()
         self.parts.finish_reduction()
         self._reducing = False
-        self._sum_over_tp()
-        self._sum_tied_partitions()
+        self._sum_the_rest()
 
     # --- the step ---
 
@@ -140,6 +139,12 @@ class DeepSpeedBoundary:
         return self.engine.optimizer.param_groups
 
     # --- gradients ---
+
+    def _sum_the_rest(self) -> None:
+        """What no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
+        sum_over_tp(self, self._groups)
+        if isinstance(self.parts, private.Zero3):
+            sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._syncing and not self._waits_for_its_copy(param):
@@ -185,34 +190,6 @@ class DeepSpeedBoundary:
         embedding = self._groups.embedding
         elsewhere = embedding is not None and embedding.size() > 1
         return model.is_tied(param) and (elsewhere or self._tied_pair is not None)
-
-    def _sum_over_tp(self) -> None:
-        """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
-        if self._groups.tp.size() > 1:
-            partial = [s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)]
-            _all_reduce_together(partial, self._groups.tp)
-
-    def _sum_tied_partitions(self) -> None:
-        """At ZeRO-3 the two copies of a tied embedding are cut alike: add only this rank's partitions."""
-        embedding = self._groups.embedding
-        if not isinstance(self.parts, private.Zero3):
-            return
-        if self._tied_pair:
-            here, copy = (next(s.grad for s in self.shards() if s.param is param) for param in self._tied_pair)
-            copy.copy_(here.add_(copy))
-        elif embedding is not None:
-            _all_reduce_together([s.grad for s in self.shards() if self._has_copy(s.param)], embedding)
-
-
-def _all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over `group`, all in one collective."""
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors:
-        return
-    flat = torch.cat([t.view(-1) for t in tensors])
-    dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.view(-1).copy_(total)
 
 
 def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaaccum import groups as process_groups
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece
-from megaaccum.boundary.reduction import InRankOrderScatter
+from megaaccum.boundary.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -103,16 +102,8 @@ class Fsdp2Boundary:
         if not self._last_flush:
             return
         assert not self._waiting, "a chunk's last backward ran without the reduction"
-        if self._groups.tp.size() > 1:
-            self._sum([s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)], self._groups.tp)
-        embedding = self._groups.embedding
-        if embedding is not None and embedding.size() > 1:
-            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
-
-    @staticmethod
-    def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        for grad in grads:
-            dist.all_reduce(grad, group=group)
+        sum_over_tp(self, self._groups)
+        sum_tied_copies(self, self._groups)
 
     # --- the step ---
 

@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaaccum import cpu, model, private
 from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.reduction import sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -112,18 +112,9 @@ class MegatronBoundary:
         assert not self._waiting, "a chunk's last backward ran without the reduction"
         for ddp in self._ddp:
             ddp.finish_grad_sync()
-        if self._groups.tp.size() > 1:
-            partial = [s.grad for s in self.shards() if model.is_partial_over_tp(s.name, s.param)]
-            self._sum(partial, self._groups.tp)
-        embedding = self._groups.embedding
-        if embedding is not None and embedding.size() > 1:
-            # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
-            self._sum([s.grad for s in self.shards() if model.is_tied(s.param)], embedding)
-
-    @staticmethod
-    def _sum(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        for grad in grads:
-            dist.all_reduce(grad, group=group)
+        sum_over_tp(self, self._groups)
+        # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
+        sum_tied_copies(self, self._groups)
 
     # --- the step ---
 

@@ -1,4 +1,5 @@
-"""Sums of gradients over data-parallel ranks into each rank's partition, by reduce-scatter or in a fixed order."""
+"""Sums of gradients over ranks: into partitions, by reduce-scatter or in a fixed order, and those that are no
+data-parallel reduction's."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum import private
+from megaaccum import model, private
 
 if TYPE_CHECKING:
+    from megaaccum.boundary.base import Boundary
     from megaaccum.config import Plan
     from megaaccum.groups import Groups
 
@@ -34,10 +36,8 @@ class PartitionReducer:
 
     @classmethod
     def of(cls, plan: Plan, groups: Groups) -> PartitionReducer:
-        from megaaccum.model import DTYPES
-
         sharding = plan.config.sharding
-        return cls(groups.dp_cp, DTYPES[sharding.grad_reduce_dtype], deterministic=sharding.deterministic)
+        return cls(groups.dp_cp, model.DTYPES[sharding.grad_reduce_dtype], deterministic=sharding.deterministic)
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).
@@ -155,6 +155,35 @@ def _sum_in_rank_order(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     for row in rows[1:]:
         total += row
     return total
+
+
+def sum_over_tp(boundary: Boundary, groups: Groups) -> None:
+    """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
+    if groups.tp.size() > 1:
+        all_reduce_together([s.grad for s in boundary.shards() if model.is_partial_over_tp(s.name, s.param)], groups.tp)
+
+
+def sum_tied_copies(boundary: Boundary, groups: Groups) -> None:
+    """Add up the gradients of the two copies of a tied embedding, where both are cut alike: on the first and the last
+    stage, or both on this rank (a V)."""
+    tied = [shard for shard in boundary.shards() if model.is_tied(shard.param)]
+    copies = [shard.grad for shard in tied if model.is_tied_copy(shard.param)]
+    originals = [shard.grad for shard in tied if not model.is_tied_copy(shard.param)]
+    if copies and originals:
+        copies[0].copy_(originals[0].add_(copies[0]))
+    elif groups.embedding is not None and groups.embedding.size() > 1:
+        all_reduce_together(copies + originals, groups.embedding)
+
+
+def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over `group`, all in one collective."""
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return
+    flat = torch.cat([t.view(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.view(-1).copy_(total)
 
 
 def _fill(column: torch.Tensor, flat: torch.Tensor) -> None:

@@ -86,8 +86,7 @@ class StreamingBoundary(DeepSpeedBoundary):
             return
         self._reducer.wait()
         self._zero.finish_accumulation()
-        self._sum_over_tp()
-        self._sum_tied_partitions()
+        self._sum_the_rest()
 
     def begin_step(self) -> None:
         self._zero.begin_accumulation()
