@@ -133,10 +133,11 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
+        device = cpu.device()  # asked for once: it looks at the machine
         mail = Mail(
             schedule,
             self._channels_of(collection.pp, schedule),
-            lambda: torch.empty(shape, dtype=config.pipeline_dtype, device=cpu.device()),
+            lambda: torch.empty(shape, dtype=config.pipeline_dtype, device=device),
             forward_only=forward_only,
         )
         hooks = Hooks(schedule, rank, config, chunks)
