@@ -102,6 +102,7 @@ def _redirect_factories() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 

@@ -78,6 +78,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         microbatch_group_size_per_vp_stage=plan.config.parallel.microbatch_group_size_per_vp_stage,
         overlap_p2p_comm=bool(plan.config.parallel.overlap_p2p_comm),
         batch_p2p_comm=bool(plan.config.parallel.batch_p2p_comm),
+        overlap_moe_expert_parallel_comm=plan.config.parallel.overlap_moe_expert_parallel_comm,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

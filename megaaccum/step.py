@@ -216,8 +216,13 @@ class Stepper:
         """Run the schedule over `microbatches`, whose first has index `first` in the step. Returns what the
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
+        forward_step = _ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe)
+        # Who looks at single micro-batches needs each forward and backward for itself.
+        interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
+        for chunk in self._chunks:
+            chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
         return self._schedule(
-            forward_step_func=_ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe),
+            forward_step_func=forward_step,
             data_iterator=[iter(indexed) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(indexed),
@@ -366,25 +371,42 @@ class _ForwardStep:
         self._cp = groups.collection.cp
         self._probe = probe
 
-    def __call__(self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module):
+    @property
+    def looks_closely(self) -> bool:
+        """Whether it follows single micro-batches through their backward (dummies, a probe)."""
+        return bool(self._loss.dummies) or self._probe is not None
+
+    def __call__(
+        self, data_iterator: Iterator[tuple[int, Microbatch]], chunk: Any, *, return_schedule_plan: bool = False
+    ):
+        """(what `chunk` computes from the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's
+        plan of that computation in its place."""
         index, microbatch = next(data_iterator)
         action = f"chunk {self._number[id(chunk)]} micro-batch {index}"
         self._trace.action = f"F {action}"
         batch = self._own_part(
             {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
         )
-        output = chunk(
+        compute = chunk.build_schedule_plan if return_schedule_plan else chunk
+        output = compute(
             batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
             loss_mask=batch["loss_mask"],
         )  # fmt: skip
+        if return_schedule_plan:
+            self._trace.action = f"F {action}, interleaved with a backward"
+        else:
+            self._follow(chunk, index, output, action)
+        loss_func = self._loss.of_microbatch(index)
+        return output, lambda losses: loss_func(batch["loss_mask"], losses)
+
+    def _follow(self, chunk: Any, index: int, output: torch.Tensor, action: str) -> None:
+        """Note when the backward of `output` begins, for whoever wants to know."""
         if output.requires_grad:
             output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
         if self._probe is not None:
             self._probe.watch(chunk, index, output)
-        if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:  # type: ignore[union-attr]
+        if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:
             _weigh_side_losses(output, chunk.config, 0.0 if index in self._loss.dummies else 1.0)
-        loss_func = self._loss.of_microbatch(index)
-        return output, lambda losses: loss_func(batch["loss_mask"], losses)
 
     def _own_part(self, batch: Microbatch) -> Microbatch:
         """This context-parallel rank's part of the sequences."""

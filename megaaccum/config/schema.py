@@ -152,6 +152,9 @@ class ParallelConfig:
     """Overlap stage-to-stage traffic with compute; default: on for the interleaved schedule, as Megatron-LM."""
     batch_p2p_comm: bool | None = None
     """Send and receive in one batched call. Default: the opposite of overlap_p2p_comm."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Interleave a forward and a backward layer by layer, so that the experts' all-to-all of one runs under the compute
+    of the other (Megatron's combined 1F1B): schedule none, interleaved, or one with fused pairs (dualpipev)."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first stage when stages are uneven."""
     decoder_last_pipeline_num_layers: int | None = None

@@ -13,9 +13,10 @@ from megaaccum.errors import ConfigError
 from megaaccum.schedule import wgrad
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.build import build
-from megaaccum.schedule.executor import Call, Flush, FlushRecord, FusedPass, forward_then_backward
+from megaaccum.schedule.executor import Flush, FlushRecord
 from megaaccum.schedule.hooks import Hooks
 from megaaccum.schedule.p2p import Mail
+from megaaccum.schedule.passes import Call, FusedPass, forward_then_backward
 from megaaccum.schedule.simulate import BY_MEGATRON, simulate
 from megaaccum.schedule.trace import measured_costs, write_trace
 from megaaccum.schedule.validate import validate
@@ -27,7 +28,6 @@ UNSUPPORTED = {
     "variable_seq_lengths": "the messages of a flush have one shape",
     "defer_embedding_wgrad_compute": "the schedule says when weight gradients are computed",
     "num_microbatches_with_partial_activation_checkpoints": "every micro-batch is recomputed alike",
-    "overlap_moe_expert_parallel_comm": "fused pairs are run by `fused`",
     "fine_grained_activation_offloading": "activations stay on their rank",
     "hybrid_context_parallel": "every micro-batch is cut alike",
     "delay_wgrad_compute": "the schedule says when weight gradients are computed",
@@ -132,6 +132,7 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
+            reports=[],
         )
         device = cpu.device()  # asked for once: it looks at the machine
         mail = Mail(
@@ -152,7 +153,7 @@ class ForwardBackward:
             config.finalize_model_grads_func(
                 chunks, tokens, pg_collection=collection, force_all_reduce=force_all_reduce
             )
-        return flush.reports
+        return call.reports
 
     def _schedule(self, pp: int, num_microbatches: int, chunks: int) -> Schedule:
         """The schedule of this size, proven once."""

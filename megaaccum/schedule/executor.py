@@ -7,35 +7,20 @@ terms this is a `forward_backward_func`; `megaaccum.get_forward_backward_func` g
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.schedules import (
-    check_first_val_step,
-    custom_backward,
-    deallocate_output_tensor,
-    forward_step,
-)
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megaaccum import cpu, private
 from megaaccum.errors import FlushError
 from megaaccum.schedule.actions import Action, Item, Pair, Schedule
 from megaaccum.schedule.hooks import Hooks
 from megaaccum.schedule.p2p import Mail
+from megaaccum.schedule.passes import Backward, Call, Forward, Forwarded, FusedPass, ModulePasses, PlanPasses, Saved
 from megaaccum.schedule.wgrad import WeightGrads, put_aside
-
-FusedPass = Callable[[Callable[[], None], Callable[[], None]], None]
-"""What runs a fused pair: called with two functions that run the forward and the backward, each of which sends its
-result when it is done. It has to call both once; it may do so on streams or threads of its own."""
-
-
-def forward_then_backward(forward: Callable[[], None], backward: Callable[[], None]) -> None:
-    """The default for fused pairs: one after the other, so that the forward's output leaves as early as it can."""
-    forward()
-    backward()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,33 +36,18 @@ class FlushRecord:
     peak_deferred: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class Call:
-    """The arguments of a forward_backward_func that concern single micro-batches; names are Megatron's."""
-
-    forward_step_func: Callable
-    data_iterator: Sequence[Iterator | None]
-    model: Sequence[torch.nn.Module]
-    config: Any
-    num_microbatches: int
-    cp_group_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-
-
 class Flush:
     """One flush of a schedule on one rank. `run` may be called once."""
 
     def __init__(self, schedule: Schedule, rank: int, call: Call, mail: Mail, hooks: Hooks, fused: FusedPass):
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
         self._hooks, self._fused, self._config = hooks, fused, call.config
+        self._passes = _passes(call)
         self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
-        self._saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
         self._owed: dict[tuple[int, int], WeightGrads] = {}
         self._passed_on: dict[tuple[str, int, int], torch.Tensor] = {}  # between two chunks of this rank
         self._started: set[int] = set()
-        self.reports: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=cpu.device())
         self.record = FlushRecord(schedule=schedule, rank=rank)
 
@@ -99,10 +69,12 @@ class Flush:
             yield from (action for action in self.schedule.actions(self.rank) if action.kind == "F")
 
     def _do(self, item: Item) -> None:
-        if isinstance(item, Pair):
-            self._fused(lambda: self._single(item.forward), lambda: self._single(item.backward))
-        else:
+        if not isinstance(item, Pair):
             self._single(item)
+        elif isinstance(self._passes, PlanPasses):
+            self._interleaved(item, self._passes)
+        else:
+            self._fused(lambda: self._single(item.forward), lambda: self._single(item.backward))
 
     def _single(self, action: Action) -> None:
         self._now = action
@@ -113,65 +85,82 @@ class Flush:
             self._input_grad(action)
         if action.kind in "WB":
             self._weight_grad(action)
-        self.record.spans.append((self._begun, time.perf_counter()))
+        self._note(1)
+
+    def _interleaved(self, pair: Pair, passes: PlanPasses) -> None:
+        """A fused pair as one pass. Its weight gradients come after it, when both of its results have left."""
+        self._begun = time.perf_counter()
+        self._forward_and_input_grad(pair, passes)
+        self._weight_grad(pair.backward)
+        self._note(2)
+
+    def _note(self, actions: int) -> None:
+        self.record.spans += [(self._begun, time.perf_counter())] * actions
 
     # --- the three passes ---
 
     def _forward(self, action: Action) -> None:
-        _, chunk, microbatch = action
-        stage, call = self._stages[chunk], self.call
-        if chunk not in self._started:
-            self._hooks.before_first_forward(chunk)
-        received = None if stage == 0 else self._arrived("F", stage - 1, microbatch)
-        if received is not None and not call.forward_only:
-            received.requires_grad_()
-        output, num_tokens = forward_step(
-            call.forward_step_func, call.data_iterator[chunk], call.model[chunk], call.num_microbatches, received,
-            self.reports, self._config, call.cp_group_size, call.collect_non_loss_data, None,
-            check_first_val_step(call.first_val_step, call.forward_only, chunk not in self._started),
-            current_microbatch=microbatch, vp_stage=getattr(call.model[chunk], "vp_stage", None),
-            is_last_stage=stage == self._last,
-        )  # fmt: skip
-        self._started.add(chunk)
-        if stage == self._last:
-            self.num_tokens += num_tokens.to(self.num_tokens.device)
-        else:
-            self._pass_on("F", stage, microbatch, output.detach(), to=stage + 1)
-        if not call.forward_only:
-            self._saved[chunk, microbatch] = (received, output)
-            self.record.peak_in_flight = max(self.record.peak_in_flight, len(self._saved))
-            if stage < self._last:
-                # What was sent is held by whoever sends it; here only its place in the graph is needed.
-                deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        at = self._ready_forward(action)
+        self._forward_done(at, self._passes.forward(at))
 
     def _input_grad(self, action: Action) -> None:
+        at = self._ready_backward(action)
+        with put_aside(self._owed[action.chunk, action.microbatch]):
+            self._passes.backward(at)
+        self._backward_done(action)
+
+    def _forward_and_input_grad(self, pair: Pair, passes: PlanPasses) -> None:
+        at, back = self._ready_forward(pair.forward), self._ready_backward(pair.backward)
+        with put_aside(self._owed[pair.backward.chunk, pair.backward.microbatch]):
+            forwarded = passes.pair(at, back)
+        self._forward_done(at, forwarded)
+        self._backward_done(pair.backward)
+
+    def _ready_forward(self, action: Action) -> Forward:
+        """A forward and its input, which is waited for."""
+        _, chunk, microbatch = action
+        stage, first = self._stages[chunk], chunk not in self._started
+        if first:
+            self._hooks.before_first_forward(chunk)
+            self._started.add(chunk)
+        received = None if stage == 0 else self._arrived("F", stage - 1, microbatch)
+        if received is not None and not self.call.forward_only:
+            received.requires_grad_()
+        return Forward(
+            chunk=chunk, microbatch=microbatch, received=received, first=first, last_stage=stage == self._last,
+            send=lambda output: self._pass_on("F", stage, microbatch, output, to=stage + 1),
+        )  # fmt: skip
+
+    def _forward_done(self, at: Forward, forwarded: Forwarded) -> None:
+        saved, num_tokens = forwarded
+        if at.last_stage:
+            self.num_tokens += num_tokens.to(self.num_tokens.device)
+        if self.call.forward_only:
+            return
+        self._saved[at.chunk, at.microbatch] = saved
+        self.record.peak_in_flight = max(self.record.peak_in_flight, len(self._saved))
+        if not at.last_stage:
+            # What was sent is held by whoever sends it; here only its place in the graph is needed.
+            deallocate_output_tensor(saved.output, self._config.deallocate_pipeline_outputs)
+
+    def _ready_backward(self, action: Action) -> Backward:
+        """A backward and the gradient that it starts from, which is waited for."""
         _, chunk, microbatch = action
         stage = self._stages[chunk]
         grad = None if stage == self._last else self._arrived("B", stage + 1, microbatch)
-        received, output = self._saved[chunk, microbatch]
-        owed = self._owed[chunk, microbatch] = WeightGrads()
+        self._owed[chunk, microbatch] = WeightGrads()
         self._hooks.before_input_grad(action)
-        with put_aside(owed):
-            self._differentiate(output, grad)
+        return Backward(
+            saved=self._saved[chunk, microbatch], grad=grad,
+            send=lambda grad_input: self._pass_on("B", stage, microbatch, grad_input, to=stage - 1),
+        )  # fmt: skip
+
+    def _backward_done(self, action: Action) -> None:
         # Only now: until here its activations are alive.
-        del self._saved[chunk, microbatch]
+        del self._saved[action.chunk, action.microbatch]
         if action.kind == "I":
             self.record.peak_deferred = max(self.record.peak_deferred, len(self._owed))
-        if received is not None:
-            # A chunk that does not depend on its input (frozen, or a model's fault) sends zeros: others wait for it.
-            grad_input = torch.zeros_like(received) if received.grad is None else received.grad
-            self._pass_on("B", stage, microbatch, grad_input, to=stage - 1)
         self._hooks.after_input_grad(action)
-
-    def _differentiate(self, output: torch.Tensor, grad: torch.Tensor | None) -> None:
-        if grad is None and self._config.grad_scale_func is not None:
-            output = self._config.grad_scale_func(output)
-        if not output.requires_grad:
-            return
-        if output.numel() == 1 and self._config.deallocate_pipeline_outputs:
-            custom_backward(output, grad)
-        else:
-            torch.autograd.backward(output, grad_tensors=grad)
 
     def _weight_grad(self, action: Action) -> None:
         self._hooks.before_weight_grad(action)
@@ -219,3 +208,9 @@ class Flush:
             f"{where}, in {at}, waited for the {what} of stage {stage}, micro-batch {microbatch}, from pipeline rank"
             f" {owner}, and it did not come{because}"
         )
+
+
+def _passes(call: Call) -> ModulePasses | PlanPasses:
+    """Schedule plans where Megatron's configuration asks for them; an evaluation has nothing to interleave."""
+    overlaps = getattr(call.config, "overlap_moe_expert_parallel_comm", False)
+    return PlanPasses(call) if overlaps and not call.forward_only else ModulePasses(call)

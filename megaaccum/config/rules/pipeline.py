@@ -100,6 +100,43 @@ def own_executor(subject: Subject) -> Iterator[str]:
     )
 
 
+def expert_overlap(subject: Subject) -> Iterator[str]:
+    """What Megatron's schedule plans can be made of (megatron-core 0.19: TransformerConfig.__post_init__), and where a
+    forward meets a backward."""
+    parallel, model = subject.parallel, subject.model
+    if not parallel.overlap_moe_expert_parallel_comm:
+        return
+    key, off = "overlap_moe_expert_parallel_comm", "or overlap_moe_expert_parallel_comm to false"
+    if model.num_experts is None or parallel.expert_model_parallel_size == 1:
+        yield (
+            f"{key} hides the all-to-all of experts, and there is none (num_experts {model.num_experts},"
+            f" expert_model_parallel_size {parallel.expert_model_parallel_size}): leave it out."
+        )
+    if not _has_pairs(parallel.schedule):
+        yield (
+            f"{key} interleaves a forward with a backward, and schedule {parallel.schedule} pairs none: set schedule to"
+            f" dualpipev or interleaved, {off}."
+        )
+    if not (subject.sharding.bf16 or subject.sharding.fp16):
+        yield f"{key} needs 16-bit parameters, as Megatron-core refuses it elsewhere: set bf16 to true, {off}."
+    if subject.sharding.sync == "streaming":
+        yield f"{key} runs layers in pieces, around which sync streaming cannot gather: set sync to resident, {off}."
+    if model.moe_token_dispatcher_type == "allgather":
+        yield f"{key} has no plan for moe_token_dispatcher_type allgather: set it to alltoall, {off}."
+    if model.recompute_granularity == "full" or "moe" in (model.recompute_modules or ()):
+        yield (
+            f"{key} runs layers in pieces, which recompute_granularity full and recompute_modules moe would run whole:"
+            f" set recompute_granularity to selective without moe, {off}."
+        )
+
+
+def _has_pairs(schedule: str) -> bool:
+    """Whether a forward meets a backward: in Megatron's own loops for these two, or in the pairs of a table."""
+    if schedule in ("none", "interleaved"):
+        return True
+    return schedule == "dualpipev" or schedule.endswith(".csv")
+
+
 def group_size(subject: Subject) -> Iterator[str]:
     """A group size belongs to the interleaved schedule."""
     if subject.parallel.schedule != "interleaved" and subject.given("microbatch_group_size_per_vp_stage"):
@@ -251,6 +288,7 @@ RULES: tuple[Rule, ...] = (
     schedule,
     v_shape,
     own_executor,
+    expert_overlap,
     traced,
     group_size,
     chunk_count,

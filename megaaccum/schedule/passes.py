@@ -1,0 +1,220 @@
+"""How one micro-batch goes through one chunk, forward and backward, and how a fused pair of them does.
+
+`ModulePasses` call the model and autograd; every model has them. `PlanPasses` run Megatron-core's schedule plans (its
+combined 1F1B, `overlap_moe_expert_parallel_comm`): a plan is a chunk's forward cut into nodes, so that the two passes
+of a pair interleave layer by layer, and the all-to-all of experts of one runs under the compute of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    check_first_val_step,
+    custom_backward,
+    forward_step,
+    forward_step_calc_loss,
+    set_current_microbatch,
+)
+from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comp_stream, set_streams
+from megatron.core.utils import get_attr_wrapped_model
+
+from megaaccum.errors import ConfigError
+
+FusedPass = Callable[[Callable[[], None], Callable[[], None]], None]
+"""What runs a fused pair: called with two functions that run the forward and the backward, each of which sends its
+result when it is done. It has to call both once; it may do so on streams or threads of its own."""
+
+Send = Callable[[torch.Tensor], None]
+"""Called with a pass' result, once, as soon as it is there."""
+
+
+def forward_then_backward(forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    """The default for fused pairs: one after the other, so that the forward's output leaves as early as it can."""
+    forward()
+    backward()
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """The arguments of a forward_backward_func that concern single micro-batches; names are Megatron's. reports: what
+    loss functions report, in the order of the forwards."""
+
+    forward_step_func: Callable
+    data_iterator: Sequence[Iterator | None]
+    model: Sequence[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    cp_group_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    reports: list[Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Forward:
+    """A forward that can start. received: the stage's input, None on the first. first: the chunk's first in the flush.
+    last_stage: its output is the loss, which is not sent."""
+
+    chunk: int
+    microbatch: int
+    received: torch.Tensor | None
+    first: bool
+    last_stage: bool
+    send: Send
+
+
+@dataclass(slots=True, kw_only=True)
+class Saved:
+    """What the backward needs of its forward. plan, loss: of PlanPasses, the
+    schedule plan and a node that the loss was computed in."""
+
+    received: torch.Tensor | None
+    output: torch.Tensor
+    plan: Any = None
+    loss: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Backward:
+    """A backward that can start. grad: of the output, None for the loss. send: takes the gradient of the input; not
+    called on the first stage."""
+
+    saved: Saved
+    grad: torch.Tensor | None
+    send: Send
+
+    def hand_on(self, grad: torch.Tensor | None) -> None:
+        """Send the input's gradient. A chunk that does not depend on its input (frozen, or a model's fault) sends
+        zeros: others wait for it."""
+        received = self.saved.received
+        if received is not None:
+            self.send(torch.zeros_like(received) if grad is None else grad)
+
+
+Forwarded = tuple[Saved, torch.Tensor]
+"""What a forward leaves, and its number of tokens (0 but on the last stage)."""
+
+
+class Passes(Protocol):
+    """Runs forwards and backwards of the chunks of one flush."""
+
+    def forward(self, at: Forward) -> Forwarded: ...
+
+    def backward(self, at: Backward) -> None: ...
+
+
+class ModulePasses:
+    """Through the module, and back by autograd."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def forward(self, at: Forward) -> Forwarded:
+        call, model = self._call, self._call.model[at.chunk]
+        output, num_tokens = forward_step(
+            call.forward_step_func, call.data_iterator[at.chunk], model, call.num_microbatches, at.received,
+            call.reports, call.config, call.cp_group_size, call.collect_non_loss_data, None, _is_first(call, at),
+            current_microbatch=at.microbatch, vp_stage=getattr(model, "vp_stage", None), is_last_stage=at.last_stage,
+        )  # fmt: skip
+        if not at.last_stage:
+            at.send(output.detach())
+        return Saved(received=at.received, output=output), num_tokens
+
+    def backward(self, at: Backward) -> None:
+        config, output = self._call.config, at.saved.output
+        if at.grad is None and config.grad_scale_func is not None:
+            output = config.grad_scale_func(output)
+        if not output.requires_grad:
+            pass
+        elif output.numel() == 1 and config.deallocate_pipeline_outputs:
+            custom_backward(output, at.grad)
+        else:
+            torch.autograd.backward(output, grad_tensors=at.grad)
+        at.hand_on(None if at.saved.received is None else at.saved.received.grad)
+
+
+class PlanPasses:
+    """Through Megatron-core's schedule plans (0.19: combined_1f1b). forward_step_func is called with
+    `return_schedule_plan=True` and gives (the model's build_schedule_plan(...), loss_func), as Megatron's does.
+
+    Raises ConfigError for a model without schedule plans.
+    """
+
+    def __init__(self, call: Call):
+        self._call = call
+        if any(not hasattr(_unwrapped(model), "build_schedule_plan") for model in call.model):
+            raise ConfigError(
+                "overlap_moe_expert_parallel_comm runs a model's schedule plan, and"
+                f" {type(_unwrapped(call.model[0])).__name__} has no build_schedule_plan: set it to false"
+            )
+        set_streams(high_priority=bool(getattr(call.config, "high_priority_a2a_comm_stream", False)))
+
+    def forward(self, at: Forward) -> Forwarded:
+        return self._run(at, None)
+
+    def backward(self, at: Backward) -> None:
+        self._run(None, at)
+
+    def pair(self, forward: Forward, backward: Backward) -> Forwarded:
+        """Both at once, layer by layer."""
+        return self._run(forward, backward)
+
+    def _run(self, forward: Forward | None, backward: Backward | None) -> Any:
+        plan: Any = None
+        past: dict[str, Any] = {"b_schedule_plan": None}
+        if forward is not None:
+            plan, loss_func = self._plan(forward)
+        if backward is not None:
+            past = {
+                "b_schedule_plan": backward.saved.plan, "b_grad": self._grad(backward),
+                "post_backward": lambda grad, _: backward.hand_on(grad),
+            }  # fmt: skip
+        output = type(plan or backward.saved.plan).run(  # type: ignore[union-attr]
+            plan,
+            **past,
+            post_forward=None if forward is None or forward.last_stage else lambda it, _: forward.send(it.detach()),
+        )
+        return None if forward is None else self._output(forward, plan, loss_func, output)
+
+    def _plan(self, at: Forward):
+        """The micro-batch's forward as a plan, and its loss function."""
+        call, model = self._call, cast(Any, self._call.model[at.chunk])
+        if _is_first(call, at) and hasattr(model, "set_is_first_microbatch"):
+            model.set_is_first_microbatch()
+        set_current_microbatch(model, at.microbatch)
+        get_attr_wrapped_model(model, "set_input_tensor")([at.received])
+        return call.forward_step_func(call.data_iterator[at.chunk], _unwrapped(model), return_schedule_plan=True)
+
+    def _output(self, at: Forward, plan: Any, loss_func: Callable, output: torch.Tensor) -> Forwarded:
+        call, model = self._call, self._call.model[at.chunk]
+        # A node of its own: a plan's backward starts at the output of its last node, and does not know the loss.
+        node = ScheduleNode(loss_func, get_comp_stream, plan.event, name="loss_func")
+        result, num_tokens = forward_step_calc_loss(
+            model, output, node.forward, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
+            call.num_microbatches, call.reports, call.cp_group_size, at.last_stage,
+        )  # fmt: skip
+        return Saved(received=at.received, output=result, plan=plan, loss=node), num_tokens
+
+    def _grad(self, at: Backward) -> torch.Tensor:
+        """The gradient of the plan's output: what came, or the loss' own."""
+        if at.grad is not None:
+            return at.grad
+        scale, loss = self._call.config.grad_scale_func, at.saved.output
+        torch.autograd.backward(loss if scale is None else scale(loss))
+        return at.saved.loss.get_grad()
+
+
+def _is_first(call: Call, at: Forward) -> bool | None:
+    return check_first_val_step(call.first_val_step, call.forward_only, at.first)
+
+
+def _unwrapped(model: Any) -> Any:
+    """What has the schedule plan, inside what wraps it (Megatron's Float16Module, DistributedDataParallel)."""
+    while not hasattr(model, "build_schedule_plan") and hasattr(model, "module"):
+        model = model.module
+    return model

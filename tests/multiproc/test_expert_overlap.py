@@ -1,0 +1,91 @@
+"""Forward and backward of experts interleaved layer by layer (Megatron's combined 1F1B): the same gradient."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.distance import check
+from tests.multiproc.parity import Case, gradient, make, microbatches
+
+MODEL = (
+    "--num_layers 8 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
+)
+EP = "--expert_model_parallel_size 2 --grad_accum_steps 2 "
+LAYOUTS = {
+    "none": EP + "--num_chunks 2 ",
+    "dualpipev": EP + "--num_chunks 4 --pipeline_model_parallel_size 2 --schedule dualpipev ",
+    "interleaved": EP + "--num_chunks 4 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 ",
+}
+OVERLAP = "--overlap_moe_expert_parallel_comm "
+
+
+def case(schedule: str, *, overlap: bool = True) -> Case:
+    return Case(2 if schedule == "none" else 4, LAYOUTS[schedule] + (OVERLAP if overlap else ""), MODEL, "bf16")
+
+
+def test_gradients_of_one_process():
+    check([case("none")])
+    check([case("dualpipev"), case("interleaved")])
+
+
+def watched(at: Case) -> tuple[dict[str, torch.Tensor], list[tuple[bool, bool]]]:
+    """The gradient, and of every layer that a plan ran whether it ran forward, and backward."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan as Plan
+
+    seen: list[tuple[bool, bool]] = []
+    run = Plan.run
+
+    def watch(f_layer, b_layer, *args, **kwargs):
+        seen.append((f_layer is not None, b_layer is not None))
+        return run(f_layer, b_layer, *args, **kwargs)
+
+    with patch.object(Plan, "run", staticmethod(watch)):
+        return gradient(at).parts, seen
+
+
+def test_pairs_of_the_table_are_interleaved_and_change_no_bit():
+    from megaaccum.schedule import build
+    from megaaccum.schedule.actions import Pair
+
+    table = build("dualpipev", pp=2, num_microbatches=8)
+    apart = run_ranks(watched, 4, case("dualpipev", overlap=False), timeout=60)
+    together = run_ranks(watched, 4, case("dualpipev"), timeout=60)
+    for rank, ((plain, unseen), (interleaved, seen)) in enumerate(zip(apart, together, strict=True)):
+        pairs = sum(isinstance(item, Pair) for item in table.items[rank // 2])
+        assert pairs and not unseen
+        assert seen.count((True, True)) == pairs * 2, "two layers in every chunk"
+        assert seen.count((True, False)) == seen.count((False, True)) == (16 - pairs) * 2
+        assert all(torch.equal(plain[name], interleaved[name]) for name in plain)
+
+
+def interleaving_flushes(at: Case) -> list[bool]:
+    """Whether a step interleaves, one with a dummy micro-batch, and an evaluation."""
+    from megaaccum import short_batch
+    from megaaccum.schedule import executor
+
+    _, built, _, bound, stepper = make(at)
+    seen: list[bool] = []
+    choose = executor._passes
+
+    def watch(call):
+        passes = choose(call)
+        seen.append(isinstance(passes, executor.PlanPasses))
+        return passes
+
+    bound.step = lambda: None
+    batch = microbatches(at.plan(), built.dp.rank())
+    padded = [*batch[:-1], short_batch.dummy_of(batch[-1])]
+    with patch.object(executor, "_passes", watch):
+        stepper.train(batch, step=0)
+        bound.begin_step()
+        stepper._run_flushes(padded, stepper._divisor(padded, frozenset({len(batch) - 1})))
+        stepper.evaluate(batch)
+    return seen
+
+
+def test_who_looks_at_single_micro_batches_has_them_run_one_by_one():
+    assert run_ranks(interleaving_flushes, 4, case("dualpipev"), timeout=60) == [[True, False, False]] * 4
