@@ -285,6 +285,18 @@ class Zero3:
         host memory `_get_fp32_grad_state_partition` shows another one, which exists after `finish_accumulation`.)"""
         return getattr(self.optimizer, _ACCUMULATORS)[param.ds_id]  # type: ignore[attr-defined]
 
+    def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """Add `grad` to `param.grad`, also while the parameter is released: its data has no elements then (DeepSpeed
+        0.19), and torch takes only a gradient of the data's shape, so it is shown one element in the whole shape."""
+        grad = grad.to(param.grad_dtype or param.dtype)
+        if param.grad is not None:
+            param.grad.add_(grad)
+            return
+        data = param.data
+        param.data = data.new_empty(()).expand(param.ds_shape)  # type: ignore[attr-defined]
+        param.grad = grad
+        param.data = data
+
     def begin_accumulation(self) -> None:
         """Empty the accumulators; what is then added to them by hand replaces DeepSpeed's own reduction."""
         self.optimizer.grad_partitions_flat_buffer.zero_()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -104,8 +104,25 @@ class Boundary(Protocol):
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
+@runtime_checkable
+class FollowsSplit(Protocol):
+    """What a boundary that does something between the flush's first and last action hears of a split backward: its
+    input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
+    Megatron has no hook of this kind."""
+
+    def after_input_grad(self, chunk: int) -> None:
+        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
 def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
-    """Put the boundary's five hooks into the chunks' Megatron configuration."""
+    """Put the boundary's five hooks into the chunks' Megatron configuration, and the boundary itself for the executor
+    where it follows a split backward."""
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
         config.no_sync_func = boundary.no_sync_func
@@ -113,3 +130,4 @@ def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
         config.grad_sync_func = boundary.grad_sync_func
         config.grad_scale_func = boundary.grad_scale_func
         config.finalize_model_grads_func = boundary.finalize_model_grads_func
+        config.follows_split = boundary if isinstance(boundary, FollowsSplit) else None

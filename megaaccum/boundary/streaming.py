@@ -3,6 +3,8 @@
 Parameters are gathered unit by unit (the embedding, each layer, the final norm, the head) before each forward and each
 backward of a micro-batch and released after it; the next unit is gathered while this one computes. A unit's gradients
 are reduce-scattered as soon as its backward is done, and added to the FP32 partition that DeepSpeed's optimizer reads.
+Where a schedule splits the backward, those of norms, biases and embeddings go when the unit's I is done, and those of
+matrices when their turn in W comes, for which nothing is gathered: a weight's gradient does not need the weight.
 So at most two units' whole parameters and gradients exist at a time, however many micro-batches are in flight, and
 every micro-batch pays 2 gathers of the parameters and 1 reduction of the gradients. Parameters of the first units, up
 to max_live_parameters, stay gathered through the flush and are gathered once.
@@ -24,6 +26,7 @@ import torch
 from megaaccum import private
 from megaaccum.boundary.deepspeed import DeepSpeedBoundary
 from megaaccum.boundary.reduction import PartitionReducer
+from megaaccum.schedule import wgrad
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -33,11 +36,13 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Unit:
     """What is gathered and released together. params: that its forward reads; own: those whose gradient is final when
-    its backward is done (a tied weight belongs to the embedding, and the head only reads it)."""
+    its backward is done (a tied weight belongs to the embedding, and the head only reads it); chunk: which of the
+    rank's chunks it is a part of."""
 
     module: torch.nn.Module
     params: list[torch.nn.Parameter]
     own: list[torch.nn.Parameter]
+    chunk: int = 0
     kept: bool = False
     before: Unit | None = field(default=None, repr=False)
     after: Unit | None = field(default=None, repr=False)
@@ -56,14 +61,18 @@ class StreamingBoundary(DeepSpeedBoundary):
         assert isinstance(self.parts, private.Zero3), "streaming is a policy of ZeRO-3"
         self._zero = self.parts
         self.reduction_divisor = 1  # sums, where DeepSpeed's own reduction averages
-        self.units = [unit for chunk in chunks for unit in units_of(chunk)]
+        self.units = [unit for number, chunk in enumerate(chunks) for unit in units_of(chunk, number)]
         self._owner = {id(param): unit for unit in self.units for param in unit.own}
+        readers = Counter(id(param) for unit in self.units for param in unit.params)
+        self._read_elsewhere = {key for key, count in readers.items() if count > 1}
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
         self._reducer = PartitionReducer.of(plan, groups)
         self._holds: Counter[int] = Counter()
         self._ahead: tuple[Unit, Any] | None = None
         self._in_backward: Unit | None = None
         self._recomputed: Unit | None = None
+        self._splitting = False
+        self._in_w: list[list[torch.nn.Parameter]] | None = None
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
@@ -99,11 +108,11 @@ class StreamingBoundary(DeepSpeedBoundary):
     # --- a unit's forward and backward ---
 
     def _before_forward(self, unit: Unit) -> None:
+        self._end_backward()
         if private.in_backward():  # activation recompute
             self._drop_recomputed()
             self._acquire(unit, unit.before)
         else:
-            self._end_backward()
             self._acquire(unit, unit.after)
 
     def _after_forward(self, unit: Unit, output) -> None:
@@ -123,13 +132,15 @@ class StreamingBoundary(DeepSpeedBoundary):
         else:
             self._drop_recomputed()
             self._acquire(unit, unit.before)
-        self._in_backward = unit
+        self._in_backward, self._splitting = unit, wgrad.is_splitting()
         unit.arrived = 0
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        """Where every parameter has its gradient, none is read any more. A frozen one, or one whose gradient comes in
+        W, does not say when it was read last: that is known when the next unit's turn comes."""
         unit = self._owner[id(param)]
         unit.arrived += 1
-        if unit is self._in_backward and unit.arrived == len(unit.own):
+        if unit is self._in_backward and unit.arrived == len(unit.params):
             self._end_backward()
 
     def _end_backward(self) -> None:
@@ -138,16 +149,49 @@ class StreamingBoundary(DeepSpeedBoundary):
         unit, self._in_backward = self._in_backward, None
         if unit is None:
             return
-        if unit.own:
-            for param in unit.own:
-                self._look_at(param)
-            self._reducer.add([(param, self._zero.accumulator(param)) for param in unit.own])
+        self._reduce_now([param for param in unit.own if not (self._splitting and wgrad.is_put_off(param))])
         self._release(unit)
+
+    def _reduce_now(self, params: list[torch.nn.Parameter]) -> None:
+        for param in params:
+            self._look_at(param)
+        if params:
+            self._reducer.add([(param, self._zero.accumulator(param)) for param in params])
 
     def _drop_recomputed(self) -> None:
         unit, self._recomputed = self._recomputed, None
         if unit is not None:
             self._release(unit)
+
+    # --- a backward in two parts ---
+
+    def after_input_grad(self, chunk: int) -> None:
+        """Nothing stays gathered for a W, which may be far away."""
+        self._end_backward()
+        self._drop_ahead()
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """Take a gradient that W has computed. Those of a unit go out when the first of the next one comes."""
+        if self._in_w is None:
+            self._in_w = self._put_off(self._owner[id(weight)].chunk)
+        while id(weight) not in self._read_elsewhere and not any(weight is each for each in self._in_w[0]):
+            self._reduce_now(self._in_w.pop(0))
+        self._zero.add_gradient(weight, grad)
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """Reduce what is left of this W, in the order of all ranks: here a weight may have got no gradient."""
+        for params in self._put_off(chunk) if self._in_w is None else self._in_w:
+            self._reduce_now(params)
+        self._in_w = None
+
+    def _put_off(self, chunk: int) -> list[list[torch.nn.Parameter]]:
+        """What a W of `chunk` computes, unit by unit in the order of a backward; a weight that several units read
+        comes last."""
+        units = [unit for unit in reversed(self.units) if unit.chunk == chunk]
+        own = [[param for param in unit.own if wgrad.is_put_off(param)] for unit in units]
+        alone = [[param for param in params if id(param) not in self._read_elsewhere] for params in own]
+        shared = [param for params in own for param in params if id(param) in self._read_elsewhere]
+        return [params for params in (*alone, shared) if params]
 
     # --- parameters come and go ---
 
@@ -184,8 +228,9 @@ class StreamingBoundary(DeepSpeedBoundary):
             self._release(unit)
 
 
-def units_of(chunk) -> list[Unit]:
-    """The units of a Megatron GPT chunk, in the order of its forward. Raises AssertionError for a parameter in none."""
+def units_of(chunk, number: int = 0) -> list[Unit]:
+    """The units of a Megatron GPT chunk, this rank's chunk `number`, in the order of its forward. Raises AssertionError
+    for a parameter in none."""
     modules = [getattr(chunk, "embedding", None), *chunk.decoder.layers, chunk.decoder.final_layernorm]
     modules += [
         *(chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []),
@@ -202,7 +247,7 @@ def units_of(chunk) -> list[Unit]:
         own = [param for param in params if param.requires_grad and id(param) not in owned]
         owned |= {id(param) for param in params}
         if params:
-            units.append(Unit(module, params, own))
+            units.append(Unit(module, params, own, number))
     left = [name for name, param in chunk.named_parameters() if id(param) not in owned]
     assert not left, f"parameters outside the embedding, the layers, the final norm and the head: {left}"
     for before, after in itertools.pairwise(units):

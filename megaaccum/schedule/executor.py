@@ -164,7 +164,7 @@ class Flush:
 
     def _weight_grad(self, action: Action) -> None:
         self._hooks.before_weight_grad(action)
-        self._owed.pop((action.chunk, action.microbatch)).compute()
+        self._owed.pop((action.chunk, action.microbatch)).compute(self._hooks.add_weight_grad)
         self._hooks.after_weight_grad(action)
 
     # --- between stages ---

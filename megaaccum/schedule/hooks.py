@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megaaccum.schedule.actions import Action, Schedule
+from megaaccum.schedule.wgrad import add_by_autograd
 
 
 class Hooks:
@@ -25,6 +26,8 @@ class Hooks:
         self._inside: contextlib.AbstractContextManager | None = None
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
+        self._split = getattr(config, "follows_split", None)  # ours, so a plain Megatron configuration has none
+        self.add_weight_grad = add_by_autograd if self._split is None else self._split.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
         for kind, chunk, microbatch in schedule.actions(rank):
@@ -45,6 +48,8 @@ class Hooks:
         self._expect(final=self._last_input_grad[action.chunk] == action.microbatch)
 
     def after_input_grad(self, action: Action) -> None:
+        if self._split is not None:
+            self._split.after_input_grad(action.chunk)
         self._enter()
 
     def before_weight_grad(self, action: Action) -> None:
@@ -52,6 +57,8 @@ class Hooks:
 
     def after_weight_grad(self, action: Action) -> None:
         """After a chunk's last weight gradient its gradients are whole: hand them over, if the boundary asks for it."""
+        if self._split is not None:
+            self._split.after_weight_grad(action.chunk)
         if self._grad_sync is not None and self._last_weight_grad[action.chunk] == action.microbatch:
             self._leave()
             self._grad_sync[action.chunk](self._chunks[action.chunk].parameters())

@@ -36,6 +36,14 @@ class _Product:
         return _rows(self.grad_output).t().matmul(_rows(whole))
 
 
+AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+def add_by_autograd(weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Add `grad` to the weight's gradient, with precision (`grad_dtype`) and hooks on gradients as in a backward."""
+    torch.autograd.backward(weight, grad)
+
+
 class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
@@ -46,12 +54,10 @@ class WeightGrads:
         """Owe `compute()` to the gradient of `weight`."""
         self._owed.append((weight, compute))
 
-    def compute(self) -> None:
-        """Compute them, layer by layer, and add them to the parameters; what they needed is let go on the way.
-
-        They are added by autograd, so that precision (`grad_dtype`) and hooks on gradients are as in a backward. A
-        weight that several layers share is added once.
-        """
+    def compute(self, add: AddWeightGrad | None = None) -> None:
+        """Compute them, layer by layer, and `add` them to the parameters (None: by autograd); what they needed is let
+        go on the way. A weight that several layers share is added once."""
+        add = add or add_by_autograd
         uses = Counter(id(weight) for weight, _ in self._owed)
         sums: dict[int, torch.Tensor] = {}
         while self._owed:
@@ -63,7 +69,7 @@ class WeightGrads:
             if uses[key]:
                 sums[key] = grad
             else:
-                torch.autograd.backward(weight, grad)
+                add(weight, grad)
 
     def __len__(self) -> int:
         return len(self._owed)
@@ -89,9 +95,26 @@ def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> No
     """For the backward of a layer of one's own: `compute()` is the gradient of `weight`, and is called when the
     schedule says W; now, where no schedule splits the backward."""
     if _receiver is not None:
+        mark_put_off(weight)
         _receiver.add(weight, compute)
     else:
-        torch.autograd.backward(weight, compute())
+        add_by_autograd(weight, compute())
+
+
+def mark_put_off(weight: torch.nn.Parameter) -> None:
+    """Say that the gradient of `weight` comes in W, on this rank as on all others. `install` and `defer` do; a layer of
+    one's own that some ranks may skip in a step says so for its weights when it is built."""
+    weight.is_put_off = True  # type: ignore[attr-defined]
+
+
+def is_put_off(weight: torch.nn.Parameter) -> bool:
+    """Whether the gradient of `weight` comes in W where the backward is split."""
+    return getattr(weight, "is_put_off", False)
+
+
+def is_splitting() -> bool:
+    """Whether a backward that runs now puts weight gradients aside."""
+    return _receiver is not None
 
 
 def install(chunk: torch.nn.Module) -> None:
@@ -104,6 +127,8 @@ def install(chunk: torch.nn.Module) -> None:
         if private.is_parallel_linear(module):
             _refuse(module.config)
             private.set_linear_forward(module, _forward)
+            if module.weight is not None:  # a head that is tied to the embedding is given its weight in each forward
+                mark_put_off(module.weight)  # type: ignore[arg-type]
 
 
 def _refuse(config: Any) -> None:
@@ -130,6 +155,7 @@ def _forward(
         )  # fmt: skip
     if not input.requires_grad:
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
+    mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
     return _Linear.apply(input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel))
 

@@ -148,6 +148,7 @@ class Watch:
     def __enter__(self):
         zero, reducer = self.bound._zero, self.bound._reducer
         self.undo = [(zero, "start_gather", zero.start_gather), (reducer, "add", reducer.add)]
+        self.undo += [(zero, "add_gradient", zero.add_gradient)]
         for owner, name, method in self.undo:
             setattr(owner, name, self._looking(method))
         return self
@@ -173,10 +174,16 @@ class Watch:
 
 def test_streaming_holds_two_units_whatever_is_in_flight():
     cases = [Case(2, PP + f"--num_chunks {chunks} --sync streaming", UNTIED) for chunks in (4, 16)]
+    cases += [
+        Case(2, PP + f"--num_chunks {chunks} --sync streaming --schedule {schedule}", UNTIED)
+        for schedule in ("zbv", "dualpipev")
+        for chunks in (4, 16)
+    ]
     cases += [Case(2, PP + "--num_chunks 4 --sync streaming --recompute_granularity full", UNTIED)]
+    cases += [Case(2, PP + "--num_chunks 4 --sync streaming --schedule zbv --recompute_granularity full", UNTIED)]
     for rank in run_ranks(most_held, 2, cases):
-        few, many, _ = rank
-        assert few == many
+        for few, many in zip(rank[0:6:2], rank[1:6:2], strict=True):
+            assert few == many
         for params, grads, two_units in rank:
             assert 0 < params <= two_units
             assert 0 < grads <= two_units
