@@ -506,6 +506,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def drop_unreduced(root: torch.nn.Module) -> None:
+    """Forget the gradients that a fully sharded module has added up and not reduced (of backwards inside
+    set_requires_gradient_sync(False), and of HSDP before its all-reduce). torch 2.13's FSDPModule has no method for it,
+    and `zero_grad` knows of the reduced ones only."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+
 def first_element(param: torch.nn.Parameter) -> int:
     """Offset of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
 

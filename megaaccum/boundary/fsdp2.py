@@ -111,6 +111,7 @@ class Fsdp2Boundary:
         self._optimizer.zero_grad(set_to_none=True)
         self._waiting = list(self._roots)
         for root in self._roots:
+            private.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self._streaming)
             root.set_requires_gradient_sync(self._streaming)

@@ -98,6 +98,7 @@ class StreamingBoundary(DeepSpeedBoundary):
         self._sum_the_rest()
 
     def begin_step(self) -> None:
+        self._reducer.wait()  # sums of flushes that were for looking only
         self._zero.begin_accumulation()
         for param in self._zero.params:
             param.grad = None

@@ -7,14 +7,18 @@ backward every gradient is looked at. That costs the time of one step, in the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from megaaccum import model, private
+from megaaccum import model
+from megaaccum.schedule.wgrad import at_once
 
 if TYPE_CHECKING:
     from megaaccum.groups import Groups
@@ -47,8 +51,8 @@ class Finding:
 class Probe:
     """Looks at every micro-batch of a step while the schedule runs it again.
 
-    `watch` each chunk's output in the forward. Gradients that are not finite are noted and dropped, so that the next
-    micro-batch is seen for itself. A context manager: hooks on the parameters of `chunks` live inside it.
+    `watch` each chunk's output in the forward. Gradients that are not finite are noted and count as zero, so that the
+    next micro-batch is seen for itself. A context manager: hooks on the parameters of `chunks` live inside it.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: Groups):
@@ -56,18 +60,19 @@ class Probe:
         self._groups = groups
         self._current = (0, 0)
         self._found: dict[tuple[int, int, bool], Finding] = {}
-        self._handles: list = []
+        self._inside = ExitStack()
 
     def __enter__(self) -> Probe:
-        for name, param in model.named_parameters(self._chunks):  # type: ignore[arg-type]
+        self._inside.enter_context(at_once())
+        for name, param in _whole_parameters(self._chunks):
             if param.requires_grad:
-                self._handles.append(private.on_gradient(param, lambda p, name=name: self._look_at(p, name)))  # type: ignore[misc]
+                # Before the gradient is added to others or handed to a boundary, each of which takes it from the param.
+                handle = param.register_hook(lambda grad, name=name: self._look_at(grad, name))  # type: ignore[misc]
+                self._inside.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._inside.close()
 
     def watch(self, chunk: torch.nn.Module, microbatch: int, output: torch.Tensor) -> None:
         """Look at what `chunk` computed from `microbatch` (its index in the step), and follow its backward."""
@@ -80,23 +85,21 @@ class Probe:
     def _enter_backward(self, place: tuple[int, int]) -> None:
         self._current = place
 
-    def _look_at(self, param: torch.nn.Parameter, name: str) -> None:
-        assert param.grad is not None
-        if torch.isfinite(param.grad).all():
-            return
-        self._note(self._current, backward=True, what=f"the gradient of {name} holds {_kinds(param.grad)}")
-        param.grad = None
+    def _look_at(self, grad: torch.Tensor, name: str) -> torch.Tensor:
+        if torch.isfinite(grad).all():
+            return grad
+        self._note(self._current, backward=True, what=f"the gradient of {name} holds {_kinds(grad)}")
+        return torch.zeros_like(grad)
 
     def _note(self, place: tuple[int, int], *, backward: bool, what: str) -> None:
         """Keep the first finding of a chunk, micro-batch and direction."""
         chunk, microbatch = place
-        pp = self._groups.pp.size()
-        stage = chunk * pp + self._groups.pp.rank()
+        stage, stages = self._groups.stage(chunk), len(self._chunks) * self._groups.pp.size()
         finding = Finding(
             dp_rank=self._groups.dp.rank(),
             microbatch=microbatch,
             backward=backward,
-            distance=len(self._chunks) * pp - 1 - stage if backward else stage,
+            distance=stages - 1 - stage if backward else stage,
             stage=stage,
             rank=dist.get_rank(),
             what=what,
@@ -108,6 +111,23 @@ class Probe:
         everyone: list[list[Finding] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(self._found.values()))
         return Findings([finding for findings in everyone for finding in findings or []])
+
+
+def _whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(global name, parameter) as the backward knows it: fully_shard keeps others, which it puts in place of its shards
+    while a unit is gathered. One unit is whole at a time. Collective over the data-parallel ranks, where it gathers."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        units: list[FSDPModule | None] = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+        for unit in units or [None]:
+            if unit is not None:
+                unit.unshard()
+            for name, param in model.named_parameters([chunk]):
+                if not isinstance(param, DTensor) and id(param) not in seen:
+                    seen.add(id(param))
+                    yield name, param
+            if unit is not None:
+                unit.reshard()
 
 
 class Findings:

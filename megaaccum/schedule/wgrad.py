@@ -79,16 +79,31 @@ _receiver: WeightGrads | None = None
 """Where backwards that run now put their weight gradients. Not thread-local: autograd has threads for GPUs."""
 
 
+_deferring = True
+
+
 @contextmanager
 def put_aside(into: WeightGrads) -> Iterator[None]:
-    """Backwards inside leave the weight gradients of installed layers in `into`."""
+    """Backwards inside leave the weight gradients of installed layers in `into` (but see `at_once`)."""
     global _receiver
     assert _receiver is None, "weight gradients are put aside already"
-    _receiver = into
+    _receiver = into if _deferring else None
     try:
         yield
     finally:
         _receiver = None
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Nothing is put aside inside, so that every gradient of a micro-batch comes in its I: for whoever looks at single
+    micro-batches. A W then finds nothing to do."""
+    global _deferring
+    _deferring = False
+    try:
+        yield
+    finally:
+        _deferring = True
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:

@@ -35,12 +35,12 @@ def injected(faults: list[Fault], chunks) -> Iterator[None]:
     left = {place: fault.times for place, fault in mine.items()}
     forward = step._ForwardStep.__call__
 
-    def call(self, data_iterator, chunk):
+    def call(self, data_iterator, chunk, **plan):
         index, microbatch = next(data_iterator)
         place = (next(i for i, each in enumerate(chunks) if each is chunk), index)
         spoils = left.get(place, 0) > 0 and torch.is_grad_enabled() and bool(microbatch["loss_mask"].any())
         if not spoils:
-            return forward(self, iter([(index, microbatch)]), chunk)
+            return forward(self, iter([(index, microbatch)]), chunk, **plan)
         left[place] -= 1
         where = _module(chunk, mine[place].within)
         handle = where.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))

@@ -42,18 +42,43 @@ def test_a_step_without_the_bad_microbatches_is_the_step_on_the_rest():
     drop = "--nonfinite drop_microbatch "
     cases = [Case(4, PIPELINE + drop + f"--zero_stage {stage}") for stage in (1, 2, 3)]
     cases += [
+        Case(4, PIPELINE + drop + boundary)
+        for boundary in (
+            "--sync streaming",
+            "--boundary fsdp2",
+            "--boundary fsdp2 --sync streaming --data_parallel_replicas 2",
+            "--boundary megatron",
+        )
+    ]
+    cases += [
         Case(4, PIPELINE + drop, lane="fp64"),
+        Case(4, PIPELINE + drop + "--schedule zb-h1", lane="fp64"),
         Case(4, PIPELINE + drop + "--flush per_round --virtual_pipeline_model_parallel_size 2", lane="fp64"),
         Case(4, PIPELINE + drop, "--loss_norm microbatch", lane="fp64"),
     ]
     by_rank = run_ranks(attempts, 4, cases, DROPPED, timeout=150)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         gradients, results = zip(*ranks, strict=True)
-        assert problems(case, list(gradients), REST) == []
+        assert problems(case, list(gradients), REST) == [], str(case)
         for result in results:
             assert (result.skipped, result.sanitized) == (False, 2)
             assert "micro-batch 1 of data-parallel rank 1: first in the backward of stage 0 (rank 1)" in result.note
             assert "micro-batch 6 of data-parallel rank 0: first in the backward of" in result.note
+
+
+def test_where_the_backward_is_split():
+    """In a V rank 0 of two holds stages 0 and 3; weight gradients come in other passes than their micro-batch's I."""
+    layout = PIPELINE + "--schedule zbv --nonfinite drop_microbatch "
+    cases = [Case(4, layout), Case(4, layout + "--sync streaming")]
+    faults = [Fault(0, 6, value=NAN, chunk=1), Fault(1, 1, value=NAN)]
+    by_rank = run_ranks(attempts, 4, cases, faults, timeout=100)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        gradients, results = zip(*ranks, strict=True)
+        assert problems(case, list(gradients), REST) == []
+        for result in results:
+            assert (result.skipped, result.sanitized) == (False, 2)
+            assert "micro-batch 1 of data-parallel rank 1: first in the backward of stage 0 (rank 1)" in result.note
+            assert "micro-batch 6 of data-parallel rank 0: first in the backward of stage 3 (rank 0)" in result.note
 
 
 def without_correction(case: Case) -> Gradient:

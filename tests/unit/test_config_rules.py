@@ -11,6 +11,7 @@ from tests.unit.configs import make, plan
 
 EXPERTS = dict(num_experts=8, add_bias_linear=False)
 SPREAD = EXPERTS | dict(expert_model_parallel_size=2)
+OVERLAP = SPREAD | dict(overlap_moe_expert_parallel_comm=True, bf16=True)
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LATENT = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
 PP2 = dict(pipeline_model_parallel_size=2)
@@ -278,6 +279,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine"),
         ["zb-h1", "transformer_impl to local"],
     ),
+    ("expert_overlap", 1, OVERLAP | dict(expert_model_parallel_size=1), ["there is none", "num_experts 8"]),
+    ("expert_overlap", 4, OVERLAP | PP2 | dict(schedule="1f1b"), ["schedule 1f1b pairs none", "dualpipev"]),
+    ("expert_overlap", 2, OVERLAP | dict(bf16=False), ["16-bit", "bf16 to true"]),
+    ("expert_overlap", 2, OVERLAP | dict(sync="streaming"), ["sync streaming cannot gather"]),
+    ("expert_overlap", 2, OVERLAP | dict(moe_token_dispatcher_type="allgather"), ["allgather", "alltoall"]),
+    ("expert_overlap", 2, OVERLAP | dict(recompute_granularity="full"), ["selective without moe"]),
     ("traced", 2, PP2 | dict(schedule_trace="t.json"), ["schedule_trace t.json", "schedule 1f1b", "dualpipev"]),
     ("even_stages", 2, PP2 | dict(schedule="zbv", num_layers=10), ["num_layers 10", "= 4", "8 or 12"]),
     ("low_precision_sums", 1, dict(grad_accum_dtype="bf16"), ["fp32 parameters", "grad_accum_dtype to fp32"]),
