@@ -22,6 +22,7 @@ EXPERTS = (
     "--num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 --moe_aux_loss_coeff 0.01 "
     "--moe_router_dtype fp32 "
 )
+SPREAD = "--expert_model_parallel_size 2 "
 UNTIED = "--untie_embeddings_and_output_weights "
 
 
@@ -38,6 +39,8 @@ LAYOUTS = [
     (INTERLEAVED, [Fault(0, 2, chunk=1), Fault(3, 6)]),
     (TENSOR, TP_FAULTS),
     (PIPELINE + EXPERTS, [Fault(2, 1, within="experts.local_experts.1.linear_fc2")]),
+    (PIPELINE + EXPERTS + SPREAD, [Fault(1, 1, within="experts.local_experts.1.linear_fc2"), Fault(2, 3)]),
+    (PIPELINE + "--schedule dualpipev", [Fault(0, 6, chunk=1), Fault(3, 0, chunk=1)]),
     (PIPELINE + "--zero_stage 2 --offload_optimizer cpu", FAULTS[:1]),
     (PIPELINE + "--zero_stage 3 --offload_optimizer cpu", FAULTS[1:2]),
 ]
