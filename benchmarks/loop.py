@@ -3,12 +3,14 @@
     python -m benchmarks loop [--config C] [--blocks N] [--steps N] [--json F] [--key value ...]
 
 Prints the ratio of seconds per step (loop / bare; the median over pairs of neighbouring blocks) and of peak memory over
-what the process held before the model was built. Both make the same losses, or there is no result. CPU lane.
+what the process held before the model was built, and what agreement, verdict and counting take of a step. Both make the
+same losses, or there is no result. CPU lane.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -19,6 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 from megaaccum import config as configuration
 from megaaccum.testing import run_ranks
@@ -52,6 +57,9 @@ def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict
     with tempfile.TemporaryDirectory() as folder:
         request = (path, [*overrides, "--output_dir", folder])
         blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
+        shares = overhead(
+            run_ranks(phases, world_size, *request, steps * blocks // 2, timeout=60 + 10 * blocks * steps)
+        )
         peaks = {name: max(run_ranks(peak_bytes, world_size, *request, name, timeout=180)) for name in ("loop", "bare")}
     pairs = zip(blocks_of_rank0["loop"], blocks_of_rank0["bare"], strict=True)
     ratios = [loop / bare for loop, bare in pairs]
@@ -62,6 +70,7 @@ def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict
         "seconds_per_step": {name: [s / steps for s in seconds] for name, seconds in blocks_of_rank0.items()},
         "step_time_ratio": statistics.median(ratios),
         "step_time_ratios": ratios,
+        "overhead": overhead(told),
         "peak_bytes": peaks,
         "peak_memory_ratio": peaks["loop"] / peaks["bare"],
     }
@@ -93,6 +102,8 @@ def report(figures: dict) -> str:
         f"{figures['config']}, {figures['ranks']} ranks\n"
         f"step time    loop {seconds['loop']:.4f} s   bare {seconds['bare']:.4f} s   ratio "
         f"{figures['step_time_ratio']:.4f} (blocks {ratios[0]:.3f} to {ratios[-1]:.3f})\n"
+        f"agreement {figures['overhead']['agree']:.2%}, verdict {figures['overhead']['verdict']:.2%}, counting "
+        f"{figures['overhead']['counting']:.2%} of a step\n"
         f"peak memory  loop {peak['loop']:.1f} MiB   bare {peak['bare']:.1f} MiB   ratio "
         f"{figures['peak_memory_ratio']:.4f}"
     )
@@ -123,6 +134,54 @@ def in_turns(path: str, overrides: list[str], blocks: int, steps: int) -> dict[s
     return seconds
 
 
+Phases = list[tuple[dict[str, float], float, int]]
+"""Of each step: seconds by phase, of the whole step, and its counted collectives."""
+
+
+def phases(path: str, overrides: list[str], steps: int) -> tuple[Phases, float]:
+    """What each step of the loop says of itself on this rank, and seconds that counting adds to one collective."""
+    step, seen = loop_arm(_plan(path, overrides), lambda result: result), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        result: Any = step()
+        seen.append((result.seconds, time.perf_counter() - start, sum(each.calls for each in result.traffic.values())))
+    return seen[2:], cost_of_counting()
+
+
+def cost_of_counting(calls: int = 10_000) -> float:
+    """Seconds that the meter adds to one collective: its own code around one that does nothing."""
+    import torch
+
+    from megaaccum import private
+    from megaaccum.traffic import Meter
+
+    noted: list[Callable] = []
+    watch = contextlib.contextmanager(lambda note: iter([noted.append(note)]))
+    with patch.object(private, "watched_collectives", watch), Meter(None).counting():
+        group, tensors = SimpleNamespace(size=lambda: 2, group_name="dp"), [torch.zeros(1)]
+        counted = private._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
+        start = time.perf_counter()
+        for _ in range(calls):
+            counted(group, tensors)
+        return (time.perf_counter() - start) / calls
+
+
+def overhead(by_rank: list[tuple[Phases, float]]) -> dict[str, float]:
+    """Shares of a step's time, medians over steps. Of a phase in which ranks wait for each other the shortest over
+    ranks: the rank that comes last does not wait."""
+    steps = list(zip(*(seen for seen, _ in by_rank), strict=True))
+    per_call = statistics.median(cost for _, cost in by_rank)
+
+    def share(of: Callable[[tuple], float]) -> float:
+        return statistics.median(min(of(each) / each[1] for each in ranks) for ranks in steps)
+
+    return {
+        "agree": share(lambda each: each[0]["agree"]),
+        "verdict": share(lambda each: each[0]["verdict"]),
+        "counting": share(lambda each: each[2] * per_call),
+    }
+
+
 def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> int:
     """Most memory that this rank held at once while it built one loop and made `steps` steps, over what it held
     before (Linux: resident set)."""
@@ -135,8 +194,8 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
     return _resident("VmHWM") - before
 
 
-def loop_arm(plan) -> Callable[[], float]:
-    """One step of megaaccum's own loop: loader, step, commit, schedule, log."""
+def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
+    """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
     from megaaccum import train
     from megaaccum.transaction import StepTransaction
 
@@ -146,7 +205,7 @@ def loop_arm(plan) -> Callable[[], float]:
     schedule, stepper = parts.schedule_and_stepper()
     loader = train._loader(plan, parts.groups, parts.data, 0)
     steps, watchdog = StepTransaction(plan, stepper, loader, schedule), train._watchdog(plan, stepper)
-    return lambda: train._one_step(plan, steps, loader, log, watchdog, stop=False, problem=None).result.loss
+    return lambda: of(train._one_step(plan, steps, loader, log, watchdog, stop=False, problem=None).result)
 
 
 def bare_arm(plan, steps: int) -> Callable[[], float]:
