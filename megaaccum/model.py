@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megaaccum import cpu
+from megaaccum import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.flops import padded_vocab_size
 from megaaccum.norm import with_own_norms
@@ -86,6 +86,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # loss.py divides, and nothing else: this tells Megatron's schedules not to.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
+        deterministic_mode=plan.config.sharding.deterministic,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
         batch_p2p_sync=on_gpu,
@@ -153,6 +154,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     the configuration asks for.
     """
     _check_local_layers(plan)
+    determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]

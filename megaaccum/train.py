@@ -255,12 +255,13 @@ def _start_process_group(plan: Plan) -> None:
     preload.libraries()
     import torch
 
-    from megaaccum import cpu
+    from megaaccum import cpu, determinism
 
     if cpu.has_accelerator():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif plan.config.run.num_threads:
         torch.set_num_threads(plan.config.run.num_threads)
+    determinism.apply(plan)
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
     try:
         torch.distributed.init_process_group(cpu.backend(), timeout=timeout)

@@ -202,7 +202,8 @@ class ShardingConfig:
     data_parallel_replicas: int = 1
     """With boundary fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
     deterministic: bool = False
-    """Add the ranks' gradients in rank order, so that a run repeats to the bit on any backend."""
+    """A run repeats to the bit: the ranks' gradients are added in rank order on any backend, and kernels are those that
+    repeat (on a CPU, of one thread)."""
     reduce_bucket_size: int = 500_000_000
     """Elements reduced in one collective."""
     offload_optimizer: Literal["none", "cpu"] = "none"

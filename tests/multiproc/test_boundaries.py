@@ -102,14 +102,15 @@ def test_sums_in_rank_order():
     check([Case(4, MEGATRON + ordered, LLAMA), fp64(FSDP2 + ordered), fp64(SPLIT + ordered)])
 
 
-def starting_late(case: Case, delays: dict[int, float]) -> dict:
-    """Every part of the gradient of a step to which some ranks come late."""
+def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dict:
+    """Every part of the gradient of a step to which some ranks come late, in processes of so many torch threads."""
     import time
 
     import torch
 
     from tests.multiproc.parity import gradient
 
+    torch.set_num_threads(threads)
     time.sleep(delays.get(torch.distributed.get_rank(), 0.0))
     return gradient(case).parts
 
@@ -120,6 +121,20 @@ def test_sums_in_rank_order_repeat_to_the_bit(case):
     again = run_ranks(starting_late, 4, case, {0: 0.5, 2: 0.2})
     for one, other in zip(first, again, strict=True):
         assert all(part.equal(other[name]) for name, part in one.items())
+
+
+WIDE = "--hidden_size 256 --num_layers 2 --micro_batch_size 8 "
+"""Large enough for kernels to share a sum among threads."""
+
+
+def test_the_number_of_threads_changes_sums_unless_they_are_to_repeat():
+    def repeats(layout: str) -> bool:
+        case = Case(1, WIDE + "--num_chunks 2 " + layout)
+        one, two = (run_ranks(starting_late, 1, case, {}, threads)[0] for threads in (1, 2))
+        return all(part.equal(two[name]) for name, part in one.items())
+
+    assert not repeats("")
+    assert repeats("--deterministic")
 
 
 # --- what streaming holds at a time -----------------------------------------------------------------------------------
