@@ -582,6 +582,27 @@ def first_element(param: torch.nn.Parameter) -> int:
     return offset[0] * (param.numel() // max(param.shape[0], 1))
 
 
+def megatron_plain_reduce_scatter() -> None:
+    """Have Megatron's DDPs that are built next use torch's reduce-scatter.
+
+    One that adds in rank order (megatron-core 0.19: reduce_scatter_with_fp32_accumulation) puts its own into a global
+    of the module and leaves it there; another one without would then not wait for the sum.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+
+
+def megatron_give_zeros(ddp) -> None:
+    """Give Megatron's DDP a gradient, zeros, of each parameter that got none in the last backward: it sends a bucket
+    when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and else fails."""
+    groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+    had = {param for group in groups for param in group.per_param_grad_ready_counts}
+    missing = [param for param in ddp.module.parameters() if param.requires_grad and param not in had]
+    if missing:
+        torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
+
+
 def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
     """[start, stop) of the flattened parameter that this rank's distributed optimizer owns; empty if it owns none."""
     if param not in optimizer.model_param_gbuf_map:

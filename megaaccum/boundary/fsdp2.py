@@ -161,6 +161,8 @@ class Fsdp2Boundary:
     def shards(self) -> Iterator[GradShard]:
         """Rows of each parameter: fully_shard cuts the first dimension."""
         for name, param in self._parameters:
+            if not param.requires_grad:
+                continue
             assert param.grad is not None, f"{name} has no gradient"
             yield GradShard(name, param, _local(param.grad).view(-1), private.first_element(param))
 

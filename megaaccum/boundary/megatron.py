@@ -41,6 +41,7 @@ class MegatronBoundary:
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
+        private.megatron_plain_reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         sharding = plan.config.sharding
         settings = OptimizerConfig(
@@ -69,8 +70,8 @@ class MegatronBoundary:
         sharding = plan.config.sharding
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
-            # An expert may see no token in a last backward, and Megatron's buckets wait for every gradient there.
-            overlap_grad_reduce=not any(model.is_expert(param) for param in chunk.parameters()),
+            # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
+            overlap_grad_reduce=plan.config.model.num_experts is None,
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,
@@ -127,6 +128,8 @@ class MegatronBoundary:
             return
         assert not self._waiting, "a chunk's last backward ran without the reduction"
         for ddp in self._ddp:
+            if ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
+                private.megatron_give_zeros(ddp)
             ddp.finish_grad_sync()
         sum_over_tp(self, self._groups)
         # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
