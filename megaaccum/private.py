@@ -495,6 +495,71 @@ def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None
     ddp.reducer.prepare_for_backward([])
 
 
+def fsdp2_units(root: torch.nn.Module) -> list[Any]:
+    """What FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last layer
+    first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    return [unit for module in reversed(modules) for unit in module._get_fsdp_state()._fsdp_param_groups]
+
+
+def fsdp2_even_out(unit: Any) -> None:
+    """Give the parameters of a unit that have no gradient yet zeros in the precision of the others' sums.
+
+    FSDP2 (torch 2.13: `unsharded_zero_grad_data`) makes them in the parameter's, and then refuses to reduce both.
+    """
+    params = [p for p in unit.fsdp_params if p.reduce_dtype is not None and p.sharded_param.requires_grad]
+    if any(param.unsharded_accumulated_grad is not None for param in params):
+        for param in params:
+            if param.unsharded_accumulated_grad is None:
+                param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+
+
+class Fsdp2WeightGrads:
+    """The weight gradients (W) of one fully sharded chunk whose backward is split.
+
+    FSDP2 takes a unit's backward for over when its input's gradient is there, and reduces then. Its hooks do not see a
+    W, so what they would do after it is done here, by what they call (torch 2.13; torch.distributed.pipelining calls
+    the same after a stage's last W): `post_backward` of a unit, and `_root_post_backward_final_callback`.
+    """
+
+    def __init__(self, root: torch.nn.Module):
+        self._root, self._units = root, fsdp2_units(root)
+        self._left: list[Any] = []
+
+    def begin(self, *, reduce: bool) -> None:
+        """A W begins. reduce: all gradients that its units have by then are reduced."""
+        self._reduces, self._left = reduce, list(self._units)
+        self._of = {
+            id(param._unsharded_param): (unit, param)
+            for unit in self._units
+            for param in unit.fsdp_params
+            if hasattr(param, "_unsharded_param")
+        }
+
+    def add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """Add `grad`, in the precision in which gradients are reduced; reduce the units before the weight's."""
+        unit, param = self._of[id(weight)]
+        while self._reduces and unit is not self._units[-1] and self._left[0] is not unit:
+            self._reduce(self._left.pop(0))
+        torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape
+        param.accumulate_unsharded_grad_if_needed()
+        param.to_accumulated_grad_if_needed()
+
+    def finish(self) -> None:
+        """Reduce the units that are left, on every rank in one order, and end this backward for torch."""
+        if self._reduces:
+            for unit in self._left:
+                self._reduce(unit)
+            self._root._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+    @staticmethod
+    def _reduce(unit: Any) -> None:
+        fsdp2_even_out(unit)
+        unit.post_backward()
+
+
 def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
     """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
     return param.register_post_accumulate_grad_hook(call)
@@ -532,6 +597,27 @@ def first_element(param: torch.nn.Parameter) -> int:
 
     _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return offset[0] * (param.numel() // max(param.shape[0], 1))
+
+
+def megatron_plain_reduce_scatter() -> None:
+    """Have Megatron's DDPs that are built next use torch's reduce-scatter.
+
+    One that adds in rank order (megatron-core 0.19: reduce_scatter_with_fp32_accumulation) puts its own into a global
+    of the module and leaves it there; another one without would then not wait for the sum.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+
+
+def megatron_give_zeros(ddp) -> None:
+    """Give Megatron's DDP a gradient, zeros, of each parameter that got none in the last backward: it sends a bucket
+    when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and else fails."""
+    groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+    had = {param for group in groups for param in group.per_param_grad_ready_counts}
+    missing = [param for param in ddp.module.parameters() if param.requires_grad and param not in had]
+    if missing:
+        torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
 
 def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+
+from megaaccum.schedule.simulate import BY_MEGATRON
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,9 @@ class Boundary(Protocol):
         """Around all but a chunk's last backward: gradients are only added up on this rank. Outside it, every gradient
         that arrives is final. It is entered and left once per chunk, or, under a split backward, around each action."""
 
-    grad_sync_func: Callable | None
-    """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute."""
+    grad_sync_func: Callable | list[Callable] | None
+    """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
+    one per chunk, called when a chunk's gradients are all there."""
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         """After the flush: finish the reduction, then the sums over tp and over the two copies of a tied embedding."""
@@ -104,6 +110,11 @@ class Boundary(Protocol):
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
+def splits_backward(plan: Plan) -> bool:
+    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
+    return plan.layout.schedule not in BY_MEGATRON | {"none"}
+
+
 @runtime_checkable
 class FollowsSplit(Protocol):
     """What a boundary that does something between the flush's first and last action hears of a split backward: its
@@ -112,6 +123,9 @@ class FollowsSplit(Protocol):
 
     def after_input_grad(self, chunk: int) -> None:
         """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""

@@ -16,9 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
-from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
 from megaaccum.boundary.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
-from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -32,7 +31,7 @@ class DdpBoundary:
     the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
     """
 
-    grad_sync_func: Callable | None = None
+    grad_sync_func: Callable | list[Callable] | None = None
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
@@ -41,7 +40,7 @@ class DdpBoundary:
         self._chunks = chunks
         self._optimizer = optimizer
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
-        self._ddp = [DistributedDataParallel(chunk, process_group=groups.dp_cp) for chunk in chunks]
+        self._ddp = [DistributedDataParallel(c, process_group=groups.dp_cp) for c in chunks if _trainable(c)]
         self._reduce_bucket = average_in_rank_order if plan.config.sharding.deterministic else allreduce_hook
         for ddp in self._ddp:
             ddp.register_comm_hook(groups.dp_cp, self._look_and_reduce)
@@ -49,13 +48,13 @@ class DdpBoundary:
         self.replica = groups.dp_cp.rank()
         self._last_flush, self._syncing = True, False
         self._waiting: list[DistributedDataParallel] = []
-        if plan.layout.schedule in BY_MEGATRON or plan.layout.pp == 1:
-            for chunk, ddp in zip(chunks, self._ddp, strict=True):
-                for param in chunk.parameters():
-                    if param.requires_grad:
-                        param.register_hook(partial(self._before_gradient, ddp))
-        else:
+        self._arrived: set[int] = set()
+        if splits_backward(plan):
             self.grad_sync_func = self._reduce_chunk
+        else:
+            for ddp in self._ddp:
+                for param in _trainable(ddp):
+                    param.register_hook(partial(self._before_gradient, ddp, param))
 
     def param_sync_func(self, params) -> None:
         """Nothing to do: parameters are whole."""
@@ -69,11 +68,13 @@ class DdpBoundary:
         finally:
             self._syncing = self._last_flush
 
-    def _before_gradient(self, ddp: DistributedDataParallel, grad: torch.Tensor) -> None:
+    def _before_gradient(self, ddp: DistributedDataParallel, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """A chunk's first final gradient is about to be added: from now on each of its gradients is."""
-        if self._syncing and ddp in self._waiting:
-            self._waiting.remove(ddp)
-            private.ddp_expect_gradients(ddp)
+        if self._syncing:
+            self._arrived.add(id(param))
+            if ddp in self._waiting:
+                self._waiting.remove(ddp)
+                private.ddp_expect_gradients(ddp)
 
     def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
         """All-reduce a chunk whose gradients are all there.
@@ -81,12 +82,20 @@ class DdpBoundary:
         Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
         reducer takes one gradient per parameter once it expects any. So it is given them at the end, as zeros to add.
         """
-        mine = [param for param in params if param.requires_grad]
-        ddp = next(d for d, c in zip(self._ddp, self._chunks, strict=True) if next(c.parameters()) is mine[0])
-        if self._last_flush:
+        mine = {id(param) for param in params}
+        for ddp in self._ddp if self._last_flush else ():
+            if any(id(param) in mine for param in ddp.parameters()):
+                self._give_zeros(ddp)
+
+    def _give_zeros(self, ddp: DistributedDataParallel) -> None:
+        """Let DDP's reducer have a gradient of every parameter: of those that got none, zeros (they may have some of
+        earlier micro-batches). It sends its buckets in one order on all ranks, whichever of them lack some."""
+        if ddp in self._waiting:
             self._waiting.remove(ddp)
             private.ddp_expect_gradients(ddp)
-            torch.autograd.backward(mine, [torch.zeros_like(param) for param in mine])
+        missing = [param for param in _trainable(ddp) if id(param) not in self._arrived]
+        if missing:
+            torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -95,7 +104,10 @@ class DdpBoundary:
         self._syncing = False
         if not self._last_flush:
             return
-        assert not self._waiting, "a chunk's last backward ran without the reduction"
+        if self.grad_sync_func is None:
+            for ddp in self._ddp:
+                self._give_zeros(ddp)
+        assert not self._waiting, "a chunk was not reduced"
         sum_over_tp(self, self._groups)
         sum_tied_copies(self, self._groups)
 
@@ -110,6 +122,7 @@ class DdpBoundary:
 
     def begin_step(self) -> None:
         self._waiting, self._syncing = list(self._ddp), False
+        self._arrived.clear()
         self._optimizer.zero_grad(set_to_none=True)
 
     def gather(self) -> None:
@@ -119,8 +132,10 @@ class DdpBoundary:
         self._last_flush = last
 
     def shards(self) -> Iterator[GradShard]:
-        """The whole gradient of every parameter, equal on all data-parallel ranks."""
+        """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""
         for name, param in model.named_parameters(self._chunks):
+            if not param.requires_grad:
+                continue
             assert param.grad is not None, f"{name} has no gradient"
             yield GradShard(name, param, param.grad.view(-1), 0)
 
@@ -141,3 +156,7 @@ class DdpBoundary:
     @property
     def param_groups(self) -> list[dict]:
         return self._optimizer.param_groups
+
+
+def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [param for param in module.parameters() if param.requires_grad]

@@ -77,7 +77,7 @@ class DeepSpeedBoundary:
 
     def param_sync_func(self, params) -> None:
         """All-gather a chunk's parameters over the data-parallel ranks, those that are not whole yet."""
-        self.parts.gather([param for param in params if param.requires_grad])
+        self.parts.gather(list(params))
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class DeepSpeedBoundary:
 
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
-        self.parts.gather(self.parts.params)
+        self.parts.gather(list(self.engine.module.parameters()))
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum import groups as process_groups
 from megaaccum import model, private
-from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
 from megaaccum.boundary.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -39,20 +39,23 @@ class Fsdp2Boundary:
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
         self._streaming = sharding.sync == "streaming"
+        self._splits = splits_backward(plan)
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()
-        names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
-        marks = {name: vars(param).copy() for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
+        whole = [param for _, param in model.named_parameters(chunks)]  # type: ignore[arg-type]
         mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         for chunk in chunks:
             self._shard(chunk, mesh, plan)
-        self._parameters = dict(model.named_parameters(chunks))  # type: ignore[arg-type]
-        for name, param in self._parameters.items():
-            vars(param).update(marks[name])
+        self._weight_grads = [private.Fsdp2WeightGrads(root) for root in self._roots]
+        self._parameters = list(model.named_parameters(chunks))  # type: ignore[arg-type]
+        """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
+        shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
+        for param in whole:
+            vars(shards[id(param)]).update(vars(param))
         for group in optimizer.param_groups:
-            group["params"] = [self._parameters[names[id(param)]] for param in group["params"]]
+            group["params"] = [shards[id(param)] for param in group["params"]]
 
     def _shard(self, chunk: torch.nn.Module, mesh, plan: Plan) -> None:
         """Masters are FP32 (float64 stays); the forward sees the precision of the model, sums are made in
@@ -88,11 +91,11 @@ class Fsdp2Boundary:
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside are not summed over ranks (streaming: over replicas). Chunks leave it one
-        by one, the last chunk first."""
+        by one, the last chunk first. (Under a split backward `before_weight_grad` says when a chunk's last comes.)"""
         try:
             yield
         finally:
-            if self._last_flush and self._waiting:
+            if self._last_flush and self._waiting and not self._splits:
                 self._expect_last_backward(self._waiting.pop())
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
@@ -105,6 +108,31 @@ class Fsdp2Boundary:
         sum_over_tp(self, self._groups)
         sum_tied_copies(self, self._groups)
 
+    # --- a backward in two parts ---
+
+    def after_input_grad(self, chunk: int) -> None:
+        """Nothing to do: a unit's own hooks took its I for its whole backward, added up what came and, with streaming,
+        let its parameters go."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        root, final = self._roots[chunk], last and self._last_flush
+        if final:
+            self._waiting.remove(root)
+            self._expect_last_backward(root)
+        elif self._streaming:
+            root.set_requires_gradient_sync(True)
+        self._in_w = self._weight_grads[chunk]
+        self._in_w.begin(reduce=final or self._streaming)
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        self._in_w.add(weight, grad)
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """With streaming, gradients that the next I brings wait for its W: one reduction of a unit per micro-batch."""
+        self._weight_grads[chunk].finish()
+        if self._streaming:
+            self._roots[chunk].set_requires_gradient_sync(False)
+
     # --- the step ---
 
     def begin_step(self) -> None:
@@ -114,7 +142,7 @@ class Fsdp2Boundary:
             private.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self._streaming)
-            root.set_requires_gradient_sync(self._streaming)
+            root.set_requires_gradient_sync(self._streaming and not self._splits)
             root.set_requires_all_reduce(False)
 
     def _expect_last_backward(self, root: FSDPModule) -> None:
@@ -122,6 +150,8 @@ class Fsdp2Boundary:
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)
         root.set_requires_all_reduce(True)
+        for unit in private.fsdp2_units(cast("torch.nn.Module", root)):
+            private.fsdp2_even_out(unit)
 
     def gather(self) -> None:
         """Nothing to do: a unit's first forward gathers it."""
@@ -131,7 +161,9 @@ class Fsdp2Boundary:
 
     def shards(self) -> Iterator[GradShard]:
         """Rows of each parameter: fully_shard cuts the first dimension."""
-        for name, param in self._parameters.items():
+        for name, param in self._parameters:
+            if not param.requires_grad:
+                continue
             assert param.grad is not None, f"{name} has no gradient"
             yield GradShard(name, param, _local(param.grad).view(-1), private.first_element(param))
 
@@ -142,7 +174,7 @@ class Fsdp2Boundary:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Iterator[StatePiece]:
-        for name, param in self._parameters.items():
+        for name, param in self._parameters:
             moments: dict[str, Any] = self._optimizer.state[param]
             for moment in ("exp_avg", "exp_avg_sq"):
                 if moment not in moments:
@@ -152,7 +184,7 @@ class Fsdp2Boundary:
             yield StatePiece(name, param, private.first_element(param), views)
 
     def adopt_state(self, num_steps: int) -> None:
-        private.set_adam_step(self._optimizer, list(self._parameters.values()), num_steps)
+        private.set_adam_step(self._optimizer, [param for _, param in self._parameters], num_steps)
         for root in self._roots:
             root.reshard()  # what an evaluation left gathered is of before
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaaccum import cpu, model, private
-from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
 from megaaccum.boundary.reduction import sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class MegatronBoundary:
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
     """
 
-    grad_sync_func: Callable | None = None
+    grad_sync_func: Callable | list[Callable] | None = None
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
@@ -40,6 +41,7 @@ class MegatronBoundary:
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
+        private.megatron_plain_reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         sharding = plan.config.sharding
         settings = OptimizerConfig(
@@ -59,15 +61,17 @@ class MegatronBoundary:
                 distributed_optimizer_instance_id=0,
             )
         self._last_flush = True
-        self._waiting: list[ExitStack] = []
+        self._waiting: dict[DistributedDataParallel, ExitStack] = {}
+        if splits_backward(plan):
+            self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
 
     @staticmethod
     def _wrap(plan: Plan, groups: Groups, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
         sharding = plan.config.sharding
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
-            # An expert may see no token in a last backward, and Megatron's buckets wait for every gradient there.
-            overlap_grad_reduce=not any(model.is_expert(param) for param in chunk.parameters()),
+            # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
+            overlap_grad_reduce=plan.config.model.num_experts is None,
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,
@@ -84,7 +88,8 @@ class MegatronBoundary:
             chunk.config,  # type: ignore[arg-type]
             settings,
             chunk,
-            disable_bucketing=not bucketed,
+            # All of a chunk in one collective; a sum in rank order takes one bucket each, and a tied embedding has its own.
+            disable_bucketing=not bucketed and not sharding.deterministic,
             pg_collection=groups.collection,
             full_param_layout=layout,
         )
@@ -100,8 +105,20 @@ class MegatronBoundary:
         try:
             yield
         finally:
-            if self._last_flush and self._waiting:
-                self._waiting.pop().close()
+            if self._last_flush and self._waiting and self.grad_sync_func is None:
+                self._waiting.popitem()[1].close()
+
+    def _reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
+        """Start to reduce a chunk whose gradients are all there.
+
+        Megatron sends a bucket when each of its parameters has had as many gradients in a last micro-batch as in the
+        first step's. Under a split backward a matrix' gradients of early micro-batches come after a norm's last one, so
+        there is no last micro-batch to count in.
+        """
+        if self._last_flush:
+            self._waiting.pop(ddp).close()
+            if ddp.ddp_config.overlap_grad_reduce:  # else `finish_grad_sync` does all of it
+                ddp.start_grad_sync()
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -111,6 +128,8 @@ class MegatronBoundary:
             return
         assert not self._waiting, "a chunk's last backward ran without the reduction"
         for ddp in self._ddp:
+            if ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
+                private.megatron_give_zeros(ddp)
             ddp.finish_grad_sync()
         sum_over_tp(self, self._groups)
         # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
@@ -119,8 +138,8 @@ class MegatronBoundary:
     # --- the step ---
 
     def begin_step(self) -> None:
-        self._waiting = [ExitStack() for _ in self._ddp]
-        for stack, ddp in zip(self._waiting, self._ddp, strict=True):
+        self._waiting = {ddp: ExitStack() for ddp in self._ddp}
+        for ddp, stack in self._waiting.items():
             ddp.zero_grad_buffer()
             stack.enter_context(ddp.no_sync())
 

@@ -72,7 +72,7 @@ class StreamingBoundary(DeepSpeedBoundary):
         self._in_backward: Unit | None = None
         self._recomputed: Unit | None = None
         self._splitting = False
-        self._in_w: list[list[torch.nn.Parameter]] | None = None
+        self._in_w: list[list[torch.nn.Parameter]] = []
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
@@ -171,19 +171,19 @@ class StreamingBoundary(DeepSpeedBoundary):
         self._end_backward()
         self._drop_ahead()
 
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        self._in_w = self._put_off(chunk)
+
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Take a gradient that W has computed. Those of a unit go out when the first of the next one comes."""
-        if self._in_w is None:
-            self._in_w = self._put_off(self._owner[id(weight)].chunk)
         while id(weight) not in self._read_elsewhere and not any(weight is each for each in self._in_w[0]):
             self._reduce_now(self._in_w.pop(0))
         self._zero.add_gradient(weight, grad)
 
     def after_weight_grad(self, chunk: int) -> None:
         """Reduce what is left of this W, in the order of all ranks: here a weight may have got no gradient."""
-        for params in self._put_off(chunk) if self._in_w is None else self._in_w:
+        for params in self._in_w:
             self._reduce_now(params)
-        self._in_w = None
 
     def _put_off(self, chunk: int) -> list[list[torch.nn.Parameter]]:
         """What a W of `chunk` computes, unit by unit in the order of a backward; a weight that several units read

@@ -53,7 +53,10 @@ class Hooks:
         self._enter()
 
     def before_weight_grad(self, action: Action) -> None:
-        self._expect(final=self._last_weight_grad[action.chunk] == action.microbatch)
+        last = self._last_weight_grad[action.chunk] == action.microbatch
+        self._expect(final=last)
+        if self._split is not None:
+            self._split.before_weight_grad(action.chunk, last)
 
     def after_weight_grad(self, action: Action) -> None:
         """After a chunk's last weight gradient its gradients are whole: hand them over, if the boundary asks for it."""

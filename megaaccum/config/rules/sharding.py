@@ -106,7 +106,7 @@ def split_backward(subject: Subject) -> Iterator[str]:
     sharding, schedule = subject.sharding, subject.parallel.schedule
     if schedule in ("auto", "none", "1f1b", "interleaved", "gpipe"):
         return
-    if sharding.boundary in ("fsdp2", "megatron"):
+    if sharding.boundary in ():
         what = f"sync {sharding.sync}" if sharding.sync == "streaming" else f"boundary {sharding.boundary}"
         yield (
             f"schedule {schedule} splits the backward, which {what} does not follow: set boundary to deepspeed with"
