@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
+from megaaccum.memory import bytes_by_kind
 from megaaccum.traffic import bytes_by_collective
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _one_step(
         "skipped": result.skipped,
         "seconds_per_step": sum(result.seconds.values()),
     }
-    record |= bytes_by_collective(result.traffic)
+    record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
     if result.sanitized:

@@ -6,7 +6,7 @@ bucket in each chunk's last backward; each rank steps its share and gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megaaccum import cpu, model, private
 from megaaccum.boundary.base import GradShard, StatePiece
 from megaaccum.boundary.reduction import sum_over_tp, sum_tied_copies
+from megaaccum.memory import HighWater
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -38,6 +39,8 @@ class MegatronBoundary:
     """Megatron sums where the loss is per token, as it is told here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
@@ -152,6 +155,9 @@ class MegatronBoundary:
 
     def adopt_state(self, num_steps: int) -> None:
         private.megatron_adopt(self.optimizer, num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        return private.megatron_tensors(self.optimizer)
 
     @property
     def param_groups(self) -> list[dict]:

@@ -61,6 +61,8 @@ class StreamingBoundary(DeepSpeedBoundary):
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
         self._reducer = PartitionReducer.of(plan, groups)
         self._holds: Counter[int] = Counter()
+        self._whole = 0
+        """Bytes of whole parameters now."""
         self._ahead: tuple[Unit, Any] | None = None
         self._in_backward: Unit | None = None
         self._recomputed: Unit | None = None
@@ -141,8 +143,14 @@ class StreamingBoundary(DeepSpeedBoundary):
         if unit.own:
             for param in unit.own:
                 self._look_at(param)
+            self._note_gradients(unit)
             self._reducer.add([(param, self._zero.accumulator(param)) for param in unit.own])
         self._release(unit)
+
+    def _note_gradients(self, unit: Unit) -> None:
+        """Count the unit's whole gradients, of which no other unit has any now, and the buffers that they go into."""
+        grads = [param.grad.nbytes for param in unit.own if param.grad is not None]
+        self.memory.note("gradients_whole", sum(grads))
 
     def _drop_recomputed(self) -> None:
         unit, self._recomputed = self._recomputed, None
@@ -166,6 +174,8 @@ class StreamingBoundary(DeepSpeedBoundary):
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1
+        self._whole += _bytes(missing)
+        self.memory.note("parameters_whole", self._whole)
         return self._zero.start_gather(missing)
 
     def _release(self, unit: Unit) -> None:
@@ -174,6 +184,7 @@ class StreamingBoundary(DeepSpeedBoundary):
             self._holds[id(param)] -= 1
             if not self._holds[id(param)] and not unit.kept:
                 free.append(param)
+        self._whole -= _bytes(free)
         self._zero.release(free)
 
     def _drop_ahead(self) -> None:
@@ -208,6 +219,11 @@ def units_of(chunk) -> list[Unit]:
     for before, after in itertools.pairwise(units):
         before.after, after.before = after, before
     return units
+
+
+def _bytes(params: list[torch.nn.Parameter]) -> int:
+    """Of the whole parameters, gathered or not."""
+    return sum(param.ds_numel * param.element_size() for param in params)  # type: ignore[attr-defined]
 
 
 def _keep_within(units: list[Unit], max_live_parameters: int) -> None:
