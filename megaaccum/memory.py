@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = (
+    "parameters",
     "parameters_whole",
     "parameters_shard",
+    "gradients",
     "gradients_whole",
     "gradients_shard",
     "optimizer",
@@ -29,9 +31,16 @@ KINDS = (
     "p2p",
     "host",
 )
-"""What bytes are of. whole: all of a parameter; shard: this rank's part, for gradients the accumulators too. optimizer:
-master weights and moments. buffers: of reductions. activations: kept for backwards. p2p: receive buffers that are posted
-and not taken. host: what an offloaded optimizer keeps in host memory."""
+"""What bytes are of. parameters, gradients: whole ones and this rank's shards (for gradients, accumulators too) at one
+moment, and each by itself. optimizer: master weights and moments. buffers: of reductions. activations: kept for
+backwards. p2p: receive buffers that are posted and not taken. host: what an offloaded optimizer keeps off the device.
+"""
+
+SUMS = {
+    "parameters": ("parameters_whole", "parameters_shard"),
+    "gradients": ("gradients_whole", "gradients_shard"),
+}
+"""Kinds that are the sum of others at one moment."""
 
 Memory = dict[str, int]
 """Bytes by kind. Each is a high-water mark of its own: they need not have been reached together."""
@@ -47,17 +56,26 @@ class HighWater:
     """High-water marks, in bytes."""
 
     peaks: Memory = field(default_factory=dict)
+    _now: Memory = field(default_factory=dict)
 
     def note(self, kind: str, num_bytes: int) -> None:
         """So many bytes of `kind` are held now."""
+        self._now[kind] = num_bytes
+        self._raise(kind, num_bytes)
+        whole = kind.split("_")[0]
+        if whole != kind:
+            self._raise(whole, sum(self._now.get(part, 0) for part in SUMS[whole]))
+
+    def _raise(self, kind: str, num_bytes: int) -> None:
         if num_bytes > self.peaks.get(kind, 0):
             self.peaks[kind] = num_bytes
 
     def look(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
         """Note the storages behind these tensors, by kind; one that two kinds share counts for the first."""
         seen: set[int] = set()
-        for kind, tensors in held.items():
-            self.note(kind, _storage_bytes(tensors, seen))
+        self._now |= {kind: _storage_bytes(tensors, seen) for kind, tensors in held.items()}
+        for kind in held:
+            self.note(kind, self._now[kind])
 
     def take(self) -> Memory:
         """The marks since the last call."""
@@ -74,6 +92,19 @@ def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
             seen.add(key)
             total += size
     return total
+
+
+def smallest_device() -> float | None:
+    """Bytes that are free on the device of the rank with the fewest; None on CPUs. Collective over the world."""
+    from megaaccum import cpu
+
+    if not cpu.has_accelerator():
+        return None
+    import torch
+
+    free = torch.tensor(torch.cuda.mem_get_info()[0], dtype=torch.int64, device=cpu.device())
+    torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
+    return float(free)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

@@ -314,7 +314,11 @@ class Zero3:
             "parameters_whole": self.params,
             "parameters_shard": [param.ds_tensor for param in self.params],  # type: ignore[attr-defined]
             "gradients_whole": [param.grad for param in self.params if param.grad is not None],
-            "gradients_shard": [zero.grad_partitions_flat_buffer, *averaged, *([] if zero.offload_optimizer else grads)],
+            "gradients_shard": [
+                zero.grad_partitions_flat_buffer,
+                *averaged,
+                *([] if zero.offload_optimizer else grads),
+            ],
             "buffers": [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None],
             "host" if zero.offload_optimizer else "optimizer": state + (grads if zero.offload_optimizer else []),
         }
@@ -613,13 +617,16 @@ def watch_fsdp2(roots, memory) -> None:
         to_unsharded, to_sharded, post_backward = group._to_unsharded, group._to_sharded, group.post_backward
 
         def gather() -> None:
-            gathered[id(group)] = sum(out.untyped_storage().nbytes() for p in group.fsdp_params for out in p.all_gather_outputs)
+            gathered[id(group)] = sum(
+                out.untyped_storage().nbytes() for p in group.fsdp_params for out in p.all_gather_outputs
+            )
             memory.note("parameters_whole", sum(gathered.values()))
             to_unsharded()
 
         def release() -> None:
             gathered[id(group)] = 0
             to_sharded()
+            memory.note("parameters_whole", sum(gathered.values()))
 
         def reduce(*args) -> None:
             if group.reduce_grads:

@@ -228,7 +228,9 @@ class Stepper:
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         return self._schedule(
-            forward_step_func=_ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe, self._note_memory),
+            forward_step_func=_ForwardStep(
+                loss, self._groups, self._chunks, self.trace, self._probe, self._note_memory
+            ),
             data_iterator=[iter(indexed) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(indexed),

@@ -60,11 +60,14 @@ def train(plan: Plan) -> int:
     from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
     from megaaccum.agreement import agree, together
     from megaaccum.data.dataset import build_datasets
+    from megaaccum.memory import smallest_device
     from megaaccum.saver import Saver
     from megaaccum.step import Stepper
     from megaaccum.transaction import StepTransaction
 
     _start_process_group(plan)
+    agree(plan.digest(), details=plan.facts)
+    plan = together(_settled, plan, smallest_device())
     agree(plan.digest(), details=plan.facts)
     together(_check_folders, plan.config)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
@@ -76,6 +79,8 @@ def train(plan: Plan) -> int:
     saver = Saver(plan, places, sharded, schedule, data, shape, dict(model.named_buffers(chunks)))
     step, consumed, state = saver.resume()
     log = together(_open_log, plan, data, start_step=step)
+    for note in plan.notes:
+        log.note(note)
     stepper = Stepper(plan, places, chunks, sharded)
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
         steps = StepTransaction(plan, stepper, loader, schedule, step=step, last_good=saver.last_good)
@@ -84,6 +89,13 @@ def train(plan: Plan) -> int:
     together(log.close, outcome)
     _end_process_group()
     return 0
+
+
+def _settled(plan: Plan, device_bytes: float | None) -> Plan:
+    """The plan with a policy that fits; the same on every rank. Raises ConfigError where none does."""
+    from megaaccum import fit, model
+
+    return fit.settle(plan, device_bytes, local=not model.uses_transformer_engine(plan))
 
 
 def _loop(

@@ -145,10 +145,11 @@ class StreamingBoundary(DeepSpeedBoundary):
                 self._look_at(param)
             self._note_gradients(unit)
             self._reducer.add([(param, self._zero.accumulator(param)) for param in unit.own])
+            self.memory.note("gradients_whole", 0)
         self._release(unit)
 
     def _note_gradients(self, unit: Unit) -> None:
-        """Count the unit's whole gradients, of which no other unit has any now, and the buffers that they go into."""
+        """Count the unit's whole gradients, of which no other unit has any now."""
         grads = [param.grad.nbytes for param in unit.own if param.grad is not None]
         self.memory.note("gradients_whole", sum(grads))
 
@@ -186,6 +187,7 @@ class StreamingBoundary(DeepSpeedBoundary):
                 free.append(param)
         self._whole -= _bytes(free)
         self._zero.release(free)
+        self.memory.note("parameters_whole", self._whole)
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
