@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megaaccum import policies
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
@@ -13,7 +15,7 @@ from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError
 from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts, from_rows, row_of
 from megaaccum.planner.memory import MemoryModel
-from megaaccum.planner.stages import chunks_of_rank, rank_kinds, stages_of
+from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of
 from megaaccum.planner.weights import Elements, rank_parameters
 from megaaccum.planner.workload import memory_model
 from megaaccum.policies import Moved, Policy
@@ -74,14 +76,19 @@ class Forecast:
         """What a rank of pipeline rank `pp_rank` receives: experts are gathered and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
-        plain = policies.moved(policy, sharding, int(held.plain), at.dp * at.cp, microbatches=m)
+        live = float(np.max(self.model(policy).units(self.layout(policy), self.chunks(pp_rank)).kept))
+        plain = policies.moved(policy, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live)
         return plain + policies.moved(policy, sharding, int(held.expert), at.edp, microbatches=m)
 
     def elements(self, pp_rank: int) -> Elements:
         """Parameters of a rank of pipeline rank `pp_rank`."""
         at = self.plan.layout
-        chunks = chunks_of_rank(stages_of(self.plan.config), pp_rank, pp=at.pp, schedule=at.schedule)
-        return rank_parameters(self.plan.config.model, chunks, self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+        return rank_parameters(self.plan.config.model, self.chunks(pp_rank), self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+
+    def chunks(self, pp_rank: int) -> list[Stage]:
+        """The stages of pipeline rank `pp_rank`."""
+        at = self.plan.layout
+        return chunks_of_rank(stages_of(self.plan.config), pp_rank, pp=at.pp, schedule=at.schedule)
 
     def model(self, policy: Policy) -> MemoryModel:
         """The planner's memory model of `policy`."""

@@ -83,9 +83,11 @@ class Moved:
         return self.gathered + self.reduced
 
 
-def moved(policy: Policy, sharding: ShardingConfig, elements: float, ranks: int, *, microbatches: int) -> Moved:
+def moved(
+    policy: Policy, sharding: ShardingConfig, elements: float, ranks: int, *, microbatches: int, live: float = 0
+) -> Moved:
     """What `elements` parameters that `ranks` ranks share cost: K ranks, R replicas of S = K / R ranks, P and G bytes
-    of parameters and gradients, L of them live, m micro-batches per step.
+    of parameters and gradients, L of them `live` elements', m micro-batches per step.
 
     | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
     | streaming | (K-1)/K * (2 (P - L) * m + L + G * m) |
@@ -107,7 +109,7 @@ def moved(policy: Policy, sharding: ShardingConfig, elements: float, ranks: int,
     replicas = 2 * between * g / inner
     if policy.sync == "resident":
         return Moved(share * p, share * g + replicas)
-    live = param * min(policy.live, elements)
+    live *= param
     return Moved(share * (2 * (p - live) * microbatches + live), share * g * microbatches + replicas)
 
 
@@ -167,10 +169,11 @@ def _fsdp2_bytes(policy: Policy, param: float, reduce: float) -> StateBytes:
 
 
 def _deepspeed_bytes(policy: Policy, param: float, grad: float, *, offloaded: bool) -> StateBytes:
-    """An FP32 master and two moments per element of the shard, and for the step an FP32 copy of its gradients."""
-    step = grad if offloaded else grad + 4
-    shards = dict(optimizer_shard=0.0 if offloaded else 12.0, grad_step=step)
+    """An FP32 master and two moments per element of the shard, and for the step an FP32 copy of its gradients: beside
+    them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their place."""
+    shards = dict(optimizer_shard=0.0 if offloaded else 12.0, grad_step=grad + (0 if offloaded else 4))
     if policy.zero_stage < 3:
+        shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)
     if policy.sync == "resident":
         return StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, **shards)

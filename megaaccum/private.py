@@ -270,10 +270,15 @@ class Zero3:
 
     def start_gather(self, params: list[torch.nn.Parameter]):
         """Begin to make `params` whole, those that are not yet, by one all-gather. Returns what `wait` is called on."""
+        missing = [param for param in params if not self.is_whole(param)]
+        return missing[0].all_gather_coalesced(missing) if missing else _Nothing()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def is_whole(param: torch.nn.Parameter) -> bool:
+        """Whether the parameter is gathered, or about to be."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
-        return missing[0].all_gather_coalesced(missing) if missing else _Nothing()  # type: ignore[attr-defined]
+        return param.ds_status != ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
     def release(self, params: list[torch.nn.Parameter]) -> None:
         """Free what is whole of `params`; this rank's partitions stay."""
@@ -438,9 +443,10 @@ class Zero12:
         grads = [flat.grad for flat in flats if flat.grad is not None]
         return {
             "parameters_whole": [*zero.bit16_groups_flat, *self.params],
+            # First: gradients that have been put into a bucket are views of it.
+            "buffers": [buffer for bucket in zero.ipg_buckets.values() for buffer in bucket.buffer],
             "gradients_whole": whole,
             "gradients_shard": [*averaged, *([] if zero.cpu_offload else grads)],
-            "buffers": [buffer for bucket in zero.ipg_buckets.values() for buffer in bucket.buffer],
             "host" if zero.cpu_offload else "optimizer": state + (grads if zero.cpu_offload else []),
         }
 

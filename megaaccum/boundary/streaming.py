@@ -92,6 +92,7 @@ class StreamingBoundary(DeepSpeedBoundary):
 
     def begin_step(self) -> None:
         self._zero.begin_accumulation()
+        self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
         for param in self._zero.params:
             param.grad = None
 
@@ -175,7 +176,7 @@ class StreamingBoundary(DeepSpeedBoundary):
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1
-        self._whole += _bytes(missing)
+        self._whole += _bytes([param for param in missing if not self._zero.is_whole(param)])
         self.memory.note("parameters_whole", self._whole)
         return self._zero.start_gather(missing)
 

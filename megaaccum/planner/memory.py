@@ -164,7 +164,7 @@ class MemoryModel:
         shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
         shard = params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
         streams = at.policy == POLICIES.index("streaming")
-        units = self._units(at, chunks) if streams.any() else Units(zero, zero)
+        units = self.units(at, chunks) if streams.any() else Units(zero, zero)
         totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
         for (stage, policy), per in self.states.items():
             here = (at.zero_stage == stage) & (at.policy == policy)
@@ -174,7 +174,7 @@ class MemoryModel:
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
 
-    def _units(self, at: Layouts, chunks: list[Stage]) -> Units:
+    def units(self, at: Layouts, chunks: list[Stage]) -> Units:
         """What is whole at a time under streaming."""
 
         def size(piece: Stage) -> Any:

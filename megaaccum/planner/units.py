@@ -19,6 +19,8 @@ class Units:
 
     params: Any
     grads: Any
+    kept: Any = 0
+    """Of the parameters, those that stay."""
 
 
 def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: float = 0, joined: bool = False) -> Units:
@@ -32,17 +34,23 @@ def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: flo
         return _joined(chunks, size)
     pieces = [list(_pieces(chunk)) for chunk in chunks]
     sizes = {piece: size(piece) for each in pieces for piece in each}
-    runs = {run for each in pieces for run in (itertools.pairwise(each) if len(each) > 1 else [(each[0],)])}
-    everything = [sizes[piece] for each in pieces for piece in each]
-    kept = sum(
-        one for one, so_far in zip(everything, itertools.accumulate(everything), strict=True) if _fits(so_far, live)
-    )
-    most = max_of(sum(sizes[piece] for piece in run) for run in runs)
-    return Units(np.minimum(most + kept, sum(everything)), max_of(sizes.values()))
+    staying = _staying([[sizes[piece] for piece in each] for each in pieces], live)
+    marked = [list(zip(each, stay, strict=True)) for each, stay in zip(pieces, staying, strict=True)]
+    runs = {run for each in marked for run in (itertools.pairwise(each) if len(each) > 1 else [(each[0],)])}
+    kept = sum(sizes[piece] for each in marked for piece, stays in each if stays)
+    coming = max_of(sum(sizes[piece] for piece, stays in run if not stays) for run in runs)
+    return Units(kept + coming, max_of(sizes.values()), kept)
 
 
-def _fits(elements: Any, live: float) -> bool:
-    return live > 0 and bool(np.all(elements <= live))
+def _staying(sizes: list[list[Any]], live: float) -> list[list[bool]]:
+    """Which units stay: the first ones, up to `live` elements."""
+    so_far, stays = 0, []
+    for each in sizes:
+        stays.append([])
+        for one in each:
+            so_far = so_far + one
+            stays[-1].append(live > 0 and bool(np.all(so_far <= live)))
+    return stays
 
 
 def _joined(chunks: Sequence[Stage], size: Callable[[Stage], Any]) -> Units:
