@@ -137,6 +137,8 @@ class StateBytes:
     optimizer_shard: float = 12.0
     unit_param: float = 0.0
     unit_grad: float = 0.0
+    alone: bool = False
+    """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 
     def gradients(self, whole: Any, shard: Any, unit: Any) -> Any:
         """Bytes at the worse of two moments: the end of the last backward, and the optimizer's step."""
@@ -176,5 +178,7 @@ def _deepspeed_bytes(policy: Policy, param: float, grad: float, *, offloaded: bo
         shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)
     if policy.sync == "resident":
-        return StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, **shards)
-    return StateBytes(param=0, param_shard=param, grad=0, grad_shard=grad, unit_param=param, unit_grad=grad, **shards)
+        return StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, alone=True, **shards)
+    return StateBytes(
+        param=0, param_shard=param, grad=0, grad_shard=grad, unit_param=param, unit_grad=grad, alone=True, **shards
+    )

@@ -316,15 +316,17 @@ class Zero3:
         state = [*flats, *optimizer_tensors(zero.optimizer)]
         grads = [flat.grad for flat in flats if flat.grad is not None]
         return {
-            "parameters_whole": self.params,
+            # First: a gathered parameter that no other rank shares is a view of its shard.
             "parameters_shard": [param.ds_tensor for param in self.params],  # type: ignore[attr-defined]
+            "parameters_whole": self.params,
+            # Before gradients: those that were put into a bucket are views of it.
+            "buffers": [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None],
             "gradients_whole": [param.grad for param in self.params if param.grad is not None],
             "gradients_shard": [
                 zero.grad_partitions_flat_buffer,
                 *averaged,
                 *([] if zero.offload_optimizer else grads),
             ],
-            "buffers": [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None],
             "host" if zero.offload_optimizer else "optimizer": state + (grads if zero.offload_optimizer else []),
         }
 

@@ -225,8 +225,9 @@ def units_of(chunk) -> list[Unit]:
 
 
 def _bytes(params: list[torch.nn.Parameter]) -> int:
-    """Of the whole parameters, gathered or not."""
-    return sum(param.ds_numel * param.element_size() for param in params)  # type: ignore[attr-defined]
+    """Of the whole parameters, gathered or not; one that no other rank shares is its shard."""
+    shared = [param for param in params if param.ds_numel > param.partition_numel()]  # type: ignore[attr-defined]
+    return sum(param.ds_numel * param.element_size() for param in shared)  # type: ignore[attr-defined]
 
 
 def _keep_within(units: list[Unit], max_live_parameters: int) -> None:

@@ -163,13 +163,16 @@ class MemoryModel:
         whole, zero = params.total + np.zeros(len(at)), np.zeros(len(at))
         shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
         shard = params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
+        shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
         streams = at.policy == POLICIES.index("streaming")
         units = self.units(at, chunks) if streams.any() else Units(zero, zero)
         totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
         for (stage, policy), per in self.states.items():
             here = (at.zero_stage == stage) & (at.policy == policy)
-            gathered = (per.param + self.weight_cache) * whole + per.unit_param * units.params
-            totals["parameters"] += here * (gathered + per.param_shard * shard)
+            gathered = per.param * whole + per.unit_param * units.params
+            if per.alone:
+                gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
+            totals["parameters"] += here * (gathered + self.weight_cache * whole + per.param_shard * shard)
             totals["gradients"] += here * per.gradients(whole, shard, units.grads)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals

@@ -22,6 +22,7 @@ EXPERTS = UNTIED + "--num_experts 4 --add_bias_linear false --moe_ffn_hidden_siz
 CASES = {
     "zero-3": Case(4, PP, UNTIED),
     "zero-3 tied": Case(4, PP),
+    "zero-3, alone": Case(4, SMALL + "--pipeline_model_parallel_size 4 --num_chunks 8", UNTIED),
     "zero-3 streaming": Case(4, PP + "--sync streaming", UNTIED),
     "zero-3 streaming, some live": Case(4, PP + "--sync streaming --max_live_parameters 16000", UNTIED),
     "zero-3 streaming, bf16": Case(4, PP + "--sync streaming", UNTIED, "bf16"),

@@ -83,7 +83,7 @@ def test_nothing_fits() -> None:
 
 def test_a_named_policy_that_does_not_fit_names_one_that_does() -> None:
     limit = 1.01 * held(small(), sync="streaming")
-    with pytest.raises(ConfigError, match="zero-3 resident needs .* would hold .*: set ") as error:
+    with pytest.raises(ConfigError, match=r"zero-3 resident needs .* would hold .*: set ") as error:
         settled(limit, sync="resident")
     asked = dict(re.findall(r"(\w+) to (\w+)", str(error.value).rpartition("set ")[2]))
     keys = {key: int(value) if value.isdecimal() else value for key, value in asked.items()}
