@@ -10,9 +10,10 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
-from megaaccum.planner.memory import MemoryModel, StageSource, StateBytes, Usage
+from megaaccum.planner.memory import MemoryModel, StageSource, Usage
 from megaaccum.planner.stages import Stage, make_stages
 from megaaccum.planner.time import Software
+from megaaccum.policies import StateBytes
 
 PIPELINES = {
     "none": "none",
@@ -116,7 +117,8 @@ def states_of(row: Row) -> StateBytes:
     if sharding.startswith(("ZeRO-1", "ZeRO-0")):
         return StateBytes(param=2, grad=2, grad_shard=6, optimizer_shard=12)
     if is_fsdp(row):
-        return StateBytes(param=0, param_shard=2, grad=0, grad_shard=4, optimizer_shard=10)
+        shards = dict(param_shard=2, grad_shard=4, optimizer_shard=10)
+        return StateBytes(param=0, grad=0, unit_param=2, unit_grad=4, **shards)
     if "no reshard" in sharding:
         return StateBytes(param=2, grad=4, grad_shard=4, optimizer_shard=12)
     if framework.startswith("Megatron-Bridge"):

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megaaccum import policies
+from megaaccum import fit, policies
 from megaaccum.config import resolve
 from megaaccum.config.load import read
 from megaaccum.config.plan import Plan
@@ -18,8 +18,7 @@ from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.hostfile import read_hostfile
 from megaaccum.parameters import count_parameters
-from megaaccum.planner.stages import Stage, rank_kinds, stages_of
-from megaaccum.planner.weights import rank_parameters, stage_parameters
+from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.schedule import Costs, build, simulate, validate
 
 _DESCRIPTION = """\
@@ -80,7 +79,7 @@ def run(
     plan = None
     try:
         ranks, source = _world_size(config, world_size, hostfile, os.environ)
-        plan = resolve(config, world_size=ranks)
+        plan = _settled(resolve(config, world_size=ranks))
     except ConfigError as error:
         problems += error.problems
     if plan is None or problems:
@@ -89,6 +88,11 @@ def run(
     if with_json:
         sections.append(("DeepSpeed is given", json.dumps(plan.deepspeed_config(), indent=2).splitlines()))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
+
+
+def _settled(plan: Plan) -> Plan:
+    """The plan with the policy that fits; before there is a vocabulary nobody knows which does."""
+    return plan if _vocabulary(plan.config)[0] is None else fit.settle(plan)
 
 
 def _world_size(
@@ -260,27 +264,23 @@ def _sharding(plan: Plan) -> _Section:
 
 
 def _policies(plan: Plan) -> list[str]:
-    """What the policies move and hold, on the rank with the most parameters; nothing without a vocabulary."""
-    model, at = plan.config.model, plan.layout
+    """What the policies move and hold, on the rank with the most; nothing without a vocabulary."""
     rows, _ = _vocabulary(plan.config)
-    if rows is None or at.dp * at.cp == 1 or model.num_experts:
+    if rows is None or plan.layout.schedule not in SCHEDULES:
         return []
-    kinds = rank_kinds(stages_of(plan.config), pp=at.pp, schedule=at.schedule)
-    most = max(int(rank_parameters(model, chunks, rows, tp=at.tp).total) for chunks in kinds.values())
-    layer = int(stage_parameters(model, Stage(dense=1, moe=0), rows, tp=at.tp).total)
-    table = int(stage_parameters(model, Stage(dense=0, moe=0, embedding=True), rows, tp=at.tp).total)
-    lines = ["received from other data-parallel ranks per step, and whole tensors held, on the largest stage:"]
-    for row in policies.predictions(plan, most, max(layer, table)):
+    lines = [
+        "bytes received from other data-parallel ranks per step, and predicted memory, on the rank with the most:",
+        f"  {'':<28}{'moved':>12}{'held':>12} = {'parameters':>12}{'gradients':>12}{'optimizer':>12}"
+        f"{'activations':>13}{'rest':>12}",
+    ]
+    for row in fit.Forecast(plan, rows).every():
         mark = " (chosen)" if row.policy == policies.chosen(plan) else ""
-        lines.append(f"  {row.policy:<20}{_gib(row.total)} moved, {_gib(row.whole)} held{mark}")
+        shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
+        cells = [fit.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
+        moved, held, *kinds, rest = cells
+        kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
+        lines.append(f"  {row.policy!s:<28}{moved:>12}{held:>12} = {kept}{mark}")
     return lines
-
-
-def _gib(num_bytes: float) -> str:
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:8.2f} {name}"
-    return f"{num_bytes / 2**10:8.2f} KiB"
 
 
 def _notes(plan: Plan) -> _Section:

@@ -43,6 +43,7 @@ class StepLoss:
         dummies: Collection[int] = (),
     ):
         self._per_token = batch.loss_norm == "token"
+        self.num_microbatches = len(masks)
         self._counts = torch.stack([mask.count_nonzero() for mask in masks])
         self.dummies = frozenset(dummies)
         assert not any(self._counts[index] for index in self.dummies), "a dummy micro-batch has no tokens"

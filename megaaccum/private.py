@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -270,10 +270,15 @@ class Zero3:
 
     def start_gather(self, params: list[torch.nn.Parameter]):
         """Begin to make `params` whole, those that are not yet, by one all-gather. Returns what `wait` is called on."""
+        missing = [param for param in params if not self.is_whole(param)]
+        return missing[0].all_gather_coalesced(missing) if missing else _Nothing()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def is_whole(param: torch.nn.Parameter) -> bool:
+        """Whether the parameter is gathered, or about to be."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
-        return missing[0].all_gather_coalesced(missing) if missing else _Nothing()  # type: ignore[attr-defined]
+        return param.ds_status != ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
     def release(self, params: list[torch.nn.Parameter]) -> None:
         """Free what is whole of `params`; this rank's partitions stay."""
@@ -313,6 +318,29 @@ class Zero3:
         for param in self.params:
             shard, _ = self.optimizer._get_fp32_grad_state_partition(param, release_swap_buffers=True)
             yield param, shard.view(-1), self._own[id(param)][0]
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """What the engine holds now, by kind (memory.py). DeepSpeed's step makes the flat gradients of a sub-group that
+        its optimizer reads (`flat.grad`), beside the partitions."""
+        zero = self.optimizer
+        flats = [*zero.fp32_partitioned_groups_flat]
+        averaged = [grad for grads in (zero.averaged_gradients or {}).values() for grad in grads or ()]
+        state = [*flats, *optimizer_tensors(zero.optimizer)]
+        grads = [flat.grad for flat in flats if flat.grad is not None]
+        return {
+            # First: a gathered parameter that no other rank shares is a view of its shard.
+            "parameters_shard": [param.ds_tensor for param in self.params],  # type: ignore[attr-defined]
+            "parameters_whole": self.params,
+            # Before gradients: those that were put into a bucket are views of it.
+            "buffers": [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None],
+            "gradients_whole": [param.grad for param in self.params if param.grad is not None],
+            "gradients_shard": [
+                zero.grad_partitions_flat_buffer,
+                *averaged,
+                *([] if zero.offload_optimizer else grads),
+            ],
+            "host" if zero.offload_optimizer else "optimizer": state + (grads if zero.offload_optimizer else []),
+        }
 
     @staticmethod
     def numel(param: torch.nn.Parameter) -> int:
@@ -418,6 +446,24 @@ class Zero12:
             _, start, position, count = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
             yield param, flat.view(-1).narrow(0, int(position), int(count)), int(start)
 
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """As Zero3.tensors. The parameters are views of flat groups."""
+        zero = self.optimizer
+        flats = [*zero.single_partition_of_fp32_groups]
+        averaged = [grad for grads in zero.averaged_gradients.values() for grad in grads or ()]
+        whole = [param.grad for param in self.params if param.grad is not None]
+        whole += [grad for param in self.params if (grad := getattr(param, "grad_accum", None)) is not None]
+        state = [*flats, *optimizer_tensors(zero.optimizer)]
+        grads = [flat.grad for flat in flats if flat.grad is not None]
+        return {
+            "parameters_whole": [*zero.bit16_groups_flat, *self.params],
+            # First: gradients that have been put into a bucket are views of it.
+            "buffers": [buffer for bucket in zero.ipg_buckets.values() for buffer in bucket.buffer],
+            "gradients_whole": whole,
+            "gradients_shard": [*averaged, *([] if zero.cpu_offload else grads)],
+            "host" if zero.cpu_offload else "optimizer": state + (grads if zero.cpu_offload else []),
+        }
+
     @staticmethod
     def numel(param: torch.nn.Parameter) -> int:
         return param.numel()
@@ -438,6 +484,14 @@ def _views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count
 def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Flat views of a whole parameter and its moments, made as zeros where they do not exist yet."""
     return _views(adam, param, 0, param.numel())
+
+
+def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Every tensor of a torch optimizer's state, this rank's part where it is sharded."""
+    for state in adam.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value.to_local() if hasattr(value, "to_local") else value  # type: ignore[operator]
 
 
 def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_steps: int) -> None:
@@ -634,6 +688,84 @@ def megatron_state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tens
     return adam_views(optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order])
 
 
+def megatron_tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
+    """What Megatron's DDPs and distributed optimizer hold now, by kind (memory.py). FP32 masters are views of the
+    parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
+    buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+    params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]
+    masters = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    return {
+        "parameters_whole": [*params, *(b.param_data for b in buffers if b.param_data is not None)],
+        "gradients_whole": [b.grad_data for b in buffers] + [p.grad for p in params if p.grad is not None],
+        "gradients_shard": [master.grad for master in masters if master.grad is not None],
+        "optimizer": [*masters, *optimizer_tensors(optimizer.optimizer)],
+    }
+
+
+def _fsdp2_groups(roots) -> list:
+    """The parameter groups of fully sharded modules, a root's own before those of the modules in it. torch 2.13 has no
+    public name for what a module has gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+
+
+def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
+    """What fully sharded modules hold now, by kind (memory.py), but for the optimizer's state."""
+    groups = _fsdp2_groups(roots)
+    params = [param for group in groups for param in group.fsdp_params]
+    sharded = [param.sharded_param for param in params]
+    partial = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
+    return {
+        "parameters_whole": [tensor for param in params for tensor in param.all_gather_outputs],
+        "parameters_shard": [param.to_local() for param in sharded],
+        "gradients_whole": [grad for param in params for grad in _fsdp2_gradients(param)],
+        "gradients_shard": [*(p.grad.to_local() for p in sharded if p.grad is not None), *partial],
+    }
+
+
+def _fsdp2_gradients(param) -> list[torch.Tensor]:
+    """Whole gradients of a parameter: what the last backward made, and the sum of those before."""
+    grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None), param.unsharded_accumulated_grad]
+    return [grad for grad in grads if grad is not None]
+
+
+def watch_fsdp2(roots, memory) -> None:
+    """Have units note in `memory` (a HighWater) what all of them have gathered, when they gather, and their own and
+    their root's whole gradients, when these are about to be reduced."""
+    gathered: dict[int, int] = {}
+
+    def watch(group, root) -> None:
+        to_unsharded, to_sharded, post_backward = group._to_unsharded, group._to_sharded, group.post_backward
+
+        def gather() -> None:
+            gathered[id(group)] = sum(
+                out.untyped_storage().nbytes() for p in group.fsdp_params for out in p.all_gather_outputs
+            )
+            memory.note("parameters_whole", sum(gathered.values()))
+            to_unsharded()
+
+        def release() -> None:
+            gathered[id(group)] = 0
+            to_sharded()
+            memory.note("parameters_whole", sum(gathered.values()))
+
+        def reduce(*args) -> None:
+            if group.reduce_grads:
+                params = {id(param): param for each in (group, root) for param in each.fsdp_params}
+                grads = [grad for param in params.values() for grad in _fsdp2_gradients(param)]
+                memory.note("gradients_whole", sum(grad.nbytes for grad in grads))
+            post_backward(*args)
+
+        group._to_unsharded, group._to_sharded, group.post_backward = gather, release, reduce
+
+    for each in roots:
+        groups = _fsdp2_groups([each])
+        for group in groups:
+            watch(group, groups[0])
+
+
 def megatron_adopt(optimizer, num_steps: int) -> None:
     """Take what was written into the shares as the weights, gathered over the data-parallel ranks."""
     shares = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
@@ -665,6 +797,7 @@ _COLLECTIVES = {
     "gather": ("gather", 0),
     "scatter": ("scatter", 0),
     "send": ("send", 0),
+    "recv": ("recv", 0),
 }
 """Methods of torch's ProcessGroup, through which torch.distributed and deepspeed.comm pass: the collective's name and
 the argument that holds the elements of all ranks."""
@@ -690,6 +823,9 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
         finally:
             if id(work) in waited:
                 note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
+            else:  # one handle for a batch of messages, as NCCL gives
+                for key in [key for key, (_, group, _) in waited.items() if _gives_one_handle(group)]:
+                    note(*waited.pop(key), 0.0, calls=0)
 
     try:
         Work.wait = wait  # type: ignore[method-assign, assignment]
@@ -699,6 +835,11 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
     finally:
         for owner, name, method in held:
             setattr(owner, name, method)
+
+
+def _gives_one_handle(group) -> bool:
+    """Whether a batch of messages of `group` has one handle for all of them, and none for each."""
+    return torch.distributed.get_backend(group) == "nccl"
 
 
 def _noting(method, collective: str, position: int, note, waited: dict[int, tuple]):

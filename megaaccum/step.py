@@ -15,6 +15,7 @@ from megaaccum import cpu, grad_norm, rng, router_state, short_batch
 from megaaccum.agreement import agree
 from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.loss import StepLoss
+from megaaccum.memory import Activations, Memory
 from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
@@ -34,13 +35,14 @@ Microbatch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did; the same on every rank, but for `seconds`.
+    """What one step did; the same on every rank, but for `seconds`, `traffic` and `memory`.
 
     loss: mean over the step (loss_norm). num_tokens: unmasked tokens over all ranks. grad_norm: L2 norm of the model's
     gradient before clipping, with FP16 after unscaling. loss_scale: what the loss was multiplied by in the backward (1
     without FP16). skipped: no rank changed its weights. sanitized: elements of the gradient set to 0, or micro-batches
     left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank was told to stop after this
-    step. seconds: by phase. traffic: this rank's collectives, by collective, group and dtype (traffic.py).
+    step. seconds: by phase. traffic: this rank's collectives, by collective, group and dtype (traffic.py). memory: the
+    most bytes that this rank held, by kind (memory.py).
     """
 
     loss: float
@@ -53,6 +55,7 @@ class StepResult:
     stop: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=dict)
+    memory: Memory = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Stepper:
         self._bad_steps = sanitize.BadSteps(self._keys)
         self._probe: Probe | None = None
         self._meter = Meter(groups)
+        self._activations = Activations(chunks)
 
     def train(
         self,
@@ -121,7 +125,10 @@ class Stepper:
         """
         with self._meter.counting() as traffic:
             result = self._step(microbatches, step=step, stop=stop, problem=problem)
-        return replace(result, traffic=traffic)
+        memory = self._boundary.memory
+        self._note_memory()
+        memory.note("p2p", self._meter.most_receiving)
+        return replace(result, traffic=traffic, memory=memory.take())
 
     def _step(
         self, microbatches: Sequence[Microbatch], *, step: int, stop: bool, problem: MegaaccumError | None
@@ -212,11 +219,15 @@ class Stepper:
             reports += self._flush(microbatches[flush * size : (flush + 1) * size], flush * size, loss)
         return reports
 
+    def _note_memory(self) -> None:
+        """Note what the boundary holds now."""
+        self._boundary.memory.look(self._boundary.tensors())
+
     def _flush(self, microbatches, first: int, loss: StepLoss, *, forward_only: bool = False) -> list[torch.Tensor]:
         """Run the schedule over `microbatches`, whose first has index `first` in the step. Returns what the
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
-        forward_step = _ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe)
+        forward_step = _ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe, self._note_memory)
         # Who looks at single micro-batches needs each forward and backward for itself.
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
         for chunk in self._chunks:
@@ -272,11 +283,13 @@ class Stepper:
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         self._boundary.begin_step()
+        self._note_memory()
         router_state.begin_step(self._chunks)
         clock.lap("forward_backward")
         if self._zero is not None:
             self._zero.clear()
-        reports = self._run_flushes(microbatches, loss)
+        with self._activations.watching(self._boundary.memory):
+            reports = self._run_flushes(microbatches, loss)
         clock.lap("norm")
         grad_norm.unscale(self._boundary, self._boundary.loss_scale)
         zeroed = None if self._zero is None else self._zero.total()
@@ -364,12 +377,14 @@ class Stepper:
 class _ForwardStep:
     """The `forward_step_func` of Megatron's schedules: the next micro-batch through one chunk."""
 
-    def __init__(self, loss: StepLoss, groups: Groups, chunks: list, trace: Trace, probe: Probe | None):
+    def __init__(self, loss: StepLoss, groups: Groups, chunks: list, trace: Trace, probe: Probe | None, look):
         self._loss = loss
+        self._look = look
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._trace = trace
         self._cp = groups.collection.cp
         self._probe = probe
+        self._last = loss.num_microbatches - 1
 
     @property
     def looks_closely(self) -> bool:
@@ -403,6 +418,8 @@ class _ForwardStep:
         """Note when the backward of `output` begins, for whoever wants to know."""
         if output.requires_grad:
             output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
+        if output.requires_grad and index == self._last:
+            output.register_hook(lambda _grad: self._look())  # a chunk's last backward: its gradients are all there
         if self._probe is not None:
             self._probe.watch(chunk, index, output)
         if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:

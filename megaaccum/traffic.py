@@ -69,6 +69,9 @@ class Meter:
     """Counts this rank's collectives, over groups of more than one rank, while it is on."""
 
     groups: Groups | None = None
+    most_receiving: int = 0
+    """Bytes of receive buffers that were posted and not taken yet, at most, while it was on last."""
+    _receiving: int = 0
     _counts: dict[Lane, Count] = field(default_factory=dict)
 
     @contextmanager
@@ -77,10 +80,14 @@ class Meter:
         from megaaccum import private
 
         found: Traffic = {}
-        self._counts = {}
+        self._counts, self._receiving, self.most_receiving = {}, 0, 0
         names = self._names()
 
         def note(collective: str, group, tensor: torch.Tensor, seconds: float, *, calls: int = 1) -> None:
+            if collective == "recv":
+                self._receiving += tensor.nbytes if calls else -tensor.nbytes
+                self.most_receiving = max(self.most_receiving, self._receiving)
+                return
             lane = Lane(collective, names.get(group.group_name, "other"), str(tensor.dtype).removeprefix("torch."))
             count = self._counts.setdefault(lane, Count())
             count.calls += calls

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
+from megaaccum.memory import bytes_by_kind
 from megaaccum.traffic import bytes_by_collective
 
 if TYPE_CHECKING:
@@ -59,11 +60,14 @@ def train(plan: Plan) -> int:
     from megaaccum import boundary, checkpoint, groups, lr_schedule, model, optimizer
     from megaaccum.agreement import agree, together
     from megaaccum.data.dataset import build_datasets
+    from megaaccum.memory import smallest_device
     from megaaccum.saver import Saver
     from megaaccum.step import Stepper
     from megaaccum.transaction import StepTransaction
 
     _start_process_group(plan)
+    agree(plan.digest(), details=plan.facts)
+    plan = together(_settled, plan, smallest_device())
     agree(plan.digest(), details=plan.facts)
     together(_check_folders, plan.config)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
@@ -75,6 +79,8 @@ def train(plan: Plan) -> int:
     saver = Saver(plan, places, sharded, schedule, data, shape, dict(model.named_buffers(chunks)))
     step, consumed, state = saver.resume()
     log = together(_open_log, plan, data, start_step=step)
+    for note in plan.notes:
+        log.note(note)
     stepper = Stepper(plan, places, chunks, sharded)
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
         steps = StepTransaction(plan, stepper, loader, schedule, step=step, last_good=saver.last_good)
@@ -83,6 +89,13 @@ def train(plan: Plan) -> int:
     together(log.close, outcome)
     _end_process_group()
     return 0
+
+
+def _settled(plan: Plan, device_bytes: float | None) -> Plan:
+    """The plan with a policy that fits; the same on every rank. Raises ConfigError where none does."""
+    from megaaccum import fit, model
+
+    return fit.settle(plan, device_bytes, local=not model.uses_transformer_engine(plan))
 
 
 def _loop(
@@ -145,7 +158,7 @@ def _one_step(
         "skipped": result.skipped,
         "seconds_per_step": sum(result.seconds.values()),
     }
-    record |= bytes_by_collective(result.traffic)
+    record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
     if result.sanitized:

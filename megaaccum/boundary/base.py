@@ -6,13 +6,14 @@ the reduced gradient is. It does not divide (loss.py), take norms (grad_norm.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from megaaccum.memory import HighWater
 from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ class Boundary(Protocol):
 
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
+
+    memory: HighWater
+    """The most bytes that it held since somebody asked, by kind."""
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """What it holds now, by kind (memory.py)."""
 
     before_reduce: Callable[[str, torch.Tensor], None] | None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
@@ -137,11 +144,16 @@ class FollowsSplit(Protocol):
 def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
     """Put the boundary's five hooks into the chunks' Megatron configuration, and the boundary itself for the executor
     where it follows a split backward."""
+
+    def finalize(*args, **kwargs) -> None:
+        boundary.memory.look(boundary.tensors())
+        boundary.finalize_model_grads_func(*args, **kwargs)
+
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
         config.no_sync_func = boundary.no_sync_func
         config.param_sync_func = boundary.param_sync_func
         config.grad_sync_func = boundary.grad_sync_func
         config.grad_scale_func = boundary.grad_scale_func
-        config.finalize_model_grads_func = boundary.finalize_model_grads_func
+        config.finalize_model_grads_func = finalize
         config.follows_split = boundary if isinstance(boundary, FollowsSplit) else None

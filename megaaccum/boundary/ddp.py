@@ -6,7 +6,7 @@ schedule, divisor and sums is checked to 1e-12.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
 from megaaccum.boundary.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
+from megaaccum.memory import HighWater
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -36,14 +37,17 @@ class DdpBoundary:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups = groups
         self._chunks = chunks
         self._optimizer = optimizer
+        self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._ddp = [DistributedDataParallel(c, process_group=groups.dp_cp) for c in chunks if _trainable(c)]
         self._reduce_bucket = average_in_rank_order if plan.config.sharding.deterministic else allreduce_hook
-        for ddp in self._ddp:
-            ddp.register_comm_hook(groups.dp_cp, self._look_and_reduce)
+        for number, ddp in enumerate(self._ddp):
+            ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
         self.replica = groups.dp_cp.rank()
         self._last_flush, self._syncing = True, False
@@ -111,10 +115,12 @@ class DdpBoundary:
         sum_over_tp(self, self._groups)
         sum_tied_copies(self, self._groups)
 
-    def _look_and_reduce(self, group, bucket):
+    def _look_and_reduce(self, place, bucket):
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
         the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
         Without annotations: torch reads them and takes no strings."""
+        number, group = place
+        self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 self.before_reduce(self._names[id(param)], grad)
@@ -152,6 +158,16 @@ class DdpBoundary:
 
     def adopt_state(self, num_steps: int) -> None:
         private.set_adam_step(self._optimizer, [p for _, p in model.named_parameters(self._chunks)], num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
+        params = [param for _, param in model.named_parameters(self._chunks)]
+        grads = [param.grad for param in params if param.grad is not None]
+        return {
+            "parameters_whole": params,
+            "gradients_whole": [*grads, *self._buckets.values()],
+            "optimizer": private.optimizer_tensors(self._optimizer),
+        }
 
     @property
     def param_groups(self) -> list[dict]:

@@ -8,7 +8,7 @@ backward go through the bare modules, never through `engine.forward` or `engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from megaaccum.boundary import experts
 from megaaccum.boundary.base import GradShard, StatePiece
 from megaaccum.boundary.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 from megaaccum.groups import Mpu
+from megaaccum.memory import HighWater
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -40,6 +41,8 @@ class DeepSpeedBoundary:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups = groups
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._chunks = chunks
@@ -133,6 +136,9 @@ class DeepSpeedBoundary:
 
     def adopt_state(self, num_steps: int) -> None:
         self.parts.adopt_state(num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        return self.parts.tensors()
 
     @property
     def param_groups(self) -> list[dict]:

@@ -7,7 +7,7 @@ sum over replicas waits for the last backward under both. Parameters keep whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from megaaccum import groups as process_groups
 from megaaccum import model, private
 from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
 from megaaccum.boundary.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
+from megaaccum.memory import HighWater
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -36,6 +37,8 @@ class Fsdp2Boundary:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
         self._streaming = sharding.sync == "streaming"
@@ -48,6 +51,7 @@ class Fsdp2Boundary:
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         for chunk in chunks:
             self._shard(chunk, mesh, plan)
+        private.watch_fsdp2(self._roots, self.memory)
         self._weight_grads = [private.Fsdp2WeightGrads(root) for root in self._roots]
         self._parameters = list(model.named_parameters(chunks))  # type: ignore[arg-type]
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
@@ -187,6 +191,9 @@ class Fsdp2Boundary:
         private.set_adam_step(self._optimizer, [param for _, param in self._parameters], num_steps)
         for root in self._roots:
             root.reshard()  # what an evaluation left gathered is of before
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        return private.fsdp2_tensors(self._roots) | {"optimizer": private.optimizer_tensors(self._optimizer)}
 
     @property
     def param_groups(self) -> list[dict]:

@@ -6,7 +6,7 @@ bucket in each chunk's last backward; each rank steps its share and gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megaaccum import cpu, model, private
 from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
 from megaaccum.boundary.reduction import sum_over_tp, sum_tied_copies
+from megaaccum.memory import HighWater
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -39,6 +40,8 @@ class MegatronBoundary:
     """Megatron sums where the loss is per token, as it is told here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
         private.megatron_plain_reduce_scatter()
@@ -171,6 +174,9 @@ class MegatronBoundary:
 
     def adopt_state(self, num_steps: int) -> None:
         private.megatron_adopt(self.optimizer, num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        return private.megatron_tensors(self.optimizer)
 
     @property
     def param_groups(self) -> list[dict]:

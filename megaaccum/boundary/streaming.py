@@ -68,6 +68,8 @@ class StreamingBoundary(DeepSpeedBoundary):
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
         self._reducer = PartitionReducer.of(plan, groups)
         self._holds: Counter[int] = Counter()
+        self._whole = 0
+        """Bytes of whole parameters now."""
         self._ahead: tuple[Unit, Any] | None = None
         self._in_backward: Unit | None = None
         self._recomputed: Unit | None = None
@@ -100,6 +102,7 @@ class StreamingBoundary(DeepSpeedBoundary):
     def begin_step(self) -> None:
         self._reducer.wait()  # sums of flushes that were for looking only
         self._zero.begin_accumulation()
+        self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
         for param in self._zero.params:
             param.grad = None
 
@@ -157,7 +160,14 @@ class StreamingBoundary(DeepSpeedBoundary):
         for param in params:
             self._look_at(param)
         if params:
+            self._note_gradients(params)
             self._reducer.add([(param, self._zero.accumulator(param)) for param in params])
+            self.memory.note("gradients_whole", 0)
+
+    def _note_gradients(self, params: list[torch.nn.Parameter]) -> None:
+        """Count the unit's whole gradients, of which no other unit has any now."""
+        grads = [param.grad.nbytes for param in params if param.grad is not None]
+        self.memory.note("gradients_whole", sum(grads))
 
     def _drop_recomputed(self) -> None:
         unit, self._recomputed = self._recomputed, None
@@ -211,6 +221,8 @@ class StreamingBoundary(DeepSpeedBoundary):
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1
+        self._whole += _bytes([param for param in missing if not self._zero.is_whole(param)])
+        self.memory.note("parameters_whole", self._whole)
         return self._zero.start_gather(missing)
 
     def _release(self, unit: Unit) -> None:
@@ -219,7 +231,9 @@ class StreamingBoundary(DeepSpeedBoundary):
             self._holds[id(param)] -= 1
             if not self._holds[id(param)] and not unit.kept:
                 free.append(param)
+        self._whole -= _bytes(free)
         self._zero.release(free)
+        self.memory.note("parameters_whole", self._whole)
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
@@ -254,6 +268,12 @@ def units_of(chunk, number: int = 0) -> list[Unit]:
     for before, after in itertools.pairwise(units):
         before.after, after.before = after, before
     return units
+
+
+def _bytes(params: list[torch.nn.Parameter]) -> int:
+    """Of the whole parameters, gathered or not; one that no other rank shares is its shard."""
+    shared = [param for param in params if param.ds_numel > param.partition_numel()]  # type: ignore[attr-defined]
+    return sum(param.ds_numel * param.element_size() for param in shared)  # type: ignore[attr-defined]
 
 
 def _keep_within(units: list[Unit], max_live_parameters: int) -> None:

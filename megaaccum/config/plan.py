@@ -66,6 +66,8 @@ class Plan:
     """How the ranks are cut."""
     notes: list[str] = field(default_factory=list)
     """What was derived or set aside in a way that a reader may want to know, one sentence each."""
+    written: Config | None = None
+    """What it was made of, before anything was derived: `fit.settle` makes it again with another policy."""
 
     def digest(self) -> str:
         """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.

@@ -35,7 +35,7 @@ def resolve(config: Config, *, world_size: int) -> Plan:
     batch = _cut_batch(settled, dp, notes, problems) if dp else None
     if batch is None or problems:
         raise ConfigError(problems)
-    return Plan(config=settled, batch=batch, layout=_layout(settled, world_size, dp), notes=notes)
+    return Plan(config=settled, batch=batch, layout=_layout(settled, world_size, dp), notes=notes, written=config)
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:

@@ -195,10 +195,14 @@ class ShardingConfig:
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed ZeRO stage."""
     sync: Literal["auto", "resident", "streaming"] = "auto"
-    """resident: parameters gathered once per step, gradients reduced once per step. streaming (ZeRO-3): both layer by
-    layer in every micro-batch, for stages that do not fit whole."""
+    """resident: parameters gathered once per step, gradients reduced once per step. streaming (ZeRO-3, FSDP2): both
+    layer by layer in every micro-batch, for stages that do not fit whole. auto: the one with the least bytes that fits
+    (memory_gib); without a limit resident."""
     max_live_parameters: int = 0
     """With sync streaming: parameters (elements per rank) that may stay gathered through a flush."""
+    memory_gib: float | None = None
+    """Memory (GiB) of a rank's device that a step has to fit into, by prediction: sync auto chooses by it, and what
+    does not fit is refused at the start. Default: what is free on the GPU; no limit on a CPU."""
     data_parallel_replicas: int = 1
     """With boundary fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
     deterministic: bool = False

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
 
 Column = np.ndarray
 """One value per layout."""
@@ -125,6 +128,23 @@ def from_rows(rows: Iterable[dict[str, int]]) -> Layouts:
     if unknown := {name for row in table for name in row} - _DEFAULTS.keys():
         raise KeyError(f"not columns of Layouts: {sorted(unknown)}")
     return Layouts(**{name: np.array([row[name] for row in table], dtype=np.int64) for name in _DEFAULTS})
+
+
+def row_of(plan: Plan) -> dict[str, int]:
+    """The row of a plan's layout; accumulation steps are those of one flush. Its schedule has to be one of SCHEDULES,
+    not a table of the user's."""
+    at, batch, model, sharding = plan.layout, plan.batch, plan.config.model, plan.config.sharding
+    return dict(
+        **{axis: getattr(at, axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
+        micro_batch_size=batch.micro_batch_size,
+        num_chunks=batch.num_chunks,
+        grad_accum_steps=batch.microbatches_per_flush // batch.num_chunks,
+        recompute=RECOMPUTE.index(model.recompute_granularity or "none"),
+        schedule=SCHEDULES.index(at.schedule),
+        policy=POLICIES.index(sharding.sync),
+        zero_stage=sharding.zero_stage,
+        sequence_parallel=int(plan.config.parallel.sequence_parallel),
+    )
 
 
 def concatenate(parts: Iterable[Layouts]) -> Layouts:

@@ -14,26 +14,17 @@ from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts
 from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
+from megaaccum.planner.units import Units, units_of
 from megaaccum.planner.weights import Elements, rank_parameters
+from megaaccum.policies import StateBytes
 
 StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
 """What memory goes to, in the order in which a bar is stacked. activations, loss and workspace are what autograd keeps;
-buffers are reduction buckets, gathered units, and a matrix' input and its gradient gathered by sequence parallelism."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes per parameter that a rank keeps through a step: of every parameter of its stage, and of its shard."""
-
-    param: float = 2.0
-    param_shard: float = 0.0
-    grad: float = 4.0
-    grad_shard: float = 0.0
-    optimizer: float = 0.0
-    optimizer_shard: float = 12.0
+units that streaming gathers count as parameters and gradients; buffers are those of reductions, and a matrix' input and
+its gradient gathered by sequence parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +78,12 @@ class MemoryModel:
     """Bytes per parameter of converted weights that are kept through a step (FP8)."""
     sharded_over_dp: bool = True
     """False where nothing is sharded, whatever dp is."""
+    replicas: int = 1
+    """Groups of data-parallel ranks that hold the whole sharded model each."""
+    live_elements: float = 0.0
+    """Parameters that stay gathered under streaming (max_live_parameters)."""
+    joined_units: bool = False
+    """What is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
     """The stages of a layout that was given; else split_layers' of each pipeline."""
 
@@ -145,7 +142,7 @@ class MemoryModel:
             rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp),
             np.zeros(len(at)),
         )
-        kinds = self._states(at, params)
+        kinds = self._states(at, params, chunks)
         kinds["activations"] = zero + sum(
             self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
         )
@@ -155,24 +152,39 @@ class MemoryModel:
         kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - kinds["loss"])
         gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
         bucket = gathered + np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
-        kinds["buffers"] = self.buffer_bytes + bucket + self._gathered(at, chunks) + zero
+        kinds["buffers"] = self.buffer_bytes + bucket + zero
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
         moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
         kinds["margin"] = self.usage.fragmentation * moving
         return kinds
 
-    def _states(self, at: Layouts, params: Elements) -> dict[str, np.ndarray]:
+    def _states(self, at: Layouts, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
         """Parameters, gradients and optimizer state: experts are sharded over fewer ranks than the rest."""
-        whole = params.total + np.zeros(len(at))
-        shards = at.dp * at.cp if self.sharded_over_dp else np.ones(len(at))
+        whole, zero = params.total + np.zeros(len(at)), np.zeros(len(at))
+        shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
         shard = params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
+        shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
+        streams = at.policy == POLICIES.index("streaming")
+        units = self.units(at, chunks) if streams.any() else Units(zero, zero)
         totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
         for (stage, policy), per in self.states.items():
             here = (at.zero_stage == stage) & (at.policy == policy)
-            totals["parameters"] += here * ((per.param + self.weight_cache) * whole + per.param_shard * shard)
-            totals["gradients"] += here * (per.grad * whole + per.grad_shard * shard)
+            gathered = per.param * whole + per.unit_param * units.params
+            if per.alone:
+                gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
+            totals["parameters"] += here * (gathered + self.weight_cache * whole + per.param_shard * shard)
+            totals["gradients"] += here * per.gradients(whole, shard, units.grads)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
+
+    def units(self, at: Layouts, chunks: list[Stage]) -> Units:
+        """What is whole at a time under streaming."""
+
+        def size(piece: Stage) -> Any:
+            one = rank_parameters(self.model, [piece], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+            return one.total + np.zeros(len(at))
+
+        return units_of(chunks, size, live=self.live_elements, joined=self.joined_units)
 
     def _kept(self, at: Layouts, chunk: Stage, layers: dict[str, Any]) -> Any:
         """Bytes that one micro-batch leaves in one chunk. Further tokens are predicted by a layer like the last."""
@@ -189,21 +201,6 @@ class MemoryModel:
         heads = sum(chunk.head + chunk.prediction for chunk in chunks)
         rows = padded_rows(self.model, self.vocab_size, at.tp)
         return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
-
-    def _gathered(self, at: Layouts, chunks: list[Stage]) -> Any:
-        """Under `streaming`, the two units that are whole at a time: the one in use and the one that is prefetched."""
-        streams = at.policy == POLICIES.index("streaming")
-        if not streams.any():
-            return 0.0
-        one = [Stage(1, 0), Stage(0, 1)] if self.model.num_experts else [Stage(1, 0)]
-        units = one + [Stage(0, 0, embedding=True) for c in chunks if c.embedding]
-        units += [Stage(0, 0, head=True) for c in chunks if c.head]
-        sizes = [
-            rank_parameters(self.model, [unit], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp).total for unit in units
-        ]
-        per = max((s.param_shard for (_, policy), s in self.states.items() if policy), default=2.0)
-        grad = max((s.grad_shard for (_, policy), s in self.states.items() if policy), default=4.0)
-        return streams * (2 * per + grad) * np.max([size + np.zeros(len(at)) for size in sizes], axis=0)
 
 
 def _merged(chunks: list[Stage], held: list[Any]) -> dict[Stage, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megaaccum.config.deepspeed_json import adopt
@@ -13,10 +14,11 @@ from megaaccum.errors import ConfigError, DataError
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import POLICIES
-from megaaccum.planner.memory import MemoryModel, StateBytes
+from megaaccum.planner.memory import MemoryModel, Usage
 from megaaccum.planner.space import Limits, Space
+from megaaccum.planner.stages import Stage
 from megaaccum.planner.time import Software, TimeModel
-from megaaccum.policies import BYTES
+from megaaccum.policies import BYTES, Policy, state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +54,9 @@ class Workload:
         )
 
     def memory_model(self) -> MemoryModel:
-        """Bytes per rank as megaaccum's own boundary keeps them."""
-        grad = BYTES[self.sharding.grad_accum_dtype]
-        return MemoryModel(
-            model=self.model,
-            vocab_size=self.vocab_size,
-            kernels=kernels_of(self.model, self.sharding),
-            usage=self.hardware.usage,
-            states=state_bytes(self.sharding),
-            bucket_elements=self.sharding.reduce_bucket_size,
-            # The bucket, and what comes out of its reduction.
-            bucket_bytes=grad + BYTES[self.sharding.grad_reduce_dtype],
-        )
+        """Bytes per rank as megaaccum's own boundary keeps them, for every layout."""
+        kept = policies_of(self.sharding)
+        return memory_model(self.model, self.sharding, self.vocab_size, kept, usage=self.hardware.usage)
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
@@ -137,24 +130,40 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig) -> Kernels:
     return replace(kernels, logit_bytes=2 * element + 4.0)
 
 
-def state_bytes(sharding: ShardingConfig) -> dict[tuple[int, int], StateBytes]:
-    """Bytes per parameter by (ZeRO stage, policy index), as DeepSpeed and the boundary keep them (docs/design.md).
+def policies_of(sharding: ShardingConfig) -> list[Policy]:
+    """The policies that a layout can name with this boundary: those of its ZeRO stages and syncs that there are."""
+    name = sharding.boundary
+    resident = [Policy(boundary=name, sync="resident", zero_stage=stage) for stage in (1, 2, 3)]
+    streaming = [Policy(boundary=name, sync="streaming")] if name in ("deepspeed", "fsdp2") else []
+    return resident + streaming
 
-    Whole gradients are added up in grad_accum_dtype by the resident policy at every stage. DeepSpeed's optimizer keeps
-    an FP32 master, two FP32 moments and the shard's gradient; a ZeRO-3 shard also keeps the parameters' own bytes.
-    """
-    param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
-    if sharding.boundary == "ddp":
-        return {
-            (stage, 0): StateBytes(param=param, grad=2 * grad, optimizer=8, optimizer_shard=0) for stage in (1, 2, 3)
-        }
-    moments = 0.0 if sharding.offload_optimizer == "cpu" else 12.0
-    below = StateBytes(param=param, grad=grad, grad_shard=grad, optimizer_shard=moments)
-    resident, streaming = POLICIES.index("resident"), POLICIES.index("streaming")
-    return {
-        (1, resident): below,
-        (2, resident): below,
-        (3, resident): StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, optimizer_shard=moments),
-        # The accumulator of its own, and the optimizer's copy of it.
-        (3, streaming): StateBytes(param=0, param_shard=param, grad=0, grad_shard=2 * grad, optimizer_shard=moments),
-    }
+
+def memory_model(
+    model: ModelConfig,
+    sharding: ShardingConfig,
+    vocab_size: int,
+    policies: Sequence[Policy],
+    *,
+    usage: Usage | None = None,
+    stages: Sequence[Stage] | None = None,
+) -> MemoryModel:
+    """Bytes per rank under `policies`, which are of one boundary and are told apart by ZeRO stage and sync. stages:
+    those of the one layout that is asked for, where it is not split_layers' own."""
+    first, reduce = policies[0], BYTES[sharding.grad_reduce_dtype]
+    # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
+    bucket = float(sharding.reduce_bucket_size) if first.boundary == "deepspeed" else 0.0
+    return MemoryModel(
+        model=model,
+        vocab_size=vocab_size,
+        kernels=kernels_of(model, sharding),
+        usage=usage or Usage(),
+        states={(each.zero_stage, POLICIES.index(each.sync)): state_bytes(each, sharding) for each in policies},
+        buffer_bytes=bucket * reduce,
+        bucket_elements=bucket,
+        bucket_bytes=reduce,
+        sharded_over_dp=first.is_sharded,
+        replicas=first.replicas,
+        live_elements=first.live,
+        joined_units=first.boundary == "fsdp2",
+        fixed_stages=None if stages is None else tuple(stages),
+    )

@@ -2,61 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from megaaccum.memory import Ledger
 from tests.multiproc.parity import Case
-
-
-@dataclass
-class Ledger:
-    """Bytes of storages that autograd keeps for backward passes; parameters are not counted."""
-
-    ignored: set[int]
-    live: Counter = field(default_factory=Counter)
-    sizes: dict[int, int] = field(default_factory=dict)
-    now: int = 0
-    peak: int = 0
-    shapes: Counter = field(default_factory=Counter)
-
-    def pack(self, tensor: torch.Tensor) -> _Kept:
-        return _Kept(self, tensor)
-
-    @staticmethod
-    def unpack(kept: _Kept) -> torch.Tensor:
-        return kept.tensor
-
-    def add(self, key: int, size: int) -> None:
-        self.live[key] += 1
-        if self.live[key] == 1:
-            self.sizes[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def drop(self, key: int) -> None:
-        self.live[key] -= 1
-        if not self.live[key]:
-            self.now -= self.sizes.pop(key)
-
-
-class _Kept:
-    """A tensor in autograd's keeping: counted from its making to its end, once per storage."""
-
-    def __init__(self, ledger: Ledger, tensor: torch.Tensor):
-        self.tensor, self.ledger = tensor, ledger
-        storage = tensor.untyped_storage()
-        self.key = None if storage.data_ptr() in ledger.ignored else storage.data_ptr()
-        if self.key is not None:
-            if not ledger.live[self.key]:
-                ledger.shapes[(tuple(tensor.shape), str(tensor.dtype), storage.nbytes())] += 1
-            ledger.add(self.key, storage.nbytes())
-
-    def __del__(self) -> None:
-        if self.key is not None:
-            self.ledger.drop(self.key)
 
 
 @dataclass(frozen=True)
@@ -84,9 +34,9 @@ def _count(case: Case) -> Counted:
     params = [param for chunk in chunks for param in chunk.parameters()]
     gradients: dict[int, int] = {}
     hooks = [p.register_post_accumulate_grad_hook(lambda p: gradients.update({id(p): p.grad.nbytes})) for p in params]
-    ledger = Ledger({param.untyped_storage().data_ptr() for param in params})
+    ledger = Ledger()
     whole = sum(param.nbytes for param in params)
-    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
+    with ledger.watching(chunks):
         stepper.gradient(batches)
     for hook in hooks:
         hook.remove()

@@ -22,15 +22,23 @@ def cases(model: str, lane: str = "fp32") -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("change", "model"), [("frozen", SMALL), ("unused", SMALL), ("skipping", EXPERTS)], ids=["frozen", "unused", "skipping"]
+    ("change", "model"),
+    [("frozen", SMALL), ("unused", SMALL), ("skipping", EXPERTS)],
+    ids=["frozen", "unused", "skipping"],
 )
 def test_every_boundary(change, model):
     change = getattr(no_gradient, change)
     found = []
-    for case, ranks in zip(cases(model), zip(*run_ranks(no_gradient.gradients, 4, cases(model), change, timeout=240)), strict=True):
+    for case, ranks in zip(
+        cases(model), zip(*run_ranks(no_gradient.gradients, 4, cases(model), change, timeout=240)), strict=True
+    ):
         batch = case.plan().batch.global_batch_size
-        exact, near = (run_ranks(no_gradient.reference, 1, model, batch, dtype, change)[0] for dtype in ("fp64", case.lane))
+        exact, near = (
+            run_ranks(no_gradient.reference, 1, model, batch, dtype, change)[0] for dtype in ("fp64", case.lane)
+        )
         found += [f"{case}: {problem}" for problem in _scalar_problems(case, list(ranks), exact.gradient)]
         error, limit = total_error(list(ranks), exact), FACTOR * total_error([near.gradient], exact)
-        found += [f"{case}: error {error:.2e} > {limit:.2e}; {_worst(list(ranks), exact)}"] if not error <= limit else []
+        found += (
+            [f"{case}: error {error:.2e} > {limit:.2e}; {_worst(list(ranks), exact)}"] if not error <= limit else []
+        )
     assert not found, "\n" + "\n".join(found)

@@ -138,6 +138,14 @@ def dies_before_the_ranks_meet(argv: list[str]) -> int:
     return train.main(argv)
 
 
+def builds_no_model(argv: list[str]) -> int:
+    """Memory would be allocated where it is not to be."""
+    from megaaccum import model, train
+
+    model.build_chunks = lambda *args, **kwargs: os._exit(99)
+    return train.main(argv)
+
+
 def dies_while_groups_are_built(argv: list[str]) -> int:
     from megaaccum import groups, train
 

@@ -34,7 +34,7 @@ def test_libraries_are_told_to_repeat():
 
 
 def test_an_environment_that_does_not_repeat_is_refused():
-    with pytest.raises(ConfigError, match="NCCL_ALGO=Tree.*set it to Ring"):
+    with pytest.raises(ConfigError, match=r"NCCL_ALGO=Tree.*set it to Ring"):
         on_a_gpu({"NCCL_ALGO": "Tree"})
 
 

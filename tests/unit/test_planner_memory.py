@@ -11,7 +11,8 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
-from megaaccum.planner.memory import KINDS, MemoryModel, StateBytes, Usage
+from megaaccum.planner.memory import KINDS, MemoryModel, Usage
+from megaaccum.policies import StateBytes
 from tests.unit.configs import plan
 
 SEQ, MICRO, HIDDEN, HEADS = 2048, 4, 1024, 16
@@ -146,7 +147,7 @@ def test_bubbles_of_the_papers() -> None:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-STREAMING = StateBytes(param=0, param_shard=2, grad=0, grad_shard=4)
+STREAMING = StateBytes(param=0, param_shard=2, grad=0, grad_shard=4, unit_param=2, unit_grad=4)
 
 
 def model_of(**keys: Any) -> MemoryModel:

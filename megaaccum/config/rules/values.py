@@ -33,7 +33,7 @@ AT_LEAST_ZERO = (
 MORE_THAN_ZERO = (
     "norm_epsilon", "init_method_std", "adam_eps", "distributed_timeout_minutes", "rotary_percent",
     "moe_router_topk_scaling_factor", "loss_scale", "initial_loss_scale", "min_loss_scale",
-    "grad_norm_guard_deviations",
+    "grad_norm_guard_deviations", "memory_gib",
 )  # fmt: skip
 
 BELOW_ONE = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")

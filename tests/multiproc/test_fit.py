@@ -1,0 +1,36 @@
+"""`sync: auto` and `memory_gib` in whole runs: what is chosen is what runs; what cannot fit is refused first."""
+
+import json
+from dataclasses import replace
+
+from megaaccum import config, fit, policies
+from tests.multiproc import whole_runs
+from tests.multiproc.whole_runs import VOCAB, flags, make_data, train
+
+
+def test_a_policy_that_cannot_fit_is_refused_before_a_model_is_built(tmp_path):
+    make_data(tmp_path)
+    ended = train(tmp_path, worker=whole_runs.builds_no_model.__name__, memory_gib=1e-5, reduce_bucket_size=1000)
+    assert ended.code == 2, ended.output
+    (line,) = ended.errors()
+    assert "deepspeed zero-3 streaming needs" in line
+    assert "memory_gib 1e-05" in line
+
+
+def test_auto_streams_where_memory_is_short_and_says_so(tmp_path):
+    make_data(tmp_path)
+    keys = dict(num_layers=16, hidden_size=32, reduce_bucket_size=1000, train_iters=1, pipeline_model_parallel_size=1)
+    limit = between_streaming_and_resident(flags(tmp_path, **keys))
+    ended = train(tmp_path, memory_gib=limit, sync="auto", **keys)
+    assert ended.code == 0, ended.output
+    assert "sync auto: streaming" in ended.output
+    (record,) = [json.loads(text) for text in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert 0 < record["memory_gradients_whole_bytes"] < record["memory_gradients_shard_bytes"] / 2
+
+
+def between_streaming_and_resident(words: list[str]) -> float:
+    """GiB: the mean of what the two hold."""
+    plan = config.resolve(config.load(None, words), world_size=2)
+    forecast, resident = fit.Forecast(plan, VOCAB, local=True), policies.chosen(plan)
+    rows = [forecast.of(replace(resident, sync=sync)) for sync in ("resident", "streaming")]
+    return sum(row.held for row in rows) / 2 / fit.GIB
