@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 
+GradSync = Callable | list[Callable] | None
+"""Megatron takes one function, one per chunk, or none."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradShard:
     """This rank's part of one parameter's reduced gradient, after `finalize`.
@@ -78,7 +82,7 @@ class Boundary(Protocol):
         """Around all but a chunk's last backward: gradients are only added up on this rank. Outside it, every gradient
         that arrives is final. It is entered and left once per chunk, or, under a split backward, around each action."""
 
-    grad_sync_func: Callable | list[Callable] | None
+    grad_sync_func: GradSync
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
 

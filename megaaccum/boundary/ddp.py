@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import model, private
-from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
+from megaaccum.boundary.base import GradShard, GradSync, StatePiece, splits_backward
 from megaaccum.boundary.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
 from megaaccum.memory import HighWater
 
@@ -32,7 +32,7 @@ class DdpBoundary:
     the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
     """
 
-    grad_sync_func: Callable | list[Callable] | None = None
+    grad_sync_func: GradSync = None
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 

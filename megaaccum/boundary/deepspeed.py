@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megaaccum import model, private
 from megaaccum.boundary import experts
-from megaaccum.boundary.base import GradShard, StatePiece
+from megaaccum.boundary.base import GradShard, GradSync, StatePiece
 from megaaccum.boundary.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 from megaaccum.groups import Mpu
 from megaaccum.memory import HighWater
@@ -35,7 +35,7 @@ class DeepSpeedBoundary:
     Collective over the world. Raises what deepspeed.initialize raises.
     """
 
-    grad_sync_func: Callable | None = None
+    grad_sync_func: GradSync = None
     replica = 0
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
@@ -46,8 +46,9 @@ class DeepSpeedBoundary:
         self._groups = groups
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._chunks = chunks
-        self._tied_pair = model.tied_pair(chunks)
-        """Embedding and head's copy of it, where this rank holds both (a V)."""
+        pair = model.tied_pair(chunks)
+        self._tied_pair = pair if pair and all(param.requires_grad for param in pair) else None
+        """Embedding and head's copy of it, where this rank trains both (a V)."""
         experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
         accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum import groups as process_groups
 from megaaccum import model, private
-from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
+from megaaccum.boundary.base import GradShard, GradSync, StatePiece, splits_backward
 from megaaccum.boundary.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
 from megaaccum.memory import HighWater
 
@@ -32,7 +32,7 @@ class Fsdp2Boundary:
     optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.
     """
 
-    grad_sync_func: Callable | None = None
+    grad_sync_func: GradSync = None
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaaccum import cpu, model, private
-from megaaccum.boundary.base import GradShard, StatePiece, splits_backward
+from megaaccum.boundary.base import GradShard, GradSync, StatePiece, splits_backward
 from megaaccum.boundary.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.memory import HighWater
 
@@ -32,7 +32,7 @@ class MegatronBoundary:
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
     """
 
-    grad_sync_func: Callable | list[Callable] | None = None
+    grad_sync_func: GradSync = None
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
@@ -91,7 +91,7 @@ class MegatronBoundary:
             chunk.config,  # type: ignore[arg-type]
             settings,
             chunk,
-            # All of a chunk in one collective; a sum in rank order takes one bucket each, and a tied embedding has its own.
+            # All of a chunk in one collective; one in rank order takes one bucket, and a tied embedding has its own.
             disable_bucketing=not bucketed and not sharding.deterministic,
             pg_collection=groups.collection,
             full_param_layout=layout,

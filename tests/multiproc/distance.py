@@ -29,7 +29,11 @@ def check(cases: list[Case]) -> None:
 
 def problems(case: Case, ranks: list[Gradient], batch: tuple[int, ...] | None = None) -> list[str]:
     """Why `ranks`, what each rank got, is not parity; empty if it is. batch: the sequences that count, if not all."""
-    exact, near = both_references(case, batch)
+    return problems_with(case, ranks, *both_references(case, batch))
+
+
+def problems_with(case: Case, ranks: list[Gradient], exact: Reference, near: Reference) -> list[str]:
+    """The same against given references: one process in float64, and in the precision of the case's lane."""
     found = _scalar_problems(case, ranks, exact.gradient)
     missing = exact.gradient.parts.keys() - {name for rank in ranks for name in rank.parts}
     found += [f"{name} is on no rank" for name in sorted(missing)]
@@ -101,7 +105,7 @@ def total_error(ranks: list[Gradient], exact: Reference) -> float:
             key = (name, got.tp_rank if true.shape != exact.gradient.parts[name].shape else 0)
             square = float((part - true).square().sum())
             # Not max(): it would lose a nan.
-            squares[key] = square if not square <= squares.get(key, 0.0) else squares[key]
+            squares[key] = square if not square <= squares.get(key, 0.0) else squares.get(key, 0.0)
     return sum(squares.values()) ** 0.5 / exact.gradient.norm
 
 

@@ -312,12 +312,6 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ),
     ("gradient_looked_at", 1, dict(nonfinite="zero", boundary="fsdp2"), ["fsdp2", "deepspeed", "skip"]),
     ("scaled_loss", 1, dict(fp16=True, boundary="megatron"), ["megatron", "bf16"]),
-    (
-        "split_backward",
-        4,
-        PP2 | dict(schedule="zb-h1", boundary="fsdp2"),
-        ["zb-h1", "fsdp2", "deepspeed"],
-    ),
     ("deepspeed_only", 1, dict(boundary="ddp", zero_stage=3), ["zero_stage needs boundary deepspeed", "ddp"]),
     ("deepspeed_only", 1, dict(boundary="ddp", offload_optimizer="cpu"), ["offload_optimizer"]),
     ("deepspeed_only", 1, dict(boundary="ddp", deepspeed={"steps_per_print": 1}), ["deepspeed block"]),

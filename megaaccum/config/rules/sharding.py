@@ -100,20 +100,6 @@ def scaled_loss(subject: Subject) -> Iterator[str]:
         yield "fp16 needs another boundary than megatron: set boundary to deepspeed, or bf16 instead of fp16 to true."
 
 
-def split_backward(subject: Subject) -> Iterator[str]:
-    """Where a weight gradient waits, a layer's backward is not over when its inputs' gradient is there, on which these
-    boundaries rely."""
-    sharding, schedule = subject.sharding, subject.parallel.schedule
-    if schedule in ("auto", "none", "1f1b", "interleaved", "gpipe"):
-        return
-    if sharding.boundary in ():
-        what = f"sync {sharding.sync}" if sharding.sync == "streaming" else f"boundary {sharding.boundary}"
-        yield (
-            f"schedule {schedule} splits the backward, which {what} does not follow: set boundary to deepspeed with"
-            " sync resident, or schedule to 1f1b or interleaved."
-        )
-
-
 RULES: tuple[Rule, ...] = (
     streaming,
     live_parameters,
@@ -122,5 +108,4 @@ RULES: tuple[Rule, ...] = (
     experts_boundary,
     gradient_looked_at,
     scaled_loss,
-    split_backward,
 )
