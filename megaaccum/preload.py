@@ -43,4 +43,3 @@ def libraries() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     private.without_shared_memory_operator()
-    quiet.hush_prints()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from typing import Any
 
 WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
     (
@@ -77,15 +76,6 @@ LOG_LINES: tuple[tuple[str, str, str], ...] = (
 )
 """(logger, start of the message, reason)."""
 
-PRINTS: tuple[tuple[str, str, str], ...] = (
-    (
-        "deepspeed.comm.torch",
-        "DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully",
-        "Printed by every rank, each time the shared-memory operator is loaded.",
-    ),
-)
-"""(module, start of the line, reason): lines that a module prints rather than logs."""
-
 
 def install() -> None:
     """Call before torch, DeepSpeed and Megatron are imported. May be called again."""
@@ -95,18 +85,6 @@ def install() -> None:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     for name, start, _ in LOG_LINES:
         logging.getLogger(name).addFilter(_StartsWith(start))
-
-
-def hush_prints() -> None:
-    """Gives the modules of PRINTS a `print` that leaves their known lines out. Call after they are imported."""
-    import sys
-
-    if _verbose():
-        return
-    for name, start, _ in PRINTS:
-        module = sys.modules.get(name)
-        if module is not None:
-            module.__dict__["print"] = _print_without(start)
 
 
 def _verbose() -> bool:
@@ -128,11 +106,3 @@ class _StartsWith(logging.Filter):
 
     def __hash__(self) -> int:
         return hash(self.start)
-
-
-def _print_without(start: str) -> Any:
-    def filtered(*values: object, **options: Any) -> None:
-        if not (values and str(values[0]).startswith(start)):
-            print(*values, **options)
-
-    return filtered
