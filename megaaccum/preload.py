@@ -43,3 +43,4 @@ def libraries() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     private.without_shared_memory_operator()
+    private.one_gloo_device()

@@ -12,8 +12,10 @@ partitions and the optimizer under those hooks are sound, and those are what is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -139,6 +141,31 @@ def without_shared_memory_operator() -> None:
     start waits for ever.
     """
     _deepspeed_backend().build_shm_op = lambda: None
+
+
+def one_gloo_device() -> None:
+    """Let all gloo groups of this process share one device, which is one thread that waits for the network.
+
+    torch 2.13 gives each group its own, and each of those wakes up a hundred times a second: the twenty groups of a
+    rank take 2 % of a core while nothing happens. Megatron-core makes the groups, and new_group has no way to hand a
+    device on (distributed_c10d: `_new_process_group_helper`).
+    """
+    from torch.distributed import distributed_c10d
+
+    plain: Any = distributed_c10d.ProcessGroupGloo
+
+    @functools.cache
+    def devices() -> list:
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        return [plain.create_device(interface=name) for name in names] or [plain.create_default_device()]  # type: ignore[attr-defined]
+
+    class OnSharedDevice(plain):  # type: ignore[valid-type, misc]
+        def __init__(self, store, rank: int, size: int, timeout) -> None:
+            options = plain._Options()
+            options._timeout, options._devices = timeout, devices()
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
 
 
 _EXPERTS = "megaaccum_experts"
