@@ -48,13 +48,13 @@ def test_counted_bytes_are_the_predicted_ones(policy, seen):
         num_bytes, calls, sizes = rank[index]
         (row,) = (row for row in policies.predictions(plan, sum(sizes), 0) if row.policy == policy)
         assert policies.chosen(plan) == policy
-        padding = policies.predictions(plan, sum(_padded(sizes, policy)), 0)
+        padding = policies.predictions(plan, sum(padded(sizes, policy)), 0)
         (most,) = (row for row in padding if row.policy == policy)
         assert row.total <= num_bytes <= most.total
         assert calls > 0
 
 
-def _padded(sizes: list[int], policy: str) -> list[int]:
+def padded(sizes: list[int], policy: str) -> list[int]:
     """Elements with the padding of each: to a multiple of dp (ZeRO-3), to whole rows (FSDP2: none here), each bucket to
     a multiple of 128 * dp (Megatron), nothing (DDP)."""
     if policy.startswith("megatron"):
