@@ -1,4 +1,4 @@
-"""Boundaries and policies under schedules that split the backward: what the table (test_boundary_table.py) leaves out."""
+"""Boundaries and policies under schedules that split the backward: what test_boundary_table.py leaves out."""
 
 import pickle
 
@@ -81,7 +81,9 @@ def moved():
     flags["megatron resident"] = MEGATRON
     cases = {policy: split("dualpipev", each, UNTIED) for policy, each in flags.items()}
     by_rank = run_ranks(counted, 4, list(cases.values()), timeout=150)
-    return {policy: (case, seen) for (policy, case), seen in zip(cases.items(), zip(*by_rank, strict=True), strict=True)}
+    return {
+        policy: (case, seen) for (policy, case), seen in zip(cases.items(), zip(*by_rank, strict=True), strict=True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,18 +120,17 @@ def reduced_after_the_last_input_gradient(case: Case):
     return gradient(case)
 
 
-def megatron_counts_by_itself(case: Case):
-    """Megatron's DDP is told of a last micro-batch, and sends a bucket when all of it has had a gradient there."""
+def both_chunks_when_one_is_done(case: Case):
+    """Megatron's DDP reduces both chunks of a rank when the first of them has its gradients."""
     from megaaccum.boundary.megatron import MegatronBoundary
     from tests.multiproc.parity import gradient
 
-    build = MegatronBoundary.__init__
+    def reduce_all(self, ddp, params):
+        for each in list(self._waiting):
+            self._waiting.pop(each).close()
+            each.start_grad_sync()
 
-    def without_grad_sync(self, *args):
-        build(self, *args)
-        self.grad_sync_func = None
-
-    MegatronBoundary.__init__ = without_grad_sync
+    MegatronBoundary._reduce_chunk = reduce_all
     return gradient(case)
 
 
@@ -147,7 +148,7 @@ def sums_of_two_precisions(case: Case):
     [
         (last_weight_gradients_forgotten, split("dualpipev", STREAM, ranks=2)),
         (reduced_after_the_last_input_gradient, fp64("zbv", FSDP2)),
-        (megatron_counts_by_itself, split("zbv", MEGATRON)),
+        (both_chunks_when_one_is_done, split("zbv", MEGATRON)),
         (sums_of_two_precisions, split("zbv", FSDP2 + STREAM, lane="bf16")),
     ],
 )
