@@ -35,7 +35,7 @@ def test_streaming_zero3():
         [
             split("gpipe", STREAM),
             split("zb-h1", STREAM + RECOMPUTE),
-            split("zb-h1", STREAM, SMALL + "--mtp_num_layers 1 "),
+            split("zb-h1", STREAM, LLAMA + "--mtp_num_layers 1 "),
             split("zbv", STREAM + "--max_live_parameters 30000 ", UNTIED),
             split("zbv", STREAM + BY_TWO, eight),
             split("zbv", STREAM + EVERY_ROUND + "--offload_optimizer cpu "),

@@ -38,8 +38,19 @@ def case(policy: str, schedule: str, dp: int) -> Case:
     return Case(ranks, f"--num_chunks 4 {flags}{precision}{SCHEDULES[schedule]}", MODEL, lane)
 
 
+PIPELINED = ("1f1b", "interleaved", "dualpipev")
+
+
 @pytest.mark.parametrize("dp", [2, 4])
-@pytest.mark.parametrize("schedules", [("none",), ("1f1b", "interleaved", "dualpipev")], ids=["pp1", "pp2"])
-def test_parity(schedules, dp):
-    policies = [*POLICIES, *(REPLICAS if dp == 4 else ())]
-    check([case(policy, schedule, dp) for policy in policies for schedule in schedules])
+def test_without_a_pipeline(dp):
+    check([case(policy, "none", dp) for policy in (*POLICIES, *(REPLICAS if dp == 4 else ()))])
+
+
+def test_two_stages_by_two():
+    check([case(policy, schedule, 2) for policy in POLICIES for schedule in PIPELINED])
+
+
+def test_two_stages_by_four():
+    """Eight ranks: replicas, which need them, under every schedule; the others under the one whose stages end last."""
+    check([case(policy, schedule, 4) for policy in REPLICAS for schedule in PIPELINED])
+    check([case(policy, "dualpipev", 4) for policy in POLICIES])
