@@ -52,7 +52,7 @@ class Fsdp2Boundary:
         for chunk in chunks:
             self._shard(chunk, mesh, plan)
         private.watch_fsdp2(self._roots, self.memory)
-        self._weight_grads = [private.Fsdp2WeightGrads(root) for root in self._roots]
+        self._weight_grads = [private.Fsdp2WeightGrads(chunk) for chunk in chunks]
         self._parameters = list(model.named_parameters(chunks))  # type: ignore[arg-type]
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}

@@ -114,9 +114,9 @@ class MegatronBoundary:
     def _reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
         """Start to reduce a chunk whose gradients are all there.
 
-        Megatron sends a bucket when each of its parameters has had as many gradients in a last micro-batch as in the
-        first step's. Under a split backward a matrix' gradients of early micro-batches come after a norm's last one, so
-        there is no last micro-batch to count in.
+        By itself Megatron sends a bucket when each of its parameters has had as many gradients since the last
+        micro-batch began as in the first step. Under a split backward a matrix' gradients of early micro-batches come
+        after a norm's last one, so that number would be another with each number of micro-batches.
         """
         if self._last_flush:
             self._waiting.pop(ddp).close()

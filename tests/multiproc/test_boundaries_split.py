@@ -1,38 +1,102 @@
-"""Every boundary and policy under schedules that split the backward: the gradient of one process on the whole batch."""
+"""Boundaries and policies under schedules that split the backward: what test_boundary_table.py leaves out."""
 
 import pickle
 
 import pytest
 
-from megaaccum.testing import try_ranks
+from megaaccum import policies
+from megaaccum.testing import run_ranks, try_ranks
 from tests.multiproc.distance import check, problems
 from tests.multiproc.parity import Case
+from tests.multiproc.test_traffic import counted, padded
 
-PP = "--pipeline_model_parallel_size 2 --num_chunks 5 "
-STREAM = "--sync streaming "
-UNTIED = "--untie_embeddings_and_output_weights "
-LLAMA = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
+PP = "--pipeline_model_parallel_size 2 --num_chunks 5 --grad_accum_steps 1 "
+EVERY_ROUND = "--grad_accum_steps 2 --num_chunks 4 --flush per_round "
+STREAM, FSDP2, MEGATRON = "--sync streaming ", "--boundary fsdp2 ", "--boundary megatron "
+TP = "--tensor_model_parallel_size 2 --sequence_parallel "
+SMALL = "--num_layers 4 "
+UNTIED = SMALL + "--untie_embeddings_and_output_weights "
+LLAMA = SMALL + "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 RECOMPUTE = "--recompute_granularity full "
+BY_TWO = RECOMPUTE + "--recompute_method uniform --recompute_num_layers 2 "
 
 
-def split(schedule: str, flags: str = "", model: str = "", lane: str = "fp32", ranks: int = 4) -> Case:
-    return Case(ranks, f"{PP}--grad_accum_steps 1 --schedule {schedule} {flags}", model, lane)
+def split(schedule: str, flags: str = "", model: str = SMALL, lane: str = "fp32", ranks: int = 4) -> Case:
+    return Case(ranks, f"{PP}--schedule {schedule} {flags}", model, lane)
+
+
+def fp64(schedule: str, flags: str, model: str = SMALL) -> Case:
+    return split(schedule, flags + "--params_dtype fp64 ", model, "fp64")
 
 
 def test_streaming_zero3():
-    every_round = "--grad_accum_steps 2 --num_chunks 4 --flush per_round "
+    eight = LLAMA.replace(SMALL, "--num_layers 8 ")
     check(
         [
             split("gpipe", STREAM),
             split("zb-h1", STREAM + RECOMPUTE),
-            split("zbv", STREAM + "--max_live_parameters 30000", UNTIED),
-            split("zbv", STREAM + RECOMPUTE + "--recompute_method uniform --recompute_num_layers 2", LLAMA),
-            split("zbv", STREAM + every_round + "--offload_optimizer cpu"),
-            split("dualpipev", STREAM + "--deterministic", LLAMA),
+            split("zb-h1", STREAM, LLAMA + "--mtp_num_layers 1 "),
+            split("zbv", STREAM + "--max_live_parameters 30000 ", UNTIED),
+            split("zbv", STREAM + BY_TWO, eight),
+            split("zbv", STREAM + EVERY_ROUND + "--offload_optimizer cpu "),
+            split("dualpipev", STREAM + "--deterministic ", LLAMA),
             split("dualpipev", STREAM, LLAMA, "bf16"),
-            split("dualpipev", STREAM + "--tensor_model_parallel_size 2 --sequence_parallel"),
+            split("dualpipev", STREAM + TP),
         ]
     )
+
+
+def test_fsdp2():
+    check(
+        [
+            fp64("zbv", FSDP2 + STREAM + RECOMPUTE, LLAMA),
+            fp64("zb-h1", FSDP2 + STREAM + EVERY_ROUND, UNTIED),
+            fp64("zbv", FSDP2 + EVERY_ROUND),
+            fp64("gpipe", FSDP2 + "--deterministic "),
+            fp64("dualpipev", FSDP2 + TP),
+            split("zbv", FSDP2, lane="bf16"),
+            split("dualpipev", FSDP2 + STREAM, LLAMA, "bf16"),
+        ]
+    )
+
+
+def test_megatron():
+    """The first of a process adds in rank order, which must not be the others' way too."""
+    check(
+        [
+            split("zbv", MEGATRON + "--deterministic ", LLAMA),
+            split("zb-h1", MEGATRON + EVERY_ROUND, LLAMA, "bf16"),
+            split("gpipe", MEGATRON, UNTIED),
+            split("dualpipev", MEGATRON + TP),
+            split("1f1b", MEGATRON + "--deterministic "),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """{policy: (case, what test_traffic counts of it, by rank)} under DualPipeV."""
+    flags = {f"{boundary} {sync}": f"--boundary {boundary} --sync {sync} " for boundary in ("deepspeed", "fsdp2")
+             for sync in ("resident", "streaming")}  # fmt: skip
+    flags["megatron resident"] = MEGATRON
+    cases = {policy: split("dualpipev", each, UNTIED) for policy, each in flags.items()}
+    by_rank = run_ranks(counted, 4, list(cases.values()), timeout=150)
+    return {
+        policy: (case, seen) for (policy, case), seen in zip(cases.items(), zip(*by_rank, strict=True), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    "policy", ["deepspeed resident", "deepspeed streaming", "fsdp2 resident", "fsdp2 streaming", "megatron resident"]
+)
+def test_a_split_moves_no_more_bytes(policy, moved):
+    case, seen = moved[policy]
+    for num_bytes, _, sizes in seen:
+        least, most = (
+            next(row.total for row in policies.predictions(case.plan(), sum(each), 0) if row.policy == policy)
+            for each in (sizes, padded(sizes, policy))
+        )
+        assert least <= num_bytes <= most
 
 
 # --- broken on purpose ------------------------------------------------------------------------------------------------
@@ -47,8 +111,49 @@ def last_weight_gradients_forgotten(case: Case):
     return gradient(case)
 
 
-@pytest.mark.parametrize(("mistake", "case"), [(last_weight_gradients_forgotten, split("dualpipev", STREAM, ranks=2))])
+def reduced_after_the_last_input_gradient(case: Case):
+    """FSDP2 is left to its own hooks, which see no W."""
+    from megaaccum import private
+    from tests.multiproc.parity import gradient
+
+    private.Fsdp2WeightGrads.finish = lambda self: None
+    return gradient(case)
+
+
+def both_chunks_when_one_is_done(case: Case):
+    """Megatron's DDP reduces both chunks of a rank when the first of them has its gradients."""
+    from megaaccum.boundary.megatron import MegatronBoundary
+    from tests.multiproc.parity import gradient
+
+    def reduce_all(self, ddp, params):
+        for each in list(self._waiting):
+            self._waiting.pop(each).close()
+            each.start_grad_sync()
+
+    MegatronBoundary._reduce_chunk = reduce_all
+    return gradient(case)
+
+
+def sums_of_two_precisions(case: Case):
+    """Parameters of a unit that have no gradient in a W get zeros as torch makes them."""
+    from megaaccum import private
+    from tests.multiproc.parity import gradient
+
+    private.fsdp2_even_out = lambda unit: None
+    return gradient(case)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (last_weight_gradients_forgotten, split("dualpipev", STREAM, ranks=2)),
+        (reduced_after_the_last_input_gradient, fp64("zbv", FSDP2)),
+        (both_chunks_when_one_is_done, split("zbv", MEGATRON)),
+        (sums_of_two_precisions, split("zbv", FSDP2 + STREAM, lane="bf16")),
+    ],
+)
 def test_a_mistake_is_seen(mistake, case):
     ends = try_ranks(mistake, case.world_size, case)
-    assert not any(end.failed for end in ends)
+    if any(end.failed for end in ends):
+        return  # a rank raised: seen too
     assert problems(case, [pickle.loads(end.result) for end in ends])
