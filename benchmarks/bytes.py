@@ -134,8 +134,8 @@ def stock_step(name: str, chunk, microbatches: int) -> Callable[[], float]:
 
 def stock_prediction(name: str, plan) -> float | None:
     """Bytes per rank of a stock loop. FSDP2 gathers each layer twice per micro-batch and what is in no layer (the root)
-    once, and reduces in every backward; DDP reduces all in every backward. What DeepSpeed still holds when it needs it again
-    is no formula's: it moves at most what streaming does."""
+    once, and reduces in every backward; DDP reduces all in every backward. What DeepSpeed still holds when it needs it
+    again is no formula's: it moves at most what streaming does."""
     if name == STOCK[0]:
         return None
     m, share = plan.batch.num_microbatches, (RANKS - 1) / RANKS

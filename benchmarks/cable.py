@@ -38,6 +38,7 @@ def _run(tool: str, *words: str) -> None:
 def cable(megabits: float) -> Iterator[None]:
     """Both hosts, joined by a cable that carries so many megabits per second in each direction."""
     one, other = HOSTS
+    _delete()  # of a run that was killed
     try:
         for host in HOSTS:
             _run("ip", "netns", "add", host)
@@ -50,8 +51,12 @@ def cable(megabits: float) -> Iterator[None]:
             _run("tc", "-n", host, "qdisc", "add", "dev", WIRE, "root", "tbf", *limit)
         yield
     finally:
-        for host in HOSTS:
-            subprocess.run([_find("ip") or "ip", "netns", "delete", host], check=False, timeout=20, capture_output=True)
+        _delete()
+
+
+def _delete() -> None:
+    for host in HOSTS:
+        subprocess.run([_find("ip") or "ip", "netns", "delete", host], check=False, timeout=20, capture_output=True)
 
 
 def run_on_both(code: str, arguments: Sequence[str], ranks: int, timeout: float) -> str:
