@@ -2,34 +2,45 @@
 
     python -m benchmarks bytes [--microbatches M] [--json F]
 
-Counted on 4 ranks without a pipeline, in the second step. The lower bound of a step whose parameters and gradients are
-sharded: each rank has to receive the others' parameters once, and give away what it added to their gradients once. The
-stock loops accumulate as their documentation says; `naive` ones as people write them first.
+Counted on 4 ranks without a pipeline, in the second step; predicted by megaaccum/fit.py. The lower bound of a step
+whose parameters and gradients are sharded: each rank has to receive the others' parameters once, and give away what it
+added to their gradients once. The stock loops accumulate as their documentation says; `naive` ones as people write them
+first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum import config as configuration
-from megaaccum import policies
+from megaaccum import fit, policies
+from megaaccum.planner.stages import Stage
+from megaaccum.planner.weights import stage_parameters
 from megaaccum.testing import run_ranks
 
 RANKS = 4
+VOCABULARY = 512
 MODEL = (
     "--num_layers 4 --hidden_size 64 --num_attention_heads 4 --seq_length 32 --vocab_size 512 --micro_batch_size 1 "
     "--attention_dropout 0 --hidden_dropout 0 --train_iters 10 --lr 1e-3 --untie_embeddings_and_output_weights"
 ).split()
-OURS = {
-    "deepspeed resident": [],
-    "deepspeed streaming": ["--sync", "streaming"],
-    "fsdp2 resident": ["--boundary", "fsdp2"],
-    "fsdp2 streaming": ["--boundary", "fsdp2", "--sync", "streaming"],
-    "megatron resident": ["--boundary", "megatron"],
-    "ddp resident": ["--boundary", "ddp"],
-}
+OURS = (
+    "",
+    "--sync streaming",
+    "--sync streaming --max_live_parameters 120000",
+    "--zero_stage 2",
+    "--zero_stage 1",
+    "--boundary fsdp2",
+    "--boundary fsdp2 --sync streaming",
+    "--boundary fsdp2 --data_parallel_replicas 2",
+    "--boundary fsdp2 --data_parallel_replicas 2 --sync streaming",
+    "--boundary megatron",
+    "--boundary ddp",
+)
+"""Every boundary and policy, as the keys that name it."""
 STOCK = ("stock DeepSpeed ZeRO-3", "stock FSDP2, naive", "stock DDP, naive")
 
 
@@ -45,17 +56,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(microbatches: int) -> dict:
-    """{"lower_bound": bytes, "rows": [{"policy", "counted", "calls", "predicted" or None}]}; bytes of rank 0."""
-    plan = _plan([], microbatches)
+    """{"lower_bound": bytes, "rows": [{"policy", "keys", "counted", "calls", "predicted" or None}]}; bytes of rank 0,
+    the most that any rank predicts."""
     rows = []
-    for name, flags in OURS.items():
-        counted, calls, elements = run_ranks(ours, RANKS, flags, microbatches, timeout=240)[0]
-        (row,) = (row for row in policies.predictions(plan, elements, 0) if row.policy == name)
-        rows.append({"policy": name, "counted": counted, "calls": calls, "predicted": row.total})
+    for keys in OURS:
+        plan = plan_of(keys.split(), microbatches)
+        counted, calls, elements = run_ranks(ours, RANKS, keys.split(), microbatches, timeout=240)[0]
+        policy = policies.chosen(plan)
+        predicted = fit.Forecast(plan, VOCABULARY).of(policy).moved.total
+        live = f", {policy.live:,} live" if policy.live else ""
+        rows.append(
+            {"policy": f"{policy}{live}", "keys": keys, "counted": counted, "calls": calls, "predicted": predicted}
+        )
         bound = (RANKS - 1) / RANKS * elements * 4 * 2
+    plan = plan_of([], microbatches)
     for name in STOCK:
         counted, calls, _ = run_ranks(stock, RANKS, name, microbatches, timeout=240)[0]
-        rows.append({"policy": name, "counted": counted, "calls": calls, "predicted": None})
+        rows.append(
+            {"policy": name, "keys": "", "counted": counted, "calls": calls, "predicted": stock_prediction(name, plan)}
+        )
     return {"ranks": RANKS, "microbatches": microbatches, "lower_bound": bound, "rows": rows}
 
 
@@ -63,12 +82,12 @@ def report(figures: dict) -> str:
     lines = [
         f"{figures['ranks']} ranks, {figures['microbatches']} micro-batches, FP32; lower bound "
         f"{figures['lower_bound']:,.0f} bytes per rank and step",
-        f"{'policy':<26}{'counted':>14}{'predicted':>14}{'calls':>8}{'of the bound':>14}",
+        f"{'policy':<42}{'counted':>14}{'predicted':>14}{'calls':>8}{'of the bound':>14}",
     ]
     for row in figures["rows"]:
         predicted = "" if row["predicted"] is None else f"{row['predicted']:,.0f}"
         ratio = row["counted"] / figures["lower_bound"]
-        lines.append(f"{row['policy']:<26}{row['counted']:>14,.0f}{predicted:>14}{row['calls']:>8}{ratio:>13.2f}x")
+        lines.append(f"{row['policy']:<42}{row['counted']:>14,.0f}{predicted:>14}{row['calls']:>8}{ratio:>13.2f}x")
     return "\n".join(lines)
 
 
@@ -77,33 +96,56 @@ def report(figures: dict) -> str:
 
 def ours(flags: list[str], microbatches: int) -> tuple[float, int, int]:
     """(bytes, calls, elements of the model) of the second step of megaaccum."""
-    from megaaccum import boundary, optimizer
-    from megaaccum.step import Stepper
-
-    plan, groups, chunks = _build(flags, microbatches)
+    plan, groups, chunks = build(flags, microbatches)
     elements = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    bound = boundary.build(plan, groups, chunks, optimizer.build(plan, chunks))
-    stepper = Stepper(plan, groups, chunks, bound)
-    batches = [_batch(index) for index in range(microbatches)]
+    stepper = stepper_of(plan, groups, chunks)
+    batches = [batch(index) for index in range(microbatches)]
     stepper.train(batches, step=0)
     traffic = stepper.train(batches, step=1).traffic
     return *_large(traffic), elements
+
+
+def stepper_of(plan, groups, chunks):
+    """megaaccum's stepper over the boundary of `plan`."""
+    from megaaccum import boundary, optimizer
+    from megaaccum.step import Stepper
+
+    bound = boundary.build(plan, groups, chunks, optimizer.build(plan, chunks))
+    return Stepper(plan, groups, chunks, bound)
 
 
 def stock(name: str, microbatches: int) -> tuple[float, int, int]:
     """The same for a loop without megaaccum."""
     from megaaccum.traffic import Meter
 
-    _, groups, (chunk,) = _build([], microbatches)
+    _, groups, (chunk,) = build([], microbatches)
     elements = sum(param.numel() for param in chunk.parameters())
-    step = {STOCK[0]: _deepspeed, STOCK[1]: _fsdp2, STOCK[2]: _ddp}[name](chunk, microbatches)
+    step = stock_step(name, chunk, microbatches)
     step()
     with Meter(groups).counting() as traffic:
         step()
     return *_large(traffic), elements
 
 
-def _deepspeed(chunk, microbatches: int):
+def stock_step(name: str, chunk, microbatches: int) -> Callable[[], float]:
+    """A function that makes one optimizer step of a stock loop and returns its mean loss."""
+    return {STOCK[0]: _deepspeed, STOCK[1]: _fsdp2, STOCK[2]: _ddp}[name](chunk, microbatches)
+
+
+def stock_prediction(name: str, plan) -> float | None:
+    """Bytes per rank of a stock loop. FSDP2 gathers each layer twice per micro-batch and what is in no layer (the root)
+    once, and reduces in every backward; DDP reduces all in every backward. What DeepSpeed still holds when it needs it
+    again is no formula's: it moves at most what streaming does."""
+    if name == STOCK[0]:
+        return None
+    m, share = plan.batch.num_microbatches, (RANKS - 1) / RANKS
+    whole = fit.Forecast(plan, VOCABULARY).elements(0).total
+    root = stage_parameters(plan.config.model, Stage(0, 0, True, True, True), VOCABULARY, tp=1).total
+    per = 3 * whole - root if name == STOCK[1] else 2 * whole
+    return float(share * 4 * per * m)
+
+
+def _deepspeed(chunk, microbatches: int) -> Callable[[], float]:
     """The engine's own accumulation: forward, backward and step for every micro-batch."""
     import deepspeed
     import torch
@@ -114,6 +156,7 @@ def _deepspeed(chunk, microbatches: int):
         # By default parameters under these sizes stay gathered, which is all of a model as small as this.
         "zero_optimization": {
             "stage": 3,
+            "reduce_bucket_size": 1_000_000,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
@@ -123,15 +166,19 @@ def _deepspeed(chunk, microbatches: int):
     adam = torch.optim.AdamW(chunk.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=chunk, optimizer=adam, config=settings, dist_init_required=False)
 
-    def step() -> None:
+    def step() -> float:
+        total = 0.0
         for index in range(microbatches):
-            engine.backward(_loss(engine, _batch(index)))
+            loss = _loss(engine, batch(index))
+            engine.backward(loss)
             engine.step()
+            total += float(loss.detach())
+        return total / microbatches
 
     return step
 
 
-def _fsdp2(chunk, microbatches: int):
+def _fsdp2(chunk, microbatches: int) -> Callable[[], float]:
     """fully_shard on every layer and the whole; backward of each micro-batch as it comes."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -144,7 +191,7 @@ def _fsdp2(chunk, microbatches: int):
     return _plain(chunk, torch.optim.AdamW(chunk.parameters(), lr=1e-3), microbatches)
 
 
-def _ddp(chunk, microbatches: int):
+def _ddp(chunk, microbatches: int) -> Callable[[], float]:
     """DistributedDataParallel; backward of each micro-batch as it comes."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -155,18 +202,22 @@ def _ddp(chunk, microbatches: int):
     return _plain(wrapped, torch.optim.AdamW(chunk.parameters(), lr=1e-3), microbatches)
 
 
-def _plain(model, adam, microbatches: int):
-    def step() -> None:
+def _plain(model, adam, microbatches: int) -> Callable[[], float]:
+    def step() -> float:
+        total = 0.0
         for index in range(microbatches):
-            (_loss(model, _batch(index)) / microbatches).backward()
+            loss = _loss(model, batch(index)) / microbatches
+            loss.backward()
+            total += float(loss.detach())
         adam.step()
         adam.zero_grad()
+        return total
 
     return step
 
 
-def _loss(model, batch):
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+def _loss(model, of):
+    losses = model(of["tokens"], of["position_ids"], None, labels=of["labels"])
     return losses.float().mean()
 
 
@@ -177,24 +228,25 @@ def _large(traffic) -> tuple[float, int]:
     return sum(count.num_bytes for count in large), sum(count.calls for count in large)
 
 
-def _plan(flags: list[str], microbatches: int):
+def plan_of(flags: list[str], microbatches: int):
     keys = [*MODEL, "--num_chunks", str(microbatches), "--data_path", "none", *flags]
     return configuration.resolve(configuration.load(None, keys), world_size=RANKS)
 
 
-def _build(flags: list[str], microbatches: int):
+def build(flags: list[str], microbatches: int):
     from megaaccum import groups, model
 
-    plan = _plan(flags, microbatches)
+    plan = plan_of(flags, microbatches)
+    groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=2)
-    return plan, built, model.build_chunks(plan, built, vocab_size=512)
+    return plan, built, model.build_chunks(plan, built, vocab_size=VOCABULARY)
 
 
-def _batch(index: int):
+def batch(index: int):
     import torch
 
     generator = torch.Generator().manual_seed(index)
-    tokens = torch.randint(0, 512, (1, 33), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (1, 33), generator=generator)
     return {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],

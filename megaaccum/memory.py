@@ -114,7 +114,7 @@ def smallest_device() -> float | None:
 class Ledger:
     """Counts the storages that autograd keeps for backwards while `watching`; parameters are not counted.
 
-    now, peak: bytes. shapes: how often a (shape, dtype, bytes of the storage) was kept.
+    now, peak: bytes.
 
     A parameter is kept by reference, since a boundary may release it between forward and backward: a saved alias would
     hold it. Modules tell which storages are parameters, right before they compute.
@@ -122,7 +122,6 @@ class Ledger:
 
     now: int = 0
     peak: int = 0
-    shapes: Counter = field(default_factory=Counter)
     _live: Counter = field(default_factory=Counter)
     _sizes: dict[int, int] = field(default_factory=dict)
     _parameters: dict[int, torch.nn.Parameter] = field(default_factory=dict)
@@ -169,10 +168,9 @@ class Ledger:
     def _unpack(kept: _Kept | _OfParameter) -> torch.Tensor:
         return kept.tensor
 
-    def _add(self, key: int, tensor: torch.Tensor, size: int) -> None:
+    def _add(self, key: int, size: int) -> None:
         self._live[key] += 1
         if self._live[key] == 1:
-            self.shapes[(tuple(tensor.shape), str(tensor.dtype), size)] += 1
             self._sizes[key] = size
             self.now += size
             self.peak = max(self.peak, self.now)
@@ -230,7 +228,7 @@ class _Kept:
         self.tensor, self._ledger = tensor, ledger
         storage = tensor.untyped_storage()
         self._key = storage.data_ptr()
-        ledger._add(self._key, tensor, storage.nbytes())
+        ledger._add(self._key, storage.nbytes())
 
     def __del__(self) -> None:
         self._ledger._drop(self._key)

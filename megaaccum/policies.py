@@ -164,7 +164,7 @@ def state_bytes(policy: Policy, sharding: ShardingConfig) -> StateBytes:
 def _fsdp2_bytes(policy: Policy, param: float, reduce: float) -> StateBytes:
     """Shards are FP32 (or FP64) and serve as masters. Whole gradients are added up in the reduction's precision."""
     master = max(param, 4.0)
-    shards = dict(param_shard=master, optimizer_shard=2 * master, grad_step=master)
+    shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=2 * master, grad_step=master)
     if policy.sync == "resident":
         return StateBytes(param=param, grad=reduce, **shards)
     return StateBytes(param=0, grad=0, grad_shard=master, unit_param=param, unit_grad=param, **shards)
@@ -173,7 +173,7 @@ def _fsdp2_bytes(policy: Policy, param: float, reduce: float) -> StateBytes:
 def _deepspeed_bytes(policy: Policy, param: float, grad: float, *, offloaded: bool) -> StateBytes:
     """An FP32 master and two moments per element of the shard, and for the step an FP32 copy of its gradients: beside
     them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their place."""
-    shards = dict(optimizer_shard=0.0 if offloaded else 12.0, grad_step=grad + (0 if offloaded else 4))
+    shards: dict[str, Any] = dict(optimizer_shard=0.0 if offloaded else 12.0, grad_step=grad + (0 if offloaded else 4))
     if policy.zero_stage < 3:
         shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)

@@ -67,8 +67,7 @@ def train(plan: Plan) -> int:
 
     _start_process_group(plan)
     agree(plan.digest(), details=plan.facts)
-    plan = together(_settled, plan, smallest_device())
-    agree(plan.digest(), details=plan.facts)
+    plan, notes = together(_settled, plan, smallest_device())
     together(_check_folders, plan.config)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     data = together(build_datasets, plan)
@@ -79,7 +78,7 @@ def train(plan: Plan) -> int:
     saver = Saver(plan, places, sharded, schedule, data, shape, dict(model.named_buffers(chunks)))
     step, consumed, state = saver.resume()
     log = together(_open_log, plan, data, start_step=step)
-    for note in plan.notes:
+    for note in notes:
         log.note(note)
     stepper = Stepper(plan, places, chunks, sharded)
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
@@ -91,11 +90,14 @@ def train(plan: Plan) -> int:
     return 0
 
 
-def _settled(plan: Plan, device_bytes: float | None) -> Plan:
-    """The plan with a policy that fits; the same on every rank. Raises ConfigError where none does."""
+def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
+    """The plan with a policy that fits, and, where there is a limit, why it is that one; the same on every rank. Raises
+    ConfigError where none does."""
     from megaaccum import fit, model
 
-    return fit.settle(plan, device_bytes, local=not model.uses_transformer_engine(plan))
+    settled = fit.settle(plan, device_bytes, local=not model.uses_transformer_engine(plan))
+    is_limited = fit.limit_of(plan, device_bytes) is not None
+    return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
 
 
 def _loop(

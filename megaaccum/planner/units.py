@@ -44,7 +44,8 @@ def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: flo
 
 def _staying(sizes: list[list[Any]], live: float) -> list[list[bool]]:
     """Which units stay: the first ones, up to `live` elements."""
-    so_far, stays = 0, []
+    so_far: Any = 0
+    stays: list[list[bool]] = []
     for each in sizes:
         stays.append([])
         for one in each:

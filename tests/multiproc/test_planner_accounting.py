@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megaaccum.config import Plan
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
+from megaaccum.planner.layouts import from_rows, row_of
 from megaaccum.planner.memory import MemoryModel
 from megaaccum.planner.stages import chunks_of_rank, stages_of
 from megaaccum.planner.weights import rank_parameters
@@ -62,7 +62,7 @@ def test_predicted_memory_is_what_a_real_step_keeps(cases: list[Case]) -> None:
 
 
 def compare(plan: Plan, real: Counted, name: str) -> None:
-    at, stages = layout_of(plan), stages_of(plan.config)
+    at, stages = from_rows([row_of(plan)]), stages_of(plan.config)
     chunks = chunks_of_rank(stages, real.pp_rank, pp=plan.layout.pp, schedule=plan.layout.schedule)
     params = rank_parameters(plan.config.model, chunks, VOCAB, tp=plan.layout.tp).total
     element = 2 if plan.config.sharding.bf16 else 4
@@ -78,27 +78,3 @@ def compare(plan: Plan, real: Counted, name: str) -> None:
     kinds = model.on_rank(at, real.pp_rank)
     kept = float(kinds["activations"][0] + kinds["loss"][0] + kinds["workspace"][0])
     assert abs(kept / real.activations - 1) <= TOLERANCE, f"{name}: {kept:.0f} predicted, {real.activations} kept"
-
-
-def layout_of(plan: Plan) -> Layouts:
-    """The planner's row for a plan."""
-    layout, batch, model = plan.layout, plan.batch, plan.config.model
-    return from_rows(
-        [
-            dict(
-                tp=layout.tp,
-                pp=layout.pp,
-                vpp=layout.vpp,
-                dp=layout.dp,
-                etp=layout.etp,
-                micro_batch_size=batch.micro_batch_size,
-                num_chunks=batch.num_chunks,
-                grad_accum_steps=batch.grad_accum_steps,
-                recompute=RECOMPUTE.index(model.recompute_granularity or "none"),
-                schedule=SCHEDULES.index(layout.schedule),
-                policy=POLICIES.index(plan.config.sharding.sync),
-                zero_stage=plan.config.sharding.zero_stage,
-                sequence_parallel=int(plan.config.parallel.sequence_parallel),
-            )
-        ]
-    )
