@@ -30,7 +30,6 @@ UNSUPPORTED = {
     "overlap_moe_expert_parallel_comm": "fused pairs are run by `fused`",
     "fine_grained_activation_offloading": "activations stay on their rank",
     "hybrid_context_parallel": "every micro-batch is cut alike",
-    "delay_wgrad_compute": "the schedule says when weight gradients are computed",
 }
 """Keys of Megatron's configuration that the executor cannot honour, and why."""
 

@@ -276,8 +276,8 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     (
         "own_executor",
         2,
-        PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine"),
-        ["zb-h1", "transformer_impl to local"],
+        PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine", boundary="ddp"),
+        ["zb-h1", "transformer_impl transformer_engine", "boundary to deepspeed"],
     ),
     ("traced", 2, PP2 | dict(schedule_trace="t.json"), ["schedule_trace t.json", "schedule 1f1b", "dualpipev"]),
     ("even_stages", 2, PP2 | dict(schedule="zbv", num_layers=10), ["num_layers 10", "= 4", "8 or 12"]),
@@ -433,6 +433,7 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (1, FP8),
     (8, FP8 | PP2 | TP2 | dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max", zero_stage=1)),
     (2, FP8 | PP2 | dict(schedule="dualpipev", fp8_recipe="tensorwise")),
+    (2, PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine")),
     (1, FP8 | dict(boundary="megatron", fp8_recipe="blockwise", first_last_layers_bf16=True)),
 ]
 
