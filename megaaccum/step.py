@@ -298,7 +298,8 @@ class Stepper:
         clock.lap("norm")
         grad_norm.unscale(self._boundary, self._boundary.loss_scale)
         zeroed = None if self._zero is None else self._zero.total()
-        norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed)
+        overflow = self._fp8.overflow()
+        norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed, overflow=overflow)
         clock.lap("verdict")
         return _Attempt(loss, reports, norm, num_zeroed)
 
@@ -325,17 +326,19 @@ class Stepper:
 
     def _on_nonfinite(self, step: int, microbatches, attempt: _Attempt, before: _Before) -> _Verdict:
         """Say where it came from; then end the run, step without those micro-batches, or skip."""
+        in_fp8 = self._fp8.describe_overflow()
         findings = self._look(microbatches, attempt.loss.dummies, before)
+        why = "; ".join(filter(None, (in_fp8, str(findings) if findings.found or not in_fp8 else "")))
         if self.scaler is not None and self.scaler.is_dynamic:
             raise StepError(
                 f"step {step} overflows at loss scale {self.scaler.scale:g}, the floor (min_loss_scale): {findings}."
                 " A smaller scale will not help: lower lr or clip_grad, or train with bf16."
             )
         if self._keys.nonfinite == "raise":
-            raise StepError(f"step {step}: the gradient is not finite: {findings}. (nonfinite: raise)")
+            raise StepError(f"step {step}: the gradient is not finite: {why}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch":
             attempt = self._attempt_without(microbatches, attempt.loss.dummies, findings, before)
-        return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {findings}")
+        return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {why}")
 
     def _look(self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: _Before) -> Findings:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""

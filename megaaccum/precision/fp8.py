@@ -22,11 +22,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megaaccum import private_te
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+
+MOST_SHOWN = 4
+"""Histories that a message names."""
 
 PREFIX = "fp8/"
 """How names of FP8 state begin, in checkpoints too."""
@@ -147,6 +151,29 @@ class Fp8:
             self._update(False)
 
     # --- a step that counts, or not ---
+
+    def overflow(self) -> torch.Tensor | None:
+        """0, or inf where a largest value of this step was not finite (float64 scalar on the device); None where no
+        history is kept. A cast to FP8 saturates: an infinite value leaves no other trace than in the history."""
+        if not self.tensors:
+            return None
+        finite = torch.cat([tensor.flatten() for tensor in self._amaxes().values()]).isfinite().all()
+        return torch.where(finite, 0.0, torch.inf).double()
+
+    def describe_overflow(self) -> str:
+        """Where a largest value was not finite on any rank, the same text on each; '' where none was. Collective over
+        the world."""
+        if not self._histories:
+            return ""
+        mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]
+        everyone: list[list[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        names = sorted({name for each in everyone for name in each or []})
+        more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+        return f"FP8 met an infinite value in {', '.join(names[:MOST_SHOWN])}{more}" if names else ""
+
+    def _amaxes(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if "/amax_history_" in name}
 
     def snapshot(self) -> Snapshot:
         """Scales and histories as they are; no synchronisation with the host."""

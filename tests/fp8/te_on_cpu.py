@@ -84,7 +84,7 @@ def install() -> None:
     transformer_engine.common.load_framework_extension = lambda framework: None
     import transformer_engine.pytorch
 
-    transformer_engine.pytorch = sys.modules["transformer_engine.pytorch"]
+    _track_random_states_of_the_cpu()
 
 
 def _play_hopper() -> None:
@@ -105,6 +105,15 @@ def _play_hopper() -> None:
     )
 
 
+def _track_random_states_of_the_cpu() -> None:
+    """What TE keeps for layers that it computes again."""
+    import torch
+    from transformer_engine.pytorch import distributed
+
+    distributed._get_cuda_rng_state = lambda *args, **keys: torch.default_generator.get_state()
+    distributed._set_cuda_rng_state = lambda state, *args, **keys: torch.default_generator.set_state(state)
+
+
 # --- kernels, as the extension's C++ describes them ------------------------------------------------------------------
 
 
@@ -117,7 +126,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
     dtype = TE_DType_To_Torch[quantizer.dtype]
     values, most = tensor.detach().float(), torch.finfo(TE_DType_To_Torch[quantizer.dtype]).max
-    largest = values.abs().max()
+    largest = values.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().max()
     if isinstance(quantizer, Float8CurrentScalingQuantizer):
         scale = most / largest.clamp(min=1e-12)
     else:
