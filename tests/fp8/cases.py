@@ -362,8 +362,8 @@ def _only_tensors(path) -> bool:
 
 
 def tensor_parallel() -> dict:
-    """tp 2 with sequence parallelism: both ranks have the largest values of both."""
-    run = trained(case(SERIAL + " --tp 2 --sequence_parallel"))
+    """tp 2: both ranks have the largest values of both."""
+    run = trained(case(SERIAL + " --tp 2"))
     everyone: list = [None, None]
     torch.distributed.all_gather_object(everyone, run.state())
     return {"unlike": differences(*everyone), "rows": sorted(set(run.rows().values()))}
