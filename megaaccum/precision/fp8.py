@@ -166,7 +166,7 @@ class Fp8:
         if not self._histories:
             return ""
         mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]
-        everyone: list[list[str] | None] = [None] * dist.get_world_size()
+        everyone: list[list[str] | None] = [None for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         names = sorted({name for each in everyone for name in each or []})
         more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
