@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | docs | bench
+# make setup | te | demo | test | lint | types | docs | bench
 #
 # Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # ninja, which DeepSpeed calls by name, lies in the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo test lint types docs bench
+.PHONY: setup te demo test lint types docs bench
 
 setup: $(STAMP)
 
@@ -28,7 +28,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/megaaccum train configs/tiny_cpu.yaml
 
-test: setup
+# Transformer Engine's Python, without its kernels, for the tests of FP8: beside the environment, because where it can be
+# imported Megatron takes its layers. Without a network those tests are skipped, and say so.
+TE := .te
+
+te: $(TE)/transformer_engine
+
+$(TE)/transformer_engine: | setup
+	-@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --no-deps --target $(TE) transformer-engine
+
+test: setup te
 	$(BIN)/python -m pytest
 
 lint: setup

@@ -259,8 +259,33 @@ def _sharding(plan: Plan) -> _Section:
         f"sync {sharding.sync}: {when[sharding.sync]}",
         f"parameters {sharding.params_dtype}, gradients added in {sharding.grad_accum_dtype}"
         f" and reduced in {sharding.grad_reduce_dtype}",
+        *_fp8(plan),
         *_policies(plan),
     ]
+
+
+def _fp8(plan: Plan) -> list[str]:
+    """What FP8 computes in, and what its scales come from."""
+    keys, at = plan.config.quantization, plan.layout
+    if keys.fp8_format is None:
+        return []
+    formats = {"e4m3": "e4m3", "hybrid": "e4m3 forward and e5m2 for gradients"}
+    scales = {
+        "delayed": f"by {keys.fp8_amax_compute_algo} of the last {keys.fp8_amax_history_len} micro-batches, the same on"
+        f" the tp {at.tp} * cp {at.cp} * dp {at.dp} ranks of a stage",
+        "tensorwise": "from each tensor itself",
+        "blockwise": "one per block of 128 (Hopper)",
+        "mxfp8": "one per 32 numbers (Blackwell)",
+    }
+    lines = [
+        f"FP8 products of linear layers in {formats[keys.fp8_format]}, fp8_recipe {keys.fp8_recipe}: scales"
+        f" {scales[keys.fp8_recipe]}",
+        "FP8 copies of weights are made once per step; FP32 masters, sums over micro-batches in FP32",
+    ]
+    if keys.first_last_layers_bf16:
+        first, last = keys.num_layers_at_start_in_bf16, keys.num_layers_at_end_in_bf16
+        lines.append(f"in BF16: the first {first} and the last {last} layers")
+    return lines
 
 
 def _policies(plan: Plan) -> list[str]:

@@ -59,7 +59,8 @@ def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
 
 
 Buffers = dict[str, torch.Tensor]
-"""{name in the whole model: tensor} of what training changes beside parameters; the same on all ranks of a stage."""
+"""{name in the whole model: tensor} of what training changes beside parameters; the same on all ranks of a stage. Names
+that begin with fp8/ are those of amax histories and scales, which a checkpoint of a run without FP8 does not have."""
 
 
 def save(
@@ -219,7 +220,8 @@ def load(
         raise said_once(CheckpointError(f"{current} cannot be read: {what}")) from error
     _fill(boundary, groups, read)
     for name, buffer in (buffers or {}).items():
-        buffer.data = read[_BUFFER + name].to(buffer.device)  # DeepSpeed has cast an FP32 buffer of a BF16 model
+        if _BUFFER + name in read:
+            _take(buffer, read[_BUFFER + name])
     boundary.adopt_state(progress.num_updates)
     rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
     return progress
@@ -239,11 +241,35 @@ def _open(
         raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
     reader = CheckpointReader(current)
     stored = reader.read_metadata().state_dict_metadata
-    wanted = _overlapping(stored, boundary, groups) + [_BUFFER + name for name in buffers]
+    wanted = _overlapping(stored, boundary, groups) + _wanted_buffers(stored, buffers)
     if missing := [key for key in wanted if key not in stored]:
         raise CheckpointError(f"{current} lacks {', '.join(missing)}")
+    if wrong := [f"{key[len(_BUFFER) :]} {size}" for key, size in _other_sizes(stored, buffers)]:
+        raise CheckpointError(
+            f"{current} has histories of another length ({', '.join(wrong[:2])}{', ...' if len(wrong) > 2 else ''}):"
+            " set fp8_amax_history_len back, or start afresh with --no_load"
+        )
     reader.check_files(set(wanted))
     return progress, reader, wanted
+
+
+def _wanted_buffers(stored: dict[str, Any], buffers: Buffers) -> list[str]:
+    """Keys of the buffers that have to be there. A run that was without FP8 goes on with fresh histories."""
+    had_fp8 = any(key.startswith(_BUFFER + "fp8/") for key in stored)
+    return [_BUFFER + name for name in buffers if had_fp8 or not name.startswith("fp8/")]
+
+
+def _other_sizes(stored: dict[str, Any], buffers: Buffers) -> list[tuple[str, tuple[int, ...]]]:
+    """(key, size stored) of buffers that are stored with another size."""
+    keys = [(_BUFFER + name, buffer.shape) for name, buffer in buffers.items() if _BUFFER + name in stored]
+    return [(key, tuple(stored[key].size)) for key, shape in keys if stored[key].size != shape]
+
+
+def _take(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.dtype == value.dtype:
+        buffer.detach().copy_(value)  # in place: Transformer Engine holds views of its histories
+    else:
+        buffer.data = value.to(buffer.device)  # DeepSpeed has cast an FP32 buffer of a BF16 model
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------

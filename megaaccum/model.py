@@ -22,6 +22,7 @@ from megaaccum import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.flops import padded_vocab_size
 from megaaccum.norm import with_own_norms
+from megaaccum.precision import fp8
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -45,13 +46,18 @@ _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_
 def uses_transformer_engine(plan: Plan) -> bool:
     """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
     wanted = plan.config.model.transformer_impl
-    if plan.layout.schedule not in ("none", "1f1b", "interleaved"):
-        return False  # the executor splits the backward of Megatron's own layers
     if wanted == "auto":
+        if splits_backward(plan) and plan.config.quantization.fp8_format is None:
+            return False  # Megatron's own layers, whose backward megaaccum splits itself
         from megatron.core.extensions import transformer_engine
 
         return cpu.has_accelerator() and bool(getattr(transformer_engine, "HAVE_TE", False))
     return wanted == "transformer_engine"
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the schedule is run by megaaccum's executor, which computes weight gradients apart."""
+    return plan.layout.schedule not in ("none", "1f1b", "interleaved")
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
@@ -103,10 +109,39 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True, "rope_type": "rope"}
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
+    keys |= _fp8(plan)
     try:
-        return kind(**{name: value for name, value in keys.items() if value is not None})
+        built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
+    # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
+    # its own schedules (it wants overlap_moe_expert_parallel_comm).
+    built.delay_wgrad_compute = splits_backward(plan) and uses_transformer_engine(plan)
+    return built
+
+
+def _fp8(plan: Plan) -> dict[str, object]:
+    """Megatron's keys of FP8."""
+    keys = plan.config.quantization
+    if keys.fp8_format is None:
+        return {}
+    same = (field.name for field in fields(keys) if field.name != "fp8_format")
+    return {"fp8": keys.fp8_format} | {name: getattr(keys, name) for name in same}
+
+
+def _check_fp8(plan: Plan) -> None:
+    """What only this machine can tell of FP8: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
+    keys = plan.config.quantization
+    if keys.fp8_format is None:
+        return
+    capability = torch.cuda.get_device_capability() if cpu.has_accelerator() else None
+    if problem := fp8.device_problem(keys.fp8_recipe, capability, torch.version.cuda):
+        raise ConfigError(problem)
+    if not uses_transformer_engine(plan):
+        raise ConfigError(
+            f"fp8_format {keys.fp8_format} needs Transformer Engine, which is not installed (`megaaccum doctor` says"
+            " what is): install it (pip install 'megaaccum[te]'), or leave fp8_format out."
+        )
 
 
 def _check_local_layers(plan: Plan) -> None:
@@ -153,6 +188,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
     the configuration asks for.
     """
+    _check_fp8(plan)
     _check_local_layers(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
@@ -248,13 +284,18 @@ def global_name(chunk: GPTModel, local_name: str) -> str:
     if match:  # experts one by one, or the grouped ones of Transformer Engine
         expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
         local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
-    if match:
-        layer = chunk.decoder.layers[int(match[1])]
-        return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
     if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
-    return local_name
+    return over_stages(chunk, local_name)
+
+
+def over_stages(chunk: GPTModel, local_name: str) -> str:
+    """A name in a chunk with its layer numbered over all stages, and nothing else changed."""
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
+    if not match:
+        return local_name
+    layer = chunk.decoder.layers[int(match[1])]
+    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""The one place that touches private names of DeepSpeed and Megatron-core.
+"""The one place that touches private names of DeepSpeed, Megatron-core and torch (private_te.py: Transformer Engine's).
 
 Written against deepspeed 0.19.8 and megatron-core 0.19.2. Each function says what it does that no public name does.
 `check()` looks every name up, so that another version fails at start with a list instead of in the middle of a step.
@@ -97,7 +97,18 @@ def check() -> list[str]:
         source = inspect.getsource(cls)
         problems += [f"{cls.__name__}.{name} is missing" for name in methods if not hasattr(cls, name)]
         problems += [f"{cls.__name__}.{name} is missing" for name in attributes if f"self.{name}" not in source]
-    return problems + _check_linear() + _check_experts()
+    return problems + _check_linear() + _check_experts() + _check_te()
+
+
+def _check_te() -> list[str]:
+    """What private_te.py leans on, where Transformer Engine can be imported (the CPU lane hides it)."""
+    from megaaccum import private_te
+
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return []
+    return private_te.check()
 
 
 def _check_experts() -> list[str]:
@@ -641,9 +652,33 @@ class Fsdp2WeightGrads:
         unit.post_backward()
 
 
-def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
+def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> _OnGradient:
     """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
-    return param.register_post_accumulate_grad_hook(call)
+    return _OnGradient(param, call)
+
+
+class _OnGradient:
+    """Autograd visits every input of a function whose backward it runs, and (torch 2.13) runs the hooks behind the
+    addition even where the function gave no gradient: a layer that computes its weight gradient later. The hook on the
+    gradient itself tells, which then is None."""
+
+    def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
+        self._call, self._came = call, False
+        self._handles = (
+            param.register_hook(self._comes),
+            param.register_post_accumulate_grad_hook(self._added),
+        )
+
+    def _comes(self, grad: torch.Tensor | None) -> None:
+        self._came = grad is not None
+
+    def _added(self, param: torch.nn.Parameter) -> None:
+        if self._came:
+            self._call(param)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def in_backward() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.loss import StepLoss
 from megaaccum.memory import Activations, Memory
 from megaaccum.norm_guard import NormGuard
-from megaaccum.precision import sanitize, scaler
+from megaaccum.precision import fp8, sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
 from megaaccum.schedule.entry import get_forward_backward_func
 from megaaccum.trace import Trace, traced
@@ -74,6 +74,14 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class _Before:
+    """What an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
+
+    rng: dict[str, torch.Tensor]
+    fp8: fp8.Snapshot
+
+
+@dataclass(frozen=True, slots=True)
 class _Verdict:
     """What becomes of an attempt. overflow: the loss scale has to go down. bad: counts towards max_bad_steps."""
 
@@ -91,8 +99,17 @@ class Stepper:
     stepper is `state_dict`.
     """
 
-    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], boundary: Boundary):
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        chunks: list[torch.nn.Module],
+        boundary: Boundary,
+        low_precision: fp8.Fp8 | None = None,
+    ):
+        """low_precision: what fp8.build made of these chunks, where a checkpoint has been read into it already."""
         self._plan = plan
+        self._fp8 = low_precision or fp8.build(plan, chunks)
         self._groups = groups
         self._chunks = chunks
         self._boundary = boundary
@@ -139,7 +156,7 @@ class Stepper:
         clock.lap("gather")
         if short and self._keys.short_batch == "drop":
             return StepResult(loss=math.nan, num_tokens=0, grad_norm=0.0, skipped=True, note=short, stop=stop)
-        before = rng.snapshot()
+        before = _Before(rng.snapshot(), self._fp8.snapshot())
         microbatches, dummies = short_batch.filled(microbatches, self._plan)
         attempt = self._attempt(microbatches, clock, dummies)
         verdict = self._judge(step, microbatches, attempt, before)
@@ -181,12 +198,15 @@ class Stepper:
         agree(self._digest, num_microbatches=len(microbatches), problem=problem)
         loss = self._divisor(microbatches)
         self._boundary.gather()
+        before = self._fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
+        self._fp8.begin_attempt()
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad():
             reports = self._flush(microbatches, 0, loss, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
+        self._fp8.restore(before)
         return loss.mean(reports, self._groups), loss.num_tokens
 
     def _divisor(self, microbatches: Sequence[Microbatch], dummies: frozenset[int] = frozenset()) -> StepLoss:
@@ -227,12 +247,14 @@ class Stepper:
         """Run the schedule over `microbatches`, whose first has index `first` in the step. Returns what the
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
-        forward_step = _ForwardStep(loss, self._groups, self._chunks, self.trace, self._probe, self._note_memory)
+        forward_step = _ForwardStep(
+            loss, self._groups, self._chunks, self.trace, self._probe, self._note_memory, self._fp8
+        )
         # Who looks at single micro-batches needs each forward and backward for itself.
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
         for chunk in self._chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
-        return self._schedule(
+        reports = self._schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(indexed) for _ in self._chunks],
             model=self._chunks,
@@ -243,6 +265,8 @@ class Stepper:
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
         )
+        self._fp8.end_flush()
+        return reports
 
     # --- the micro-batches ---
 
@@ -283,6 +307,7 @@ class Stepper:
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         self._boundary.begin_step()
+        self._fp8.begin_attempt()
         self._note_memory()
         router_state.begin_step(self._chunks)
         clock.lap("forward_backward")
@@ -293,11 +318,12 @@ class Stepper:
         clock.lap("norm")
         grad_norm.unscale(self._boundary, self._boundary.loss_scale)
         zeroed = None if self._zero is None else self._zero.total()
-        norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed)
+        overflow = self._fp8.overflow()
+        norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed, overflow=overflow)
         clock.lap("verdict")
         return _Attempt(loss, reports, norm, num_zeroed)
 
-    def _judge(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
+    def _judge(self, step: int, microbatches, attempt: _Attempt, before: _Before) -> _Verdict:
         """Whether `attempt` becomes an update. All that is asked is the same on every rank, so the answer is too."""
         if self._keys.nonfinite == "off":
             return _Verdict(attempt, skip=False)
@@ -318,28 +344,29 @@ class Stepper:
         skip = self._guard.action == "skip"
         return _Verdict(attempt, skip=skip, bad=skip, note=alarm)
 
-    def _on_nonfinite(self, step: int, microbatches, attempt: _Attempt, before: dict[str, torch.Tensor]) -> _Verdict:
+    def _on_nonfinite(self, step: int, microbatches, attempt: _Attempt, before: _Before) -> _Verdict:
         """Say where it came from; then end the run, step without those micro-batches, or skip."""
+        in_fp8 = self._fp8.describe_overflow()
         findings = self._look(microbatches, attempt.loss.dummies, before)
+        why = "; ".join(filter(None, (in_fp8, str(findings) if findings.found or not in_fp8 else "")))
         if self.scaler is not None and self.scaler.is_dynamic:
             raise StepError(
                 f"step {step} overflows at loss scale {self.scaler.scale:g}, the floor (min_loss_scale): {findings}."
                 " A smaller scale will not help: lower lr or clip_grad, or train with bf16."
             )
         if self._keys.nonfinite == "raise":
-            raise StepError(f"step {step}: the gradient is not finite: {findings}. (nonfinite: raise)")
+            raise StepError(f"step {step}: the gradient is not finite: {why}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch":
             attempt = self._attempt_without(microbatches, attempt.loss.dummies, findings, before)
-        return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {findings}")
+        return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {why}")
 
-    def _look(
-        self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: dict[str, torch.Tensor]
-    ) -> Findings:
+    def _look(self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: _Before) -> Findings:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
         self._boundary.discard()
         self._boundary.begin_step()
+        self._fp8.begin_attempt()
         router_state.begin_step(self._chunks)
-        rng.restore(before)
+        self._go_back(before)
         loss = self._divisor(microbatches, dummies)
         with Probe(self._chunks, self._groups) as self._probe:
             self._run_flushes(microbatches, loss, reduce=False)
@@ -348,24 +375,22 @@ class Stepper:
         self._boundary.begin_step()
         return findings
 
-    def _attempt_without(
-        self, microbatches, dummies: frozenset[int], findings: Findings, before: dict[str, torch.Tensor]
-    ) -> _Attempt:
+    def _attempt_without(self, microbatches, dummies: frozenset[int], findings: Findings, before: _Before) -> _Attempt:
         """The gradient of the step's other micro-batches, divided by their tokens: those that `findings` names are
         replaced by dummies, on every stage alike."""
         bad = findings.bad_microbatches()
         mine = frozenset(bad.get(self._groups.dp.rank(), []))
-        rng.restore(before)
+        self._go_back(before)
         rest = [short_batch.dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
         return replace(
             self._attempt(rest, _Clock(self.trace, "gather"), mine | dummies), num_dropped=sum(map(len, bad.values()))
         )
 
-    def _update(self, verdict: _Verdict, before: dict[str, torch.Tensor]) -> None:
+    def _update(self, verdict: _Verdict, before: _Before) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
         if verdict.skip:
             self._boundary.discard()
-            rng.restore(before)
+            self._go_back(before)
         else:
             grad_norm.clip(self._boundary, verdict.attempt.norm, self._plan.config.optimizer.clip_grad)
             self._boundary.step()
@@ -373,13 +398,26 @@ class Stepper:
         if self.scaler is not None:
             self.scaler.update(verdict.overflow)
 
+    def _go_back(self, before: _Before) -> None:
+        rng.restore(before.rng)
+        self._fp8.restore(before.fp8)
+
 
 class _ForwardStep:
     """The `forward_step_func` of Megatron's schedules: the next micro-batch through one chunk."""
 
-    def __init__(self, loss: StepLoss, groups: Groups, chunks: list, trace: Trace, probe: Probe | None, look):
+    def __init__(
+        self,
+        loss: StepLoss,
+        groups: Groups,
+        chunks: list,
+        trace: Trace,
+        probe: Probe | None,
+        look: Callable[[], None],
+        low_precision: fp8.Fp8,
+    ):
         self._loss = loss
-        self._look = look
+        self._look, self._fp8 = look, low_precision
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._trace = trace
         self._cp = groups.collection.cp
@@ -397,19 +435,22 @@ class _ForwardStep:
         """(what `chunk` computes from the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's
         plan of that computation in its place."""
         index, microbatch = next(data_iterator)
-        action = f"chunk {self._number[id(chunk)]} micro-batch {index}"
+        number = self._number[id(chunk)]
+        action = f"chunk {number} micro-batch {index}"
         self._trace.action = f"F {action}"
         batch = self._own_part(
             {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
         )
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
-        output = compute(
-            batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
-            loss_mask=batch["loss_mask"],
-        )  # fmt: skip
+        with self._fp8.forward(number, index):
+            output = compute(
+                batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
+                loss_mask=batch["loss_mask"],
+            )  # fmt: skip
         if return_schedule_plan:
             self._trace.action = f"F {action}, interleaved with a backward"
         else:
+            self._fp8.follow(number, index, output)
             self._follow(chunk, index, output, action)
         loss_func = self._loss.of_microbatch(index)
         return output, lambda losses: loss_func(batch["loss_mask"], losses)

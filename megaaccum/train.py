@@ -61,6 +61,7 @@ def train(plan: Plan) -> int:
     from megaaccum.agreement import agree, together
     from megaaccum.data.dataset import build_datasets
     from megaaccum.memory import smallest_device
+    from megaaccum.precision import fp8
     from megaaccum.saver import Saver
     from megaaccum.step import Stepper
     from megaaccum.transaction import StepTransaction
@@ -75,12 +76,14 @@ def train(plan: Plan) -> int:
     sharded = boundary.build(plan, places, chunks, optimizer.build(plan, chunks))
     schedule = lr_schedule.build(sharded, plan.config)
     shape = checkpoint.shape_of(plan, data.vocabulary.size)
-    saver = Saver(plan, places, sharded, schedule, data, shape, dict(model.named_buffers(chunks)))
+    low_precision = fp8.build(plan, chunks)
+    buffers = dict(model.named_buffers(chunks)) | low_precision.tensors
+    saver = Saver(plan, places, sharded, schedule, data, shape, buffers)
     step, consumed, state = saver.resume()
     log = together(_open_log, plan, data, start_step=step)
     for note in notes:
         log.note(note)
-    stepper = Stepper(plan, places, chunks, sharded)
+    stepper = Stepper(plan, places, chunks, sharded, low_precision)
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
         steps = StepTransaction(plan, stepper, loader, schedule, step=step, last_good=saver.last_good)
         steps.load_state_dict(state)

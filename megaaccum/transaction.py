@@ -37,6 +37,7 @@ class StepTransaction:
     | weights, optimizer state, Adam's count | updated | as before | as before |
     | learning rate and weight decay | move on | as before | as before |
     | random states | move on | as before | as before |
+    | FP8 scales and amax histories | move on | as before | as before |
     | FP16 loss scale | counts a good step | halved if it overflowed | halved if it overflowed |
     | consumed samples, step number | move on | move on | as before |
 

@@ -16,6 +16,7 @@ SECTIONS: dict[str, type] = {
     "parallel": schema.ParallelConfig,
     "batch": schema.BatchConfig,
     "sharding": schema.ShardingConfig,
+    "quantization": schema.QuantizationConfig,
     "step": schema.StepConfig,
     "optimizer": schema.OptimizerConfig,
     "data": schema.DataConfig,
@@ -47,6 +48,7 @@ ALIASES: dict[str, str] = {
     "num_moe_experts": "num_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "num_key_value_heads": "num_query_groups",
+    "fp8": "fp8_format",
 }
 """Other names that users write, by Megatron-core, DeepSpeed or habit, and the key that each stands for."""
 

@@ -225,6 +225,28 @@ class ShardingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class QuantizationConfig:
+    """FP8 in the matrix products of Transformer Engine's layers; weights, optimizer state and sums stay as they are."""
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """FP8 numbers: e4m3 everywhere, or (hybrid) e4m3 forward and e5m2 for gradients. None is off."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """Scales from the history of a tensor's largest value, from the tensor itself, or per block (mxfp8: Blackwell)."""
+    fp8_margin: int = 0
+    """Delayed scaling: a scale leaves this many powers of two free above the largest value."""
+    fp8_amax_history_len: int = 1
+    """Delayed scaling: micro-batches of which the largest value is remembered."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Delayed scaling: which value of the history makes the scale."""
+    first_last_layers_bf16: bool = False
+    """Leave the first and the last layers in BF16 (not with delayed scaling)."""
+    num_layers_at_start_in_bf16: int = 1
+    """How many first layers that are."""
+    num_layers_at_end_in_bf16: int = 1
+    """How many last layers that are."""
+
+
+@dataclass(kw_only=True, slots=True)
 class StepConfig:
     """When a step counts: the loss scale of FP16, and what happens to a step that went wrong."""
 
@@ -382,6 +404,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     step: StepConfig = field(default_factory=StepConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

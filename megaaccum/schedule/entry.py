@@ -30,7 +30,6 @@ UNSUPPORTED = {
     "num_microbatches_with_partial_activation_checkpoints": "every micro-batch is recomputed alike",
     "fine_grained_activation_offloading": "activations stay on their rank",
     "hybrid_context_parallel": "every micro-batch is cut alike",
-    "delay_wgrad_compute": "the schedule says when weight gradients are computed",
 }
 """Keys of Megatron's configuration that the executor cannot honour, and why."""
 

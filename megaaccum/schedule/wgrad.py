@@ -5,10 +5,15 @@ by autograd alone computes both of them twice. Here the backward computes the in
 gradient needs (the layer's input and its output's gradient) is put aside until `WeightGrads.compute`. The mathematics
 and the collectives are those of megatron.core.tensor_parallel.layers (0.19). Biases and norms, whose gradients are
 cheap, are not split: they come with the input gradient.
+
+Transformer Engine's layers split their backward themselves where Megatron's delay_wgrad_compute is set; what theirs
+leave for later is put aside in the same place.
 """
 
 from __future__ import annotations
 
+import queue
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaaccum import private
+from megaaccum import private, private_te
 from megaaccum.errors import ConfigError
 
 
@@ -49,10 +54,15 @@ class WeightGrads:
 
     def __init__(self):
         self._owed: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
+        self._left: list[tuple[Any, queue.Queue]] = []
 
     def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
         """Owe `compute()` to the gradient of `weight`."""
         self._owed.append((weight, compute))
+
+    def add_left(self, module: Any, left: queue.Queue) -> None:
+        """Owe what a layer that splits its backward by itself has left."""
+        self._left.append((module, left))
 
     def compute(self, add: AddWeightGrad | None = None) -> None:
         """Compute them, layer by layer, and `add` them to the parameters (None: by autograd); what they needed is let
@@ -70,9 +80,12 @@ class WeightGrads:
                 sums[key] = grad
             else:
                 add(weight, grad)
+        while self._left:
+            for weight, grad in private_te.delayed_gradients(*self._left.pop(0)):
+                add(weight, grad)
 
     def __len__(self) -> int:
-        return len(self._owed)
+        return len(self._owed) + len(self._left)
 
 
 _receiver: WeightGrads | None = None
@@ -80,6 +93,7 @@ _receiver: WeightGrads | None = None
 
 
 _deferring = True
+"""Whether weight gradients wait for W."""
 
 
 @contextmanager
@@ -90,6 +104,12 @@ def put_aside(into: WeightGrads) -> Iterator[None]:
     _receiver = into if _deferring else None
     try:
         yield
+        # In the order in which ranks built the model: gradients are handed on in it, and reduced together.
+        for module in list(_delaying):
+            if (left := private_te.take_delayed(module)) is not None:
+                into.add_left(module, left)
+        if not _deferring:
+            into.compute()
     finally:
         _receiver = None
 
@@ -104,6 +124,10 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         _deferring = True
+
+
+_delaying: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+"""Layers that split their backward by themselves, in the order in which they were installed."""
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
@@ -136,8 +160,11 @@ def install(chunk: torch.nn.Module) -> None:
     """Let every column- and row-parallel linear layer of `chunk` put its weight gradient aside; twice is once.
 
     Outside `put_aside` such layers compute it in the backward, as before. Raises ConfigError for layers that add their
-    gradient into a buffer by themselves (gradient_accumulation_fusion) or defer it by themselves.
+    gradient into a buffer by themselves (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
     """
+    for module in private_te.delayed_modules(chunk):
+        _refuse(module.config)
+        _delaying.setdefault(module, None)
     for module in chunk.modules():
         if private.is_parallel_linear(module):
             _refuse(module.config)

@@ -15,6 +15,7 @@ OVERLAP = SPREAD | dict(overlap_moe_expert_parallel_comm=True, bf16=True)
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LATENT = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
 PP2 = dict(pipeline_model_parallel_size=2)
+FP8 = dict(fp8_format="hybrid", bf16=True)
 
 # Rule, ranks, keys that break it, words of its text.
 BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
@@ -276,12 +277,13 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     (
         "own_executor",
         2,
-        PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine"),
-        ["zb-h1", "transformer_impl to local"],
+        PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine", boundary="ddp"),
+        ["zb-h1", "transformer_impl transformer_engine", "boundary to deepspeed"],
     ),
     ("expert_overlap", 1, OVERLAP | dict(expert_model_parallel_size=1), ["there is none", "num_experts 8"]),
     ("expert_overlap", 4, OVERLAP | PP2 | dict(schedule="1f1b"), ["schedule 1f1b pairs none", "dualpipev"]),
     ("expert_overlap", 2, OVERLAP | dict(bf16=False), ["16-bit", "bf16 to true"]),
+    ("expert_overlap", 2, OVERLAP | dict(fp8_format="hybrid"), ["fp8_format out"]),
     ("expert_overlap", 2, OVERLAP | dict(sync="streaming"), ["sync streaming cannot gather"]),
     ("expert_overlap", 2, OVERLAP | dict(moe_token_dispatcher_type="allgather"), ["allgather", "alltoall"]),
     ("expert_overlap", 2, OVERLAP | dict(recompute_granularity="full"), ["selective without moe"]),
@@ -339,6 +341,32 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("blends", 1, dict(data_path=[]), ["data_path is empty"]),
     ("blends", 1, dict(data_path=["0.5", "a", "b"]), ["0.5 a b", "alternates"]),
     ("blends", 1, dict(data_path=["0", "a", "1", "b"]), ["more than 0"]),
+    ("fp8_keys", 1, dict(fp8_recipe="tensorwise", fp8_margin=1), ["fp8_recipe, fp8_margin without FP8", "hybrid"]),
+    ("fp8_keys", 1, FP8 | dict(fp8_recipe="blockwise", fp8_margin=1), ["fp8_margin", "blockwise", "to delayed"]),
+    ("fp8_layers", 1, FP8 | dict(transformer_impl="local"), ["hybrid", "local", "transformer_impl to auto"]),
+    ("fp8_precision", 1, dict(fp8_format="e4m3"), ["e4m3", "params_dtype is fp32", "bf16 to true"]),
+    ("fp8_precision", 1, FP8 | dict(grad_accum_dtype="bf16"), ["grad_accum_dtype bf16", "to fp32"]),
+    ("fp8_precision", 1, FP8 | dict(boundary="ddp"), ["boundary ddp keeps no FP32 master", "deepspeed"]),
+    ("fp8_precision", 1, FP8 | dict(boundary="fsdp2"), ["boundary fsdp2", "every forward", "deepspeed"]),
+    ("fp8_weights", 1, FP8 | dict(sync="streaming"), ["FP8 copies", "sync to resident"]),
+    ("bf16_ends", 1, FP8 | dict(num_layers_at_end_in_bf16=2), ["num_layers_at_end_in_bf16", "set it to true"]),
+    ("bf16_ends", 1, FP8 | dict(first_last_layers_bf16=True), ["fp8_recipe delayed", "tensorwise"]),
+    (
+        "bf16_ends",
+        2,
+        FP8 | PP2 | dict(fp8_recipe="tensorwise", first_last_layers_bf16=True, num_layers_at_start_in_bf16=5),
+        ["num_layers_at_start_in_bf16 5", "8 / pp 2", "at most 4"],
+    ),
+    (
+        "fp8_recompute",
+        1,
+        FP8 | dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
+        ["layernorm", "delayed", "tensorwise"],
+    ),
+    ("fp8_shapes", 1, FP8 | dict(hidden_size=72), ["hidden_size 72 = 72", "multiples of 16", "64 or 80"]),
+    ("fp8_shapes", 1, FP8 | dict(fp8_recipe="mxfp8", seq_length=80), ["seq_length 80", "multiples of 32", "64 or 96"]),
+    ("fp8_shapes", 2, FP8 | TP2 | dict(ffn_hidden_size=144), ["144 / 2 ranks = 72", "128 or 160"]),
+    ("fp8_shapes", 1, FP8 | dict(num_attention_heads=2, kv_channels=12), ["kv_channels 12 * 2 = 24", "8 or 16"]),
 ]  # fmt: skip
 
 
@@ -404,6 +432,11 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (1, dict(train_data_path=["a"], valid_data_path=["b"])),
     (1, dict(expert_model_parallel_size=1)),
     (1, dict(num_attention_heads=6, hidden_size=100, kv_channels=16)),
+    (1, FP8),
+    (8, FP8 | PP2 | TP2 | dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max", zero_stage=1)),
+    (2, FP8 | PP2 | dict(schedule="dualpipev", fp8_recipe="tensorwise")),
+    (2, PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine")),
+    (1, FP8 | dict(boundary="megatron", fp8_recipe="blockwise", first_last_layers_bf16=True)),
 ]
 
 

@@ -100,9 +100,19 @@ def test_a_flag_that_cannot_be_honoured_is_named_with_the_reason(text, parts):
 
 
 def test_refused_flags_of_one_family_make_one_problem():
-    told = problem("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather --fp8-margin 0")
-    assert told.startswith("--fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-param-gather: ")
-    assert "--fp8-margin" not in told
+    told = problem("--fp4-format e2m1 --fp8-output-proj --no-fp8-wgrad --fp8-interval 1")
+    assert told.startswith("--fp4-format e2m1, --fp8-output-proj, --no-fp8-wgrad: ")
+    assert "--fp8-interval" not in told
+
+
+def test_flags_of_fp8_set_its_keys():
+    values, problems = parse(
+        "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max".split()
+    )
+    assert problems == []
+    assert values == {
+        "fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"
+    }  # fmt: skip
 
 
 def test_flags_without_effect_are_noted_with_the_reason():
@@ -120,7 +130,7 @@ def test_the_last_of_two_equal_flags_holds_and_is_noted():
 
 
 def test_all_problems_are_told_at_once():
-    _, problems = parse("--lr fast --num-layers --fp8-format hybrid --unheard-of".split())
+    _, problems = parse("--lr fast --num-layers --fp4-format e2m1 --unheard-of".split())
     assert len(problems) == 4
 
 

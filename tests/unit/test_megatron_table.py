@@ -167,7 +167,7 @@ def test_every_flag_without_effect_is_accepted_and_sets_nothing(family):
 
 
 CHANGES_THE_RESULT = """
---fp8-format --fp4-format --rampup-batch-size --step-batch-size-schedule --optimizer --decoupled-lr --softmax-type
+--fp8-param-gather --fp4-format --rampup-batch-size --step-batch-size-schedule --optimizer --decoupled-lr --softmax-type
 --window-size --apply-layernorm-1p --rotary-interleaved --use-rope-scaling --fp32-residual-connection --openai-gelu
 --init-method-xavier-uniform --embedding-init-method-std --moe-expert-capacity-factor --moe-input-jitter-eps
 --moe-router-force-load-balancing --dataloader-type --fim-data --mock-data --iterations-to-skip

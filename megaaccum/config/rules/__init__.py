@@ -1,6 +1,18 @@
 """The rules that a configuration has to keep, one function each, by subject. Batch arithmetic is megaaccum.batch's."""
 
-from megaaccum.config.rules import data, model, moe, optimizer, parallel, pipeline, precision, sharding, step, values
+from megaaccum.config.rules import (
+    data,
+    fp8,
+    model,
+    moe,
+    optimizer,
+    parallel,
+    pipeline,
+    precision,
+    sharding,
+    step,
+    values,
+)
 from megaaccum.config.rules.subject import Rule, Subject
 
 RULES: tuple[Rule, ...] = (
@@ -10,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *parallel.RULES,
     *pipeline.RULES,
     *precision.RULES,
+    *fp8.RULES,
     *sharding.RULES,
     *step.RULES,
     *optimizer.RULES,

@@ -90,14 +90,18 @@ def traced(subject: Subject) -> Iterator[str]:
 
 
 def own_executor(subject: Subject) -> Iterator[str]:
-    """Schedules of megaaccum's executor split the backward of Megatron's local layers."""
-    name = subject.parallel.schedule
-    if name in ("auto", "none", "1f1b", "interleaved") or subject.model.transformer_impl != "transformer_engine":
+    """Transformer Engine's layers leave weight gradients to a schedule that computes them apart; the other boundaries
+    have hooks of their own on gradients, which would hear of a gradient that has not come yet."""
+    name, boundary = subject.parallel.schedule, subject.sharding.boundary
+    fp8 = subject.quantization.fp8_format
+    layers = "transformer_impl transformer_engine" if fp8 is None else f"fp8_format {fp8}"
+    if fp8 is None and subject.model.transformer_impl != "transformer_engine":
         return
-    yield (
-        f"schedule {name} computes weight gradients apart, which Transformer Engine's layers are not told to do:"
-        " set transformer_impl to local (or auto, which then means local), or schedule to 1f1b or interleaved."
-    )
+    if name not in ("auto", "none", "1f1b", "interleaved") and boundary != "deepspeed":
+        yield (
+            f"schedule {name} with {layers} needs boundary deepspeed, and boundary is {boundary}: set boundary to"
+            " deepspeed, or schedule to 1f1b or interleaved."
+        )
 
 
 def expert_overlap(subject: Subject) -> Iterator[str]:
@@ -121,6 +125,8 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
         yield f"{key} needs 16-bit parameters, as Megatron-core refuses it elsewhere: set bf16 to true, {off}."
     if subject.sharding.sync == "streaming":
         yield f"{key} runs layers in pieces, around which sync streaming cannot gather: set sync to resident, {off}."
+    if subject.quantization.fp8_format is not None:
+        yield f"{key} runs two chunks at once, and FP8 keeps one's histories at a time: leave fp8_format out, {off}."
     if model.moe_token_dispatcher_type == "allgather":
         yield f"{key} has no plan for moe_token_dispatcher_type allgather: set it to alltoall, {off}."
     if model.recompute_granularity == "full" or "moe" in (model.recompute_modules or ()):

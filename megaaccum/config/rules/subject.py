@@ -12,6 +12,7 @@ from megaaccum.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    QuantizationConfig,
     RunConfig,
     ShardingConfig,
 )
@@ -39,6 +40,10 @@ class Subject:
     @property
     def sharding(self) -> ShardingConfig:
         return self.config.sharding
+
+    @property
+    def quantization(self) -> QuantizationConfig:
+        return self.config.quantization
 
     @property
     def optimizer(self) -> OptimizerConfig:

@@ -20,14 +20,14 @@ AT_LEAST_ONE = (
     "expert_tensor_parallel_size", "microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "reduce_bucket_size", "lr_decay_iters", "lr_wsd_decay_iters", "eval_iters",
     "loss_scale_window", "hysteresis", "grad_norm_guard_window", "data_parallel_replicas",
-    "max_steps", "log_interval", "num_threads", "nproc_per_node",
+    "max_steps", "log_interval", "num_threads", "nproc_per_node", "fp8_amax_history_len",
 )  # fmt: skip
 
 AT_LEAST_ZERO = (
     "lr_warmup_iters", "lr_warmup_init", "min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
     "clip_grad", "eval_interval", "save_interval", "keep_last", "num_workers", "step_timeout_seconds", "seed",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor", "max_bad_steps_in_a_row", "max_bad_steps",
-    "max_live_parameters",
+    "max_live_parameters", "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 )  # fmt: skip
 
 MORE_THAN_ZERO = (

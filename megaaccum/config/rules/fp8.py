@@ -1,0 +1,172 @@
+"""Rules on FP8. What only the machine can tell (is there a GPU, which one) is asked when the model is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megaaccum.config.keys import all_keys
+from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.nearest import either, nearest_multiples
+
+HISTORY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+"""Keys of delayed scaling alone."""
+
+ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""What the sides of an FP8 matrix product have to be multiples of, by recipe (Transformer Engine 2.20:
+get_align_size_for_quantization, assert_dim_for_fp8_exec)."""
+
+
+def fp8_keys(subject: Subject) -> Iterator[str]:
+    """Keys that do nothing as the others stand."""
+    keys = subject.quantization
+    names = subject.given("fp8_recipe", *HISTORY, "first_last_layers_bf16")
+    if keys.fp8_format is None:
+        if names:
+            yield f"{', '.join(names)} without FP8: set fp8_format to hybrid, or leave {_them(names)} out."
+        return
+    if keys.fp8_recipe != "delayed" and (names := subject.given(*HISTORY)):
+        yield (
+            f"{', '.join(names)} with fp8_recipe {keys.fp8_recipe}, which keeps no history: leave {_them(names)} out,"
+            " or set fp8_recipe to delayed."
+        )
+
+
+def fp8_layers(subject: Subject) -> Iterator[str]:
+    """FP8 is Transformer Engine's."""
+    if subject.quantization.fp8_format and subject.model.transformer_impl == "local":
+        yield (
+            f"fp8_format {subject.quantization.fp8_format} needs Transformer Engine's layers, and transformer_impl is"
+            " local: set transformer_impl to auto, or leave fp8_format out."
+        )
+
+
+def fp8_precision(subject: Subject) -> Iterator[str]:
+    """What is quantized is BF16, and what the optimizer changes is an FP32 master: an update of FP8 or BF16 weights
+    alone would mostly round to nothing."""
+    sharding, name = subject.sharding, f"fp8_format {subject.quantization.fp8_format}"
+    if subject.quantization.fp8_format is None:
+        return
+    if sharding.params_dtype != "bf16":
+        yield (
+            f"{name} quantizes BF16 activations and weights, and params_dtype is {sharding.params_dtype}: set bf16 to"
+            " true, or leave fp8_format out."
+        )
+    if sharding.grad_accum_dtype != "fp32":
+        yield (
+            f"{name} with grad_accum_dtype {sharding.grad_accum_dtype}: gradients of FP8 products are added in FP32."
+            " Set grad_accum_dtype to fp32."
+        )
+    if sharding.boundary not in ("deepspeed", "megatron"):
+        why = "keeps no FP32 master weights" if sharding.boundary == "ddp" else "quantizes weights in every forward"
+        yield (
+            f"{name} needs FP32 masters and weights that stay whole through a step, and boundary {sharding.boundary}"
+            f" {why}: set boundary to deepspeed."
+        )
+
+
+def fp8_weights(subject: Subject) -> Iterator[str]:
+    """The FP8 copy of a weight is made at a step's first micro-batch and kept to its last."""
+    if subject.quantization.fp8_format and subject.sharding.sync == "streaming":
+        yield (
+            f"fp8_format {subject.quantization.fp8_format} keeps FP8 copies of all weights of a stage through a step,"
+            " which sync streaming lets go of layer by layer: set sync to resident, or leave fp8_format out."
+        )
+
+
+def bf16_ends(subject: Subject) -> Iterator[str]:
+    """First and last layers in BF16 leave and enter FP8 in between, where delayed scaling would take it for the end of
+    a micro-batch; and Megatron-core counts them within one stage."""
+    keys = subject.quantization
+    ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    if not keys.first_last_layers_bf16:
+        if names := subject.given(*ends):
+            yield f"{', '.join(names)} without first_last_layers_bf16: set it to true, or leave {_them(names)} out."
+        return
+    if keys.fp8_format and keys.fp8_recipe == "delayed":
+        yield (
+            "first_last_layers_bf16 does not go with fp8_recipe delayed, whose history ends a row where FP8 ends: set"
+            " fp8_recipe to tensorwise, or leave first_last_layers_bf16 out."
+        )
+    most = subject.model.num_layers // max(subject.parallel.pipeline_model_parallel_size, 1)
+    for name in ends:
+        if getattr(keys, name) > most > 0:
+            yield (
+                f"{name} {getattr(keys, name)} is more than the {most} layers of a pipeline rank (num_layers"
+                f" {subject.model.num_layers} / pp {subject.parallel.pipeline_model_parallel_size}): set it to at most"
+                f" {most}."
+            )
+
+
+def fp8_recompute(subject: Subject) -> Iterator[str]:
+    """Delayed scaling remembers the scale of what is computed twice per layer, not of parts (Megatron-core refuses
+    it)."""
+    keys, modules = subject.quantization, set(subject.model.recompute_modules or ())
+    parts = sorted({"moe_act", "layernorm"} & modules)
+    if keys.fp8_format and keys.fp8_recipe == "delayed" and parts:
+        yield (
+            f"recompute_modules names {', '.join(parts)}, which fp8_recipe delayed cannot compute again: leave"
+            f" {_them(parts)} out, or set fp8_recipe to tensorwise."
+        )
+
+
+def fp8_shapes(subject: Subject) -> Iterator[str]:
+    """FP8 products work in blocks, so every matrix on a rank has sides that are multiples of them."""
+    if subject.quantization.fp8_format is None or _unsettled(subject):
+        return
+    recipe, told = subject.quantization.fp8_recipe, set()
+    block = ALIGNMENT[recipe]
+    for name, times, over in _sides(subject):
+        size = _value(subject, name)
+        if size * times % (block * over) == 0 or name in told:
+            continue
+        told.add(name)
+        unit = block * over // math.gcd(block * over, times)
+        product = f" * {times}" if times > 1 else ""
+        yield (
+            f"{name} {size}{product}{f' / {over} ranks' if over > 1 else ''} = {size * times / over:g} is a side of a"
+            f" matrix, and FP8 products (fp8_recipe {recipe}) need multiples of {block}: set {name} to"
+            f" {either(nearest_multiples(size, unit))}."
+        )
+
+
+def _sides(subject: Subject) -> Iterator[tuple[str, int, int]]:
+    """(key, factor, ranks) of every side of a matrix on a rank: the key's value * factor / ranks."""
+    model, parallel = subject.model, subject.parallel
+    tp = parallel.tensor_model_parallel_size
+    split = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
+    yield "hidden_size", 1, 1
+    yield "seq_length", subject.config.batch.micro_batch_size or 1, split
+    if model.num_experts is None or model.moe_layer_freq != 1:
+        yield "ffn_hidden_size", 1, tp
+    if model.num_experts is not None:
+        yield "moe_ffn_hidden_size", 1, parallel.expert_tensor_parallel_size or tp
+    if not model.multi_latent_attention:
+        yield "kv_channels", model.num_attention_heads, tp
+        yield "kv_channels", model.num_attention_heads + 2 * (model.num_query_groups or 0), tp
+
+
+def _value(subject: Subject, name: str) -> int:
+    return getattr(getattr(subject.config, all_keys()[name].section), name)
+
+
+def _unsettled(subject: Subject) -> bool:
+    """A size is missing or not positive: another rule speaks."""
+    model, parallel = subject.model, subject.parallel
+    sizes = (model.hidden_size, model.seq_length, model.num_attention_heads, model.ffn_hidden_size or 0)
+    return min(*sizes, parallel.tensor_model_parallel_size, parallel.context_parallel_size) < 1
+
+
+def _them(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
+RULES: tuple[Rule, ...] = (
+    fp8_keys,
+    fp8_layers,
+    fp8_precision,
+    fp8_weights,
+    bf16_ends,
+    fp8_recompute,
+    fp8_shapes,
+)

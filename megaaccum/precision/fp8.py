@@ -1,0 +1,194 @@
+"""FP8 under Transformer Engine (TE): what a step quantizes anew, when histories move, and what a skipped step leaves.
+
+TE owns every scale: it computes, applies and updates them, and megaaccum only says when, and copies them (back when a
+step is skipped, and to and from checkpoints). The rules that hold, whatever the schedule:
+
+- A weight is quantized at a chunk's first micro-batch of a step, and the copy serves the step's other micro-batches:
+  the weight does not change in between, and under delayed scaling another scale would make another weight. The next
+  attempt quantizes anew, whether weights were updated, loaded, gathered again or left as they were by a skipped step.
+- Delayed scaling takes a scale from the history of a tensor's largest values. A chunk's forward histories get one row
+  per micro-batch when its forward has ended, its backward histories one when its backward has; other chunks' get none.
+  So the scales of a chunk depend on the order of its own micro-batches alone, and where that is the order of the
+  batch (1F1B, interleaved, ZB-H1, ZB-V, DualPipeV) they are those of accumulation without a pipeline.
+- The largest values are those of all ranks that hold the same stage: tp x cp x dp (Megatron's amax reduction group).
+- A layer that is computed again uses the scales of its own micro-batch's first forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaaccum import private_te
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+MOST_SHOWN = 4
+"""Histories that a message names."""
+
+PREFIX = "fp8/"
+"""How names of FP8 state begin, in checkpoints too."""
+
+Snapshot = torch.Tensor
+"""Copies of scales and histories in a row, on the device."""
+
+
+def build(plan: Plan, chunks: Sequence[Any]) -> Fp8:
+    """The FP8 of a run's chunks (Megatron GPT models on TE's layers); without fp8_format one that does nothing."""
+    return Fp8(chunks if plan.config.quantization.fp8_format is not None else [])
+
+
+def device_problem(recipe: str, capability: tuple[int, int] | None, cuda: str | None) -> str | None:
+    """Why this machine's GPU cannot compute in FP8 with `recipe`, or None.
+
+    capability: the GPU's compute capability, None without a GPU. cuda: version that torch was built with. The numbers
+    are those of transformer_engine.pytorch.quantization (2.20): check_fp8_support and the like.
+    """
+    if capability is None:
+        return "FP8 needs a GPU, and none was found: leave fp8_format out here; bf16 computes on a CPU too."
+    name = f"this GPU has compute capability {capability[0]}.{capability[1]}"
+    if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
+        return (
+            f"fp8_recipe mxfp8 has one scale per 32 numbers, which only Blackwell's tensor cores (10.x) apply, and"
+            f" {name}: set fp8_recipe to {'blockwise' if capability >= (9, 0) else 'delayed'}."
+        )
+    toolkit = tuple(int(part) for part in (cuda or "0.0").split(".")[:2])
+    if recipe == "blockwise" and (capability < (9, 0) or toolkit < (12, 9)):
+        return (
+            f"fp8_recipe blockwise needs compute capability 9.0 (Hopper) and CUDA 12.9, and {name} with CUDA {cuda}:"
+            " set fp8_recipe to tensorwise or delayed."
+        )
+    if capability < (8, 9):
+        return f"FP8 needs compute capability 8.9 (Ada, Hopper or newer), and {name}: leave fp8_format out."
+    return None
+
+
+class Fp8:
+    """The FP8 state of this rank's chunks, and the moments at which it changes. With no chunks nothing happens.
+
+    tensors: {fp8/MODULE/scale_fwd, fp8/MODULE/amax_history_fwd, ..._bwd: tensor} of delayed scaling, by the module's
+    name in the whole model; the same on all ranks of a stage. Empty for other recipes, which keep nothing.
+    """
+
+    def __init__(self, chunks: Sequence[Any]):
+        self._histories = [private_te.Histories() for _ in chunks]
+        self._to_quantize: set[int] = set()
+        self._backward_of: int | None = None
+        self._recompute: dict[tuple[int, int], list[deque]] = {}
+        self._queues: list[list[deque]] = [[] for _ in chunks]
+        self.tensors: dict[str, torch.Tensor] = {}
+        if not chunks:
+            return
+        self._update = private_te.take_over_updates()
+        for number, chunk in enumerate(chunks):
+            self._quantize_when_due(number, chunk)
+            private_te.make_states(chunk)
+            self.tensors |= dict(_named_states(chunk))
+
+    # --- weights ---
+
+    def begin_attempt(self) -> None:
+        """Before the first flush of an attempt at a step, or of an evaluation: each chunk's next first micro-batch
+        quantizes its weights, once. Forgets what a flush that failed has left."""
+        self._to_quantize = set(range(len(self._histories)))
+        self._backward_of = None
+        self._recompute.clear()
+
+    def _quantize_when_due(self, number: int, chunk: Any) -> None:
+        """Megatron's schedules tell a chunk at the first micro-batch of every flush; a step may have several."""
+        quantize = chunk.set_is_first_microbatch
+
+        def when_due() -> None:
+            if number in self._to_quantize:
+                self._to_quantize.remove(number)
+                quantize()
+
+        chunk.set_is_first_microbatch = when_due
+
+    # --- histories ---
+
+    @contextmanager
+    def forward(self, chunk: int, microbatch: int) -> Iterator[None]:
+        """Around the forward of micro-batch `microbatch` through chunk `chunk`; collective over the amax group."""
+        if not self._histories:
+            yield
+            return
+        self._end_backward()
+        self._histories[chunk].use()
+        private_te.begin_recompute(self._queues[chunk])
+        yield
+        self._queues[chunk] = private_te.recompute_queues()
+        if torch.is_grad_enabled():
+            self._recompute[chunk, microbatch] = self._queues[chunk]
+            self._update(True)
+
+    def follow(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """After that forward, with what came out: notice when its backward begins."""
+        if self._histories and output.requires_grad:
+            output.register_hook(lambda _grad: self._begin_backward(chunk, microbatch))
+
+    def end_flush(self) -> None:
+        """After the last backward of a flush."""
+        self._end_backward()
+
+    def _begin_backward(self, chunk: int, microbatch: int) -> None:
+        """A chunk's backward has ended when the next pass begins, which is soon enough: nothing reads its scales
+        before the chunk's own next backward."""
+        self._end_backward()
+        self._backward_of = chunk
+        private_te.use_recompute(self._recompute.pop((chunk, microbatch)))
+
+    def _end_backward(self) -> None:
+        if self._backward_of is not None:
+            self._histories[self._backward_of].use()
+            self._backward_of = None
+            self._update(False)
+
+    # --- a step that counts, or not ---
+
+    def overflow(self) -> torch.Tensor | None:
+        """0, or inf where a largest value of this step was not finite (float64 scalar on the device); None where no
+        history is kept. A cast to FP8 saturates: an infinite value leaves no other trace than in the history."""
+        if not self.tensors:
+            return None
+        finite = torch.cat([tensor.flatten() for tensor in self._amaxes().values()]).isfinite().all()
+        return torch.where(finite, 0.0, torch.inf).double()
+
+    def describe_overflow(self) -> str:
+        """Where a largest value was not finite on any rank, the same text on each; '' where none was. Collective over
+        the world."""
+        if not self._histories:
+            return ""
+        mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]
+        everyone: list[list[str] | None] = [None for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        names = sorted({name for each in everyone for name in each or []})
+        more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+        return f"FP8 met an infinite value in {', '.join(names[:MOST_SHOWN])}{more}" if names else ""
+
+    def _amaxes(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if "/amax_history_" in name}
+
+    def snapshot(self) -> Snapshot:
+        """Scales and histories as they are; no synchronisation with the host."""
+        return torch.cat([tensor.flatten() for tensor in self.tensors.values()] or [torch.empty(0)])
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Scales and histories as they were."""
+        tensors = list(self.tensors.values())
+        for tensor, copy in zip(tensors, snapshot.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(copy.view_as(tensor))
+
+
+def _named_states(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from megaaccum import model
+
+    for name, tensor in private_te.states(chunk):
+        yield PREFIX + model.over_stages(chunk, name), tensor
