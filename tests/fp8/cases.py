@@ -19,7 +19,7 @@ import torch
 from tests.multiproc.faults import Fault, differences, injected, state_of
 from tests.multiproc.parity import Case, assemble, make, stack
 
-ROWS, MICROBATCHES = 40, 6
+ROWS, MICROBATCHES = 30, 4
 MODEL = "--num_layers 4 --transformer_impl transformer_engine --clip_grad 1"
 FP8 = f"--fp8_format hybrid --fp8_amax_history_len {ROWS} --fp8_amax_compute_algo max"
 SERIAL = f"--num_chunks {MICROBATCHES}"
@@ -55,7 +55,7 @@ class Run:
         """Steps, each on the same sequences whatever the layout: ranks of dp see the same ones."""
         count = self.plan.batch.num_microbatches
         for number in numbers:
-            batch = [stack([number * count + index]) for index in range(count)]
+            batch = [stack([10 + number * count + index]) for index in range(count)]
             result = self.stepper.train(batch, step=number, **keys)
         return result
 
@@ -275,12 +275,12 @@ def quantized_weights() -> dict:
         told["step after it"] = count()
         run.evaluate()
         told["evaluation"] = count()
-    rounds = Run(case(PP2.replace("6", "4") + " --grad_accum_steps 2 --flush per_round"))
+    rounds = Run(case(PP2 + " --grad_accum_steps 2 --flush per_round"))
     with _counted(rounds) as count:
         rounds.train(0)
         told["two flushes"] = count()
     with patch.object(type(rounds.fp8), "_quantize_when_due", lambda self, number, chunk: None):
-        alone = Run(case(PP2.replace("6", "4") + " --grad_accum_steps 2 --flush per_round"))
+        alone = Run(case(PP2 + " --grad_accum_steps 2 --flush per_round"))
     with _counted(alone) as count:
         alone.train(0)
         told["two flushes, left alone"] = count()
