@@ -529,7 +529,13 @@ def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in adam.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield value.to_local() if hasattr(value, "to_local") else value  # type: ignore[operator]
+                yield _own_tensor(value)
+
+
+def _own_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; of any other tensor, itself. `to_local` would enter autograd, at a multiple of
+    the price, which counts where every tensor is looked at several times in a step."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_steps: int) -> None:
@@ -781,9 +787,9 @@ def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
     partial = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
     return {
         "parameters_whole": [tensor for param in params for tensor in param.all_gather_outputs],
-        "parameters_shard": [param.to_local() for param in sharded],
+        "parameters_shard": [_own_tensor(param) for param in sharded],
         "gradients_whole": [grad for param in params for grad in _fsdp2_gradients(param)],
-        "gradients_shard": [*(p.grad.to_local() for p in sharded if p.grad is not None), *partial],
+        "gradients_shard": [*(_own_tensor(p.grad) for p in sharded if p.grad is not None), *partial],
     }
 
 
