@@ -16,6 +16,7 @@ from tests.multiproc.parity import SEQ, VOCAB, Case, make, microbatches
 
 SMALL = "--num_layers 4 "
 PP = SMALL + "--pipeline_model_parallel_size 2 --num_chunks 2 --grad_accum_steps 2 "
+V = SMALL + "--pipeline_model_parallel_size 2 --num_chunks 2 --grad_accum_steps 2 --schedule dualpipev "
 FLAT = SMALL + "--num_chunks 4 "
 UNTIED = "--untie_embeddings_and_output_weights "
 EXPERTS = UNTIED + "--num_experts 4 --add_bias_linear false --moe_ffn_hidden_size 64 "
@@ -40,6 +41,11 @@ CASES = {
     "megatron, bf16": Case(4, PP + "--boundary megatron", UNTIED, "bf16"),
     "ddp": Case(4, PP + "--boundary ddp", UNTIED),
     "ddp, float64": Case(4, PP, UNTIED, "fp64"),
+    "zero-3, split": Case(4, V, UNTIED),
+    "zero-3 streaming, split": Case(4, V + "--sync streaming", UNTIED),
+    "fsdp2, split": Case(4, V + "--boundary fsdp2", UNTIED),
+    "fsdp2 streaming, split": Case(4, V + "--boundary fsdp2 --sync streaming", UNTIED),
+    "megatron, split": Case(4, V + "--boundary megatron", UNTIED),
     "experts": Case(4, FLAT, EXPERTS),
     "experts spread": Case(4, FLAT + "--expert_model_parallel_size 2", EXPERTS),
 }
