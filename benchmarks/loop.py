@@ -157,7 +157,7 @@ def cost_of_counting(calls: int = 10_000) -> float:
     watch = contextlib.contextmanager(lambda note: iter([noted.append(note)]))
     with patch.object(private, "watched_collectives", watch), Meter(None).counting():
         group, tensors = SimpleNamespace(size=lambda: 2, group_name="dp"), [torch.zeros(1)]
-        counted = private._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
+        counted = private.pytorch._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
         start = time.perf_counter()
         for _ in range(calls):
             counted(group, tensors)

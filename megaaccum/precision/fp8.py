@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megaaccum import private_te
+from megaaccum.private import te
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -77,7 +77,7 @@ class Fp8:
     """
 
     def __init__(self, chunks: Sequence[Any]):
-        self._histories = [private_te.Histories() for _ in chunks]
+        self._histories = [te.Histories() for _ in chunks]
         self._to_quantize: set[int] = set()
         self._backward_of: int | None = None
         self._recompute: dict[tuple[int, int], list[deque]] = {}
@@ -85,10 +85,10 @@ class Fp8:
         self.tensors: dict[str, torch.Tensor] = {}
         if not chunks:
             return
-        self._update = private_te.take_over_updates()
+        self._update = te.take_over_updates()
         for number, chunk in enumerate(chunks):
             self._quantize_when_due(number, chunk)
-            private_te.make_states(chunk)
+            te.make_states(chunk)
             self.tensors |= dict(_named_states(chunk))
 
     # --- weights ---
@@ -121,9 +121,9 @@ class Fp8:
             return
         self._end_backward()
         self._histories[chunk].use()
-        private_te.begin_recompute(self._queues[chunk])
+        te.begin_recompute(self._queues[chunk])
         yield
-        self._queues[chunk] = private_te.recompute_queues()
+        self._queues[chunk] = te.recompute_queues()
         if torch.is_grad_enabled():
             self._recompute[chunk, microbatch] = self._queues[chunk]
             self._update(True)
@@ -142,7 +142,7 @@ class Fp8:
         before the chunk's own next backward."""
         self._end_backward()
         self._backward_of = chunk
-        private_te.use_recompute(self._recompute.pop((chunk, microbatch)))
+        te.use_recompute(self._recompute.pop((chunk, microbatch)))
 
     def _end_backward(self) -> None:
         if self._backward_of is not None:
@@ -190,5 +190,5 @@ class Fp8:
 def _named_states(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from megaaccum import model
 
-    for name, tensor in private_te.states(chunk):
+    for name, tensor in te.states(chunk):
         yield PREFIX + model.over_stages(chunk, name), tensor

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaaccum import private, private_te
+from megaaccum import private
 from megaaccum.errors import ConfigError
+from megaaccum.private import te
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class WeightGrads:
             else:
                 add(weight, grad)
         while self._left:
-            for weight, grad in private_te.delayed_gradients(*self._left.pop(0)):
+            for weight, grad in te.delayed_gradients(*self._left.pop(0)):
                 add(weight, grad)
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ def put_aside(into: WeightGrads) -> Iterator[None]:
         yield
         # In the order in which ranks built the model: gradients are handed on in it, and reduced together.
         for module in list(_delaying):
-            if (left := private_te.take_delayed(module)) is not None:
+            if (left := te.take_delayed(module)) is not None:
                 into.add_left(module, left)
         if not _deferring:
             into.compute()
@@ -162,7 +163,7 @@ def install(chunk: torch.nn.Module) -> None:
     Outside `put_aside` such layers compute it in the backward, as before. Raises ConfigError for layers that add their
     gradient into a buffer by themselves (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
     """
-    for module in private_te.delayed_modules(chunk):
+    for module in te.delayed_modules(chunk):
         _refuse(module.config)
         _delaying.setdefault(module, None)
     for module in chunk.modules():

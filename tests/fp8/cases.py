@@ -104,16 +104,16 @@ def serial(model: str = FP8) -> Run:
 @contextmanager
 def without_us() -> Iterator[None]:
     """Histories as Transformer Engine moves them by itself."""
-    from megaaccum import private_te
     from megaaccum.precision import fp8
+    from megaaccum.private import te
 
-    private_te.give_back_updates()
+    te.give_back_updates()
     with (
         patch.object(fp8.Fp8, "_update", lambda self, forward: None, create=True),
-        patch.object(private_te, "take_over_updates", lambda: lambda forward: None),
-        patch.object(private_te.Histories, "use", lambda self: None),
-        patch.object(private_te, "begin_recompute", lambda like: None),
-        patch.object(private_te, "use_recompute", lambda queues: None),
+        patch.object(te, "take_over_updates", lambda: lambda forward: None),
+        patch.object(te.Histories, "use", lambda self: None),
+        patch.object(te, "begin_recompute", lambda like: None),
+        patch.object(te, "use_recompute", lambda queues: None),
     ):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -412,9 +412,10 @@ def split_backward() -> dict:
 
 
 def private_names() -> dict:
-    from megaaccum import private, private_te
+    from megaaccum import private
+    from megaaccum.private import te
 
     broken = []
     with patch("transformer_engine.pytorch.quantization.FP8GlobalStateManager.quantization_state", object()):
-        broken = private_te.check()
+        broken = te.check()
     return {"missing": private.check(), "noticed": broken}

@@ -294,9 +294,9 @@ def weight_gradients_apart() -> dict:
 
 
 def _delayed(chunk) -> list:
-    from megaaccum import private_te
+    from megaaccum.private import te
 
-    return private_te.delayed_modules(chunk)
+    return te.delayed_modules(chunk)
 
 
 def seconds() -> dict:

@@ -78,7 +78,7 @@ def test_the_plan_tells_what_is_computed_in_fp8(tmp_path):
 # --- Transformer Engine owns the scales ------------------------------------------------------------------------------
 
 STATE = re.compile(r"amax_history_[fb]wd|\bfp8_meta\b|scaling_[fb]wd|global_scale_buffer|\.scale_inv\b")
-OWNERS = {"private_te.py", "precision/fp8.py"}
+OWNERS = {"private/te.py", "precision/fp8.py"}
 ARITHMETIC = (ast.Mult, ast.Div, ast.FloorDiv, ast.Pow, ast.MatMult)
 METHODS = {"mul", "mul_", "div", "div_", "true_divide", "reciprocal", "reciprocal_", "pow", "pow_", "rsqrt", "exp2"}
 

@@ -1,0 +1,49 @@
+"""State of torch's optimizers and of the fused Adams that stand in for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+
+def views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count: int) -> dict[str, torch.Tensor]:
+    state = adam.state[flat]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        if moment not in state:
+            state[moment] = torch.zeros_like(flat)
+    if isinstance(adam, torch.optim.AdamW) and "step" not in state:
+        # torch takes a state that is there for whole: a step after a checkpoint of a run that never stepped needs it.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+    moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
+
+
+def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Flat views of a whole parameter and its moments, made as zeros where they do not exist yet."""
+    return views(adam, param, 0, param.numel())
+
+
+def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Every tensor of a torch optimizer's state, this rank's part where it is sharded."""
+    for state in adam.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield own_tensor(value)
+
+
+def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; of any other tensor, itself. `to_local` would enter autograd, at a multiple of
+    the price, which counts where every tensor is looked at several times in a step."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_steps: int) -> None:
+    """Adam's bias correction goes on from `num_steps`: torch keeps it per tensor, the fused Adams of TE and apex per
+    group."""
+    for flat in flats:
+        if isinstance(adam, torch.optim.AdamW):
+            adam.state[flat]["step"] = torch.tensor(float(num_steps), dtype=torch.float32, device=flat.device)
+    for group in adam.param_groups:
+        if not isinstance(adam, torch.optim.AdamW):
+            group["step"] = num_steps

@@ -1,0 +1,222 @@
+"""torch's autograd and torch.distributed (torch 2.13)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def check() -> list[str]:
+    """Names that this version of torch lacks, as sentences; empty when all is well."""
+    from torch.distributed import ProcessGroup, distributed_c10d
+
+    places = (
+        (torch._C, ("_current_graph_task_id",)),
+        (distributed_c10d, ("_get_default_store", "ProcessGroupGloo")),
+        (distributed_c10d.ProcessGroupGloo, ("_Options", "create_device", "create_default_device")),
+        (ProcessGroup, ("allreduce", "_allgather_base", "_reduce_scatter_base")),
+    )
+    return [
+        f"{place.__name__}.{name} is missing" for place, names in places for name in names if not hasattr(place, name)
+    ]
+
+
+_DCP = "torch.distributed.checkpoint"
+
+
+CHECKPOINT_METADATA_CLASSES = frozenset(
+    {
+        *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *((f"{_DCP}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
+        *((f"{_DCP}.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),  # looks a torch.layout up by its name
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # the same under Python 3.13
+    }
+)
+"""(module, name) of what torch 2.13 puts into the `.metadata` of a checkpoint of plain tensors, beside dtypes. The
+private ones of them are how that file says which tensor lies where."""
+
+
+def one_gloo_device() -> None:
+    """Let all gloo groups of this process share one device, which is one thread that waits for the network.
+
+    torch 2.13 gives each group its own, and each of those wakes up a hundred times a second: the twenty groups of a
+    rank take 2 % of a core while nothing happens. Megatron-core makes the groups, and new_group has no way to hand a
+    device on (distributed_c10d: `_new_process_group_helper`).
+    """
+    from torch.distributed import distributed_c10d
+
+    plain: Any = distributed_c10d.ProcessGroupGloo
+
+    @functools.cache
+    def devices() -> list:
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        return [plain.create_device(interface=name) for name in names] or [plain.create_default_device()]  # type: ignore[attr-defined]
+
+    class OnSharedDevice(plain):  # type: ignore[valid-type, misc]
+        def __init__(self, store, rank: int, size: int, timeout) -> None:
+            options = plain._Options()
+            options._timeout, options._devices = timeout, devices()
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+
+
+def note_failure(key: str, text: str) -> None:
+    """Leave `text` where the other ranks find it, unless one was there first. The store of the rendezvous has no public
+    name in torch 2.13, and no collective can be used once ranks are out of step."""
+    with contextlib.suppress(Exception):  # the store ends with rank 0; the error itself is raised in any case
+        torch.distributed.distributed_c10d._get_default_store().compare_set(key, "", text)
+
+
+def noted_failure(key: str) -> str | None:
+    """What `note_failure` left under `key`, if it can be read."""
+    with contextlib.suppress(Exception):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.check([key]):
+            return store.get(key).decode()
+    return None
+
+
+def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Tell torch DDP's reducer that the next backward brings the final gradients.
+
+    DDP does that in its forward, which a pipeline has long passed when the last backward comes. (Read in torch 2.13:
+    torch.distributed.pipelining does the same.)
+    """
+    ddp.reducer.prepare_for_backward([])
+
+
+def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> _OnGradient:
+    """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
+    return _OnGradient(param, call)
+
+
+class _OnGradient:
+    """Autograd visits every input of a function whose backward it runs, and (torch 2.13) runs the hooks behind the
+    addition even where the function gave no gradient: a layer that computes its weight gradient later. The hook on the
+    gradient itself tells, which then is None."""
+
+    def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
+        self._call, self._came = call, False
+        self._handles = (
+            param.register_hook(self._comes),
+            param.register_post_accumulate_grad_hook(self._added),
+        )
+
+    def _comes(self, grad: torch.Tensor | None) -> None:
+        self._came = grad is not None
+
+    def _added(self, param: torch.nn.Parameter) -> None:
+        if self._came:
+            self._call(param)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (activation recompute runs forwards inside one). Read in
+    torch 2.13: torch.utils.checkpoint asks the same."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_COLLECTIVES = {
+    "_allgather_base": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "alltoall": ("all_to_all", 0),
+    "alltoall_base": ("all_to_all", 0),
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "gather": ("gather", 0),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+}
+"""Methods of torch's ProcessGroup, through which torch.distributed and deepspeed.comm pass: the collective's name and
+the argument that holds the elements of all ranks."""
+
+
+@contextlib.contextmanager
+def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
+    """Inside, `note(collective, group, tensor, seconds, calls=1)` hears of each tensor that a collective over more than
+    one rank is given; then, with calls=0, of the seconds that the host waited for it. torch has no public place where
+    all of them pass (a dispatch mode sees every operator, and slows each one down)."""
+    from torch.distributed import ProcessGroup, Work
+
+    waited: dict[int, tuple] = {}
+    names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
+    # What the class holds is bound to a group when it is looked up; what getattr returns is not any more.
+    held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
+    plain_wait = Work.wait
+
+    def wait(work, *args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return plain_wait(work, *args, **kwargs)
+        finally:
+            if id(work) in waited:
+                note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
+            else:  # one handle for a batch of messages, as NCCL gives
+                for key in [key for key, (_, group, _) in waited.items() if _gives_one_handle(group)]:
+                    note(*waited.pop(key), 0.0, calls=0)
+
+    try:
+        Work.wait = wait  # type: ignore[method-assign, assignment]
+        for name in names:
+            setattr(ProcessGroup, name, _noting(getattr(ProcessGroup, name), *_COLLECTIVES[name], note, waited))
+        yield
+    finally:
+        for owner, name, method in held:
+            setattr(owner, name, method)
+
+
+def _gives_one_handle(group) -> bool:
+    """Whether a batch of messages of `group` has one handle for all of them, and none for each."""
+    return torch.distributed.get_backend(group) == "nccl"
+
+
+def _noting(method, collective: str, position: int, note, waited: dict[int, tuple]):
+    def call(group, *args, **kwargs):
+        if group.size() == 1:
+            return method(group, *args, **kwargs)
+        tensors = list(_flatten(args[position]))
+        start = time.perf_counter()
+        work = method(group, *args, **kwargs)
+        for index, tensor in enumerate(tensors):
+            note(collective, group, tensor, time.perf_counter() - start if index == 0 else 0.0)
+        if work is not None and tensors:
+            waited[id(work)] = collective, group, tensors[0]
+        return work
+
+    return call
+
+
+def _flatten(tensors) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    else:
+        for each in tensors:
+            yield from _flatten(each)
