@@ -92,15 +92,17 @@ class Forecast:
 
     def model(self, policy: Policy) -> MemoryModel:
         """The planner's memory model of `policy`."""
-        # The executor splits the backward of Megatron's own layers.
-        local = self.local or self.plan.layout.schedule not in ("none", "1f1b", "interleaved")
-        model = self.plan.config.model
+        model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
+        # Where nobody asks for others, the executor runs Megatron's own layers.
+        asked = in_fp8 or model.transformer_impl == "transformer_engine"
+        local = self.local or (not asked and self.plan.layout.schedule not in ("none", "1f1b", "interleaved"))
         return memory_model(
             replace(model, transformer_impl="local") if local else model,
             self.plan.config.sharding,
             self.vocab,
             [policy],
             stages=stages_of(self.plan.config),
+            in_fp8=in_fp8,
         )
 
     def layout(self, policy: Policy) -> Layouts:

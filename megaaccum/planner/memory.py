@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class MemoryModel:
     boundary_tensors: float = 0.0
     """Stage inputs and outputs that an engine holds per micro-batch in flight, beside what autograd keeps."""
     weight_cache: float = 0.0
-    """Bytes per parameter of converted weights that are kept through a step (FP8)."""
+    """Bytes per parameter of the layers that are kept through a step as converted weights (FP8)."""
     sharded_over_dp: bool = True
     """False where nothing is sharded, whatever dp is."""
     replicas: int = 1
@@ -166,16 +166,22 @@ class MemoryModel:
         shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
         streams = at.policy == POLICIES.index("streaming")
         units = self.units(at, chunks) if streams.any() else Units(zero, zero)
+        cache = self.weight_cache * self._of_layers(at, chunks) if self.weight_cache else zero
         totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
         for (stage, policy), per in self.states.items():
             here = (at.zero_stage == stage) & (at.policy == policy)
             gathered = per.param * whole + per.unit_param * units.params
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
-            totals["parameters"] += here * (gathered + self.weight_cache * whole + per.param_shard * shard)
+            totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
             totals["gradients"] += here * per.gradients(whole, shard, units.grads)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
+
+    def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
+        """Parameters of a rank's layers, without embedding and head, which FP8 leaves alone."""
+        layers = [replace(chunk, embedding=False, head=False, final_norm=False) for chunk in chunks]
+        return rank_parameters(self.model, layers, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp).total
 
     def units(self, at: Layouts, chunks: list[Stage]) -> Units:
         """What is whole at a time under streaming."""

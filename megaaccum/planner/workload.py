@@ -20,6 +20,10 @@ from megaaccum.planner.stages import Stage
 from megaaccum.planner.time import Software, TimeModel
 from megaaccum.policies import BYTES, Policy, state_bytes
 
+FP8_WEIGHTS = 2.0
+"""Bytes per matrix element of weights in FP8: one copy for the forward, and a transposed one for the backward
+(transformer-engine 2.20: row-wise and column-wise data), kept through a step beside the BF16 weight."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -42,6 +46,11 @@ class Workload:
         """Tokens of an optimizer step over all ranks."""
         return self.global_batch_size * self.model.seq_length
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the layers' products are in FP8."""
+        return self.config.quantization.fp8_format is not None
+
     def space(self, limits: Limits) -> Space:
         """The legal layouts within `limits`."""
         return Space(
@@ -56,7 +65,9 @@ class Workload:
     def memory_model(self) -> MemoryModel:
         """Bytes per rank as megaaccum's own boundary keeps them, for every layout."""
         kept = policies_of(self.sharding)
-        return memory_model(self.model, self.sharding, self.vocab_size, kept, usage=self.hardware.usage)
+        return memory_model(
+            self.model, self.sharding, self.vocab_size, kept, usage=self.hardware.usage, in_fp8=self.in_fp8
+        )
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
@@ -67,6 +78,7 @@ class Workload:
             stages=memory.stages,
             software=Software(
                 flash=self.model.transformer_impl != "local",
+                precision="fp8" if self.in_fp8 else "16 bit",
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.boundary == "deepspeed",
@@ -120,12 +132,16 @@ def _vocabulary(config: Config) -> int:
         ) from None
 
 
-def kernels_of(model: ModelConfig, sharding: ShardingConfig) -> Kernels:
-    """What Megatron's layers keep: Transformer Engine's with fused attention, or the local ones."""
+def kernels_of(model: ModelConfig, sharding: ShardingConfig, *, in_fp8: bool = False) -> Kernels:
+    """What Megatron's layers keep: Transformer Engine's with fused attention, or the local ones. In FP8 the inputs of
+    matrix products are kept in FP8."""
     element = BYTES[sharding.params_dtype or "fp32"]
     modules = frozenset(model.recompute_modules or ["core_attn"])
     local = model.transformer_impl == "local"
-    kernels = Kernels(element=int(element), local=local, flash=not local, recompute_modules=modules)
+    kept = 1.0 if in_fp8 else None
+    kernels = Kernels(
+        element=int(element), local=local, flash=not local, matmul_element=kept, recompute_modules=modules
+    )
     # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
     return replace(kernels, logit_bytes=2 * element + 4.0)
 
@@ -146,16 +162,18 @@ def memory_model(
     *,
     usage: Usage | None = None,
     stages: Sequence[Stage] | None = None,
+    in_fp8: bool = False,
 ) -> MemoryModel:
     """Bytes per rank under `policies`, which are of one boundary and are told apart by ZeRO stage and sync. stages:
-    those of the one layout that is asked for, where it is not split_layers' own."""
+    those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
+    layers' weights in FP8 too."""
     first, reduce = policies[0], BYTES[sharding.grad_reduce_dtype]
     # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
     bucket = float(sharding.reduce_bucket_size) if first.boundary == "deepspeed" else 0.0
     return MemoryModel(
         model=model,
         vocab_size=vocab_size,
-        kernels=kernels_of(model, sharding),
+        kernels=kernels_of(model, sharding, in_fp8=in_fp8),
         usage=usage or Usage(),
         states={(each.zero_stage, POLICIES.index(each.sync)): state_bytes(each, sharding) for each in policies},
         buffer_bytes=bucket * reduce,
@@ -164,6 +182,7 @@ def memory_model(
         sharded_over_dp=first.is_sharded,
         replicas=first.replicas,
         live_elements=first.live,
+        weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
         joined_units=first.boundary == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),
     )

@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megaaccum import parameters
+from megaaccum.config import load
 from megaaccum.config.schema import ModelConfig
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
+from megaaccum.planner.hardware import load_hardware
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
 from megaaccum.planner.memory import KINDS, MemoryModel, Usage
+from megaaccum.planner.workload import Workload, make_workload
 from megaaccum.policies import StateBytes
 from tests.unit.configs import plan
 
@@ -198,3 +202,19 @@ def test_many_layouts_at_once_are_as_one_by_one() -> None:
     rows += [layout(dp=2).row(0), pipelined(pp=2, vpp=2, schedule=SCHEDULES.index("interleaved")).row(0)]
     together = model_of().peak(from_rows(rows)).total
     assert np.allclose(together, [total(from_rows([row])) for row in rows])
+
+
+def test_fp8_keeps_narrow_inputs_and_two_narrow_copies_of_the_layers_weights() -> None:
+    def of(*flags: str) -> Workload:
+        words = "--bf16 --num_layers 8 --hidden_size 4096 --num_attention_heads 32 --seq_length 4096 --vocab_size 32000"
+        config = load(None, [*f"{words} --global_batch_size 64 --swiglu --data_path none".split(), *flags])
+        return make_workload(config, world_size=8, hardware=load_hardware("h100"))
+
+    wide, narrow = of(), of("--fp8_format", "hybrid")
+    at = layout(dp=8, zero_stage=3)
+    states = [each.memory_model().on_rank(at, 0) for each in (wide, narrow)]
+    layers = 8 * parameters.layer_parameters(wide.model, moe=False)
+    assert states[1]["parameters"][0] - states[0]["parameters"][0] == 2 * layers
+    assert states[1]["activations"][0] < states[0]["activations"][0]
+    seconds = [each.time_model(each.memory_model()).step(at).total[0] for each in (wide, narrow)]
+    assert seconds[1] < seconds[0]
