@@ -92,7 +92,7 @@ class ColdExperts:
             self._cold |= {id(param) for params in layer.with_fewer_than(self._fewer_than) for param in params}
 
     def end_step(self) -> None:
-        """The step's last forward is done."""
+        """The step's last forward is done. (A step that is attempted again counts as another.)"""
         for layer in self._layers:
             layer.commit()
 
