@@ -33,7 +33,8 @@ KINDS = (
 )
 """What bytes are of. parameters, gradients: whole ones and this rank's shards (for gradients, accumulators too) at one
 moment, and each by itself. optimizer: master weights and moments. buffers: of reductions. activations: kept for
-backwards. p2p: receive buffers that are posted and not taken. host: what an offloaded optimizer keeps off the device.
+backwards. p2p: receive buffers that are posted and not taken. host: what is kept off the device, of an
+offloaded optimizer and of cold experts' gradients.
 """
 
 SUMS = {

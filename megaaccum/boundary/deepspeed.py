@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megaaccum import model, private
 from megaaccum.boundary import experts
 from megaaccum.boundary.base import GradShard, GradSync, StatePiece
+from megaaccum.boundary.cold_experts import ColdExperts
 from megaaccum.boundary.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 from megaaccum.groups import Mpu
 from megaaccum.memory import HighWater
@@ -51,6 +52,7 @@ class DeepSpeedBoundary:
         """Embedding and head's copy of it, where this rank trains both (a V)."""
         experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
+        self._cold = ColdExperts.of(plan, chunks)
         accumulate_in = model.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
@@ -100,6 +102,7 @@ class DeepSpeedBoundary:
         self._syncing = False
         if not self._last_flush:
             return
+        self._cold.end_step()
         self._reduce_rest()
         self.parts.finish_reduction()
         self._reducing = False
@@ -110,6 +113,7 @@ class DeepSpeedBoundary:
     def begin_step(self) -> None:
         self.gather()
         self._syncing = self._reducing = False
+        self._cold.begin_step()
         for param in self.parts.params:
             param.grad = None
 
@@ -139,7 +143,8 @@ class DeepSpeedBoundary:
         self.parts.adopt_state(num_steps)
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        return self.parts.tensors()
+        held = self.parts.tensors()
+        return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     @property
     def param_groups(self) -> list[dict]:
@@ -154,6 +159,7 @@ class DeepSpeedBoundary:
             sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        self._cold.take(param)
         if self._syncing and not self._waits_for_its_copy(param):
             self._reduce(param)
 
@@ -181,6 +187,7 @@ class DeepSpeedBoundary:
         for param in self.parts.params:
             if id(param) in done:
                 continue
+            self._cold.bring_back(param)
             if param.grad is None:
                 param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
             if self._waits_for_its_copy(param) and not self._tied_pair:

@@ -212,6 +212,13 @@ class ShardingConfig:
     """Elements reduced in one collective."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where DeepSpeed keeps optimizer state and runs the optimizer."""
+    cold_expert_offload: bool = False
+    """Between micro-batches, keep the gradients of experts that few tokens reach in host memory (pinned, with a GPU);
+    the result is the same. ZeRO-3 with sync resident."""
+    cold_expert_tokens: int = 1
+    """An expert is cold if fewer tokens came to it on this rank, over the last cold_expert_steps steps together."""
+    cold_expert_steps: int = 10
+    """Optimizer steps over which its tokens are counted; no expert is cold in a start's first so many."""
     bf16: bool = False
     """BF16 parameters and activations, FP32 master weights."""
     fp16: bool = False

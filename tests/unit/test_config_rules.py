@@ -10,6 +10,7 @@ from megaaccum.errors import ConfigError
 from tests.unit.configs import make, plan
 
 EXPERTS = dict(num_experts=8, add_bias_linear=False)
+COLD = EXPERTS | dict(cold_expert_offload=True)
 SPREAD = EXPERTS | dict(expert_model_parallel_size=2)
 OVERLAP = SPREAD | dict(overlap_moe_expert_parallel_comm=True, bf16=True)
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -312,6 +313,13 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         EXPERTS | TP2 | dict(expert_tensor_parallel_size=1, boundary="ddp"),
         ["expert_tensor_parallel_size 1", "boundary is ddp", "to tensor_model_parallel_size"],
     ),
+    ("cold_experts", 1, dict(cold_expert_offload=True), ["num_experts is not given", "cold_expert_offload to false"]),
+    ("cold_experts", 1, dict(cold_expert_tokens=5), ["cold_expert_tokens 5", "cold_expert_offload to true"]),
+    ("cold_experts", 1, EXPERTS | dict(cold_expert_steps=5), ["cold_expert_steps 5", "leave cold_expert_steps out"]),
+    ("cold_experts", 1, COLD | dict(boundary="fsdp2"), ["boundary is fsdp2", "deepspeed"]),
+    ("cold_experts", 1, COLD | dict(zero_stage=2), ["zero_stage is 2", "to 3"]),
+    ("cold_experts", 1, COLD | dict(sync="streaming"), ["sync streaming", "resident"]),
+    ("ranges", 1, COLD | dict(cold_expert_steps=0), ["cold_expert_steps is 0", "at least 1"]),
     ("gradient_looked_at", 1, dict(nonfinite="zero", boundary="fsdp2"), ["fsdp2", "deepspeed", "skip"]),
     ("scaled_loss", 1, dict(fp16=True, boundary="megatron"), ["megatron", "bf16"]),
     ("deepspeed_only", 1, dict(boundary="ddp", zero_stage=3), ["zero_stage needs boundary deepspeed", "ddp"]),
@@ -416,6 +424,7 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (1, EXPERTS),
     (4, EXPERTS | PP2 | dict(expert_model_parallel_size=2, moe_layer_freq=[0, *[1] * 7])),
     (1, EXPERTS | dict(moe_router_num_groups=4, moe_router_group_topk=2)),
+    (2, SPREAD | COLD | dict(cold_expert_tokens=100, cold_expert_steps=5)),
     (1, LATENT),
     (1, dict(bf16=True, grad_accum_dtype="bf16")),
     (1, dict(params_dtype="bf16")),

@@ -84,6 +84,31 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
         yield f"{who} has no deterministic sums: set deterministic to false, {instead}."
 
 
+def cold_experts(subject: Subject) -> Iterator[str]:
+    """Whole gradients of experts are there to be moved only where they wait for the end of the flush, and the boundary
+    that moves them is DeepSpeed's at ZeRO-3."""
+    sharding, off = subject.sharding, "or cold_expert_offload to false"
+    if not sharding.cold_expert_offload:
+        for name in subject.given("cold_expert_tokens", "cold_expert_steps"):
+            value = getattr(sharding, name)
+            yield f"{name} {value} needs cold_expert_offload: set cold_expert_offload to true, or leave {name} out."
+        return
+    if subject.model.num_experts is None:
+        yield f"cold_expert_offload needs experts, and num_experts is not given: set num_experts, {off}."
+    if sharding.boundary != "deepspeed":
+        yield (
+            f"cold_expert_offload needs boundary deepspeed, and boundary is {sharding.boundary}: set it to deepspeed,"
+            f" {off}."
+        )
+    elif sharding.zero_stage != 3:
+        yield f"cold_expert_offload needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {off}."
+    if sharding.sync == "streaming":
+        yield (
+            "cold_expert_offload moves gradients that wait for the end of the flush, and with sync streaming none does:"
+            f" set sync to resident, {off}."
+        )
+
+
 def gradient_looked_at(subject: Subject) -> Iterator[str]:
     """`nonfinite: zero` changes a rank's own gradient before it is reduced, where the boundary shows it."""
     boundary = subject.sharding.boundary
@@ -106,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     deterministic,
     replicas,
     experts_boundary,
+    cold_experts,
     gradient_looked_at,
     scaled_loss,
 )

@@ -21,6 +21,7 @@ AT_LEAST_ONE = (
     "decoder_last_pipeline_num_layers", "reduce_bucket_size", "lr_decay_iters", "lr_wsd_decay_iters", "eval_iters",
     "loss_scale_window", "hysteresis", "grad_norm_guard_window", "data_parallel_replicas",
     "max_steps", "log_interval", "num_threads", "nproc_per_node", "fp8_amax_history_len",
+    "cold_expert_tokens", "cold_expert_steps",
 )  # fmt: skip
 
 AT_LEAST_ZERO = (
