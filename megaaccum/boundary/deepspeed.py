@@ -23,6 +23,7 @@ from megaaccum.boundary.cold_experts import ColdExperts
 from megaaccum.boundary.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 from megaaccum.groups import Mpu
 from megaaccum.memory import HighWater
+from megaaccum.schedule import wgrad
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -160,7 +161,8 @@ class DeepSpeedBoundary:
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         self._cold.take(param)
-        if self._syncing and not self._waits_for_its_copy(param):
+        comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
+        if self._syncing and not comes_again and not self._waits_for_its_copy(param):
             self._reduce(param)
 
     def _reduce(self, param: torch.nn.Parameter) -> None:

@@ -1,12 +1,13 @@
 """Gradients under the executor's schedules are those of one process on the whole batch: both lanes, ZeRO-3 resident."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from megaaccum.schedule import build, write_csv
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check, one_process_reference
+from tests.multiproc.distance import check, one_process_reference, problems
 from tests.multiproc.parity import Case, make, microbatches
 
 OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
@@ -48,6 +49,23 @@ def test_with_data_parallel_ranks(lane):
     stages = (3,) if lane == "fp64" else (1, 2, 3)
     flags = [f"--zero_stage {stage} " if lane != "fp64" else "" for stage in stages]
     check([case(name, 2, 4, flag, lane=lane, ranks=2) for name in ("zb-h1", "zbv", "dualpipev") for flag in flags])
+
+
+def at_one_stage(at: Case):
+    """The gradient under ZB-H1 of a pipeline of one, which a configuration would not ask for."""
+    from megaaccum import get_forward_backward_func
+    from tests.multiproc import parity
+
+    made = make(at)
+    made[4]._schedule = get_forward_backward_func("zb-h1", own=True)
+    with patch.object(parity, "make", lambda _at: made):
+        return parity.gradient(at)
+
+
+def test_embedding_and_head_on_one_stage():
+    """A tied matrix has one gradient in I and one in W of the same micro-batch."""
+    at = Case(2, "--grad_accum_steps 1 --num_chunks 4 ", "--num_layers 4 ")
+    assert problems(at, run_ranks(at_one_stage, 2, at)) == []
 
 
 def test_one_flush_per_round():
