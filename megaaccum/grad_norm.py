@@ -28,7 +28,7 @@ def global_norm(
     grads = [shard.grad for shard in boundary.shards() if shard.grad.numel() and _counts_here(shard, boundary, groups)]
     square = torch.zeros((), dtype=torch.float64)
     if grads:
-        square = torch.nn.utils.get_total_norm(grads).double() ** 2
+        square = torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     device = grads[0].device if grads else cpu.device()
@@ -36,6 +36,12 @@ def global_norm(
     dist.all_reduce(sums)
     square, count = sums.tolist()
     return square**0.5, int(count)
+
+
+def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the same norm, of which none would round it to 16 bits: of a BF16 or FP16 gradient its norm."""
+    half = (torch.bfloat16, torch.float16)
+    return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
 
 
 def unscale(boundary: Boundary, loss_scale: float) -> None:

@@ -157,23 +157,26 @@ def state_bytes(policy: Policy, sharding: ShardingConfig) -> StateBytes:
         main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
         return StateBytes(param=param, grad=main, optimizer_shard=8 if param == 4 else 12)
     if policy.boundary == "fsdp2":
-        return _fsdp2_bytes(policy, param, _reduce_bytes(sharding))
-    return _deepspeed_bytes(policy, param, grad, offloaded=sharding.offload_optimizer == "cpu")
+        return _fsdp2_bytes(policy, param, _reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
+    state = 0.0 if sharding.offload_optimizer == "cpu" else BYTES[sharding.optimizer_dtype]
+    return _deepspeed_bytes(policy, param, grad, state)
 
 
-def _fsdp2_bytes(policy: Policy, param: float, reduce: float) -> StateBytes:
-    """Shards are FP32 (or FP64) and serve as masters. Whole gradients are added up in the reduction's precision."""
-    master = max(param, 4.0)
+def _fsdp2_bytes(policy: Policy, param: float, reduce: float, state: float) -> StateBytes:
+    """Shards are the masters, in the optimizer's precision (or FP64). Whole gradients are added up in the
+    reduction's."""
+    master = max(param, state)
     shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=2 * master, grad_step=master)
     if policy.sync == "resident":
         return StateBytes(param=param, grad=reduce, **shards)
     return StateBytes(param=0, grad=0, grad_shard=master, unit_param=param, unit_grad=param, **shards)
 
 
-def _deepspeed_bytes(policy: Policy, param: float, grad: float, *, offloaded: bool) -> StateBytes:
-    """An FP32 master and two moments per element of the shard, and for the step an FP32 copy of its gradients: beside
-    them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their place."""
-    shards: dict[str, Any] = dict(optimizer_shard=0.0 if offloaded else 12.0, grad_step=grad + (0 if offloaded else 4))
+def _deepspeed_bytes(policy: Policy, param: float, grad: float, state: float) -> StateBytes:
+    """A master and two moments of `state` bytes (0: offloaded) per element of the shard, and for the step a copy of its
+    gradients in that precision: beside them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their
+    place."""
+    shards: dict[str, Any] = dict(optimizer_shard=3 * state, grad_step=grad + state)
     if policy.zero_stage < 3:
         shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)

@@ -62,11 +62,11 @@ class Fsdp2Boundary:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
     def _shard(self, chunk: torch.nn.Module, mesh, plan: Plan) -> None:
-        """Masters are FP32 (float64 stays); the forward sees the precision of the model, sums are made in
+        """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
         grad_reduce_dtype."""
         sharding = plan.config.sharding
         compute = next(chunk.parameters()).dtype
-        if compute in (torch.bfloat16, torch.float16):
+        if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
             chunk.float()
         policy = MixedPrecisionPolicy(
             param_dtype=compute if compute in (torch.bfloat16, torch.float16) else None,

@@ -142,6 +142,7 @@ def write(config: Config, batch: BatchPlan) -> dict[str, object]:
     if sharding.offload_optimizer != "none":
         block = user_zero.get("offload_optimizer")
         zero["offload_optimizer"] = {**(block if isinstance(block, dict) else {}), "device": sharding.offload_optimizer}
+    in_bf16 = sharding.optimizer_dtype == "bf16"
     settled: dict[str, object] = {name: value for name, value in user.items() if name in keys.PASSED}
     return settled | {
         "train_micro_batch_size_per_gpu": batch.micro_batch_size * batch.num_microbatches,
@@ -149,7 +150,7 @@ def write(config: Config, batch: BatchPlan) -> dict[str, object]:
         # megaaccum clips by the norm over all stages; DeepSpeed would clip a second time.
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
-        "bf16": {"enabled": sharding.bf16},
+        "bf16": {"enabled": sharding.bf16, **_BF16_OPTIMIZER} if in_bf16 else {"enabled": sharding.bf16},
         # The loss is scaled and gradients are unscaled outside DeepSpeed: a second scale of 1, that never moves.
         "fp16": {"enabled": sharding.fp16, "loss_scale": 1.0},
         "communication_data_type": sharding.grad_reduce_dtype,
@@ -177,10 +178,15 @@ def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]
     return {}
 
 
+_BF16_OPTIMIZER = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
 def _precision(reconciler: Reconciler, name: str, value: object) -> None:
     key = "fp16" if name == "fp16" else "bf16"
     block = _mapping(reconciler, name, value)
     reconciler.same(f"{name}.enabled", block.get("enabled"), key)
+    if any(block.get(inner) for inner in _BF16_OPTIMIZER):
+        reconciler.same(f"{name}.{next(iter(_BF16_OPTIMIZER))}", "bf16", "optimizer_dtype")
     if name == "fp16" and block.get("enabled") is not False:
         _loss_scale(reconciler, block)
 

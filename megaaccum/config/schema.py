@@ -229,6 +229,9 @@ class ShardingConfig:
     """Precision in which gradients of micro-batches are added."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients cross ranks."""
+    optimizer_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of master weights and moments; bf16 rounds every update to 8 bits of mantissa, small ones to nothing
+    (boundary deepspeed at ZeRO-3, or fsdp2, with bf16)."""
 
 
 @dataclass(kw_only=True, slots=True)

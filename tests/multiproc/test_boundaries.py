@@ -102,6 +102,29 @@ def test_sums_in_rank_order():
     check([Case(4, MEGATRON + ordered, LLAMA), fp64(FSDP2 + ordered), fp64(SPLIT + ordered)])
 
 
+def kept_in(case: Case) -> set[str]:
+    """Precisions of master weights and moments behind one step that moved every weight of this rank."""
+    import torch
+
+    from tests.multiproc.faults import weights
+
+    plan, built, chunks, bound, stepper = make(case)
+    before = weights(bound, chunks)
+    stepper.train(microbatches(plan, built.dp.rank()), step=0)
+    after = weights(bound, chunks)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    return {str(tensor.dtype) for piece in bound.state() for tensor in piece.tensors.values()}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
+def test_the_precision_of_the_optimizer(precision, dtype):
+    keys = f"--lr 0.1 --optimizer_dtype {precision} "
+    cases = [Case(2, boundary + keys, UNTIED, "bf16") for boundary in (SPLIT, FSDP2)]
+    for case in cases:
+        assert run_ranks(kept_in, 2, case) == [{dtype}] * 2
+    check(cases)
+
+
 def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dict:
     """Every part of the gradient of a step to which some ranks come late, in processes of so many torch threads."""
     import time

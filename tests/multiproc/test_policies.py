@@ -32,6 +32,8 @@ CASES = {
     "zero-2": Case(4, PP + "--zero_stage 2", UNTIED),
     "zero-2, bf16": Case(4, PP + "--zero_stage 2", UNTIED, "bf16"),
     "zero-1": Case(4, PP + "--zero_stage 1", UNTIED),
+    "zero-3, bf16 optimizer": Case(4, PP + "--optimizer_dtype bf16", UNTIED, "bf16"),
+    "fsdp2, bf16 optimizer": Case(4, PP + "--boundary fsdp2 --optimizer_dtype bf16", UNTIED, "bf16"),
     "fsdp2": Case(4, PP + "--boundary fsdp2", UNTIED),
     "fsdp2, bf16": Case(4, PP + "--boundary fsdp2", UNTIED, "bf16"),
     "fsdp2 streaming": Case(4, PP + "--boundary fsdp2 --sync streaming", UNTIED),

@@ -13,6 +13,7 @@ EXPERTS = dict(num_experts=8, add_bias_linear=False)
 COLD = EXPERTS | dict(cold_expert_offload=True)
 SPREAD = EXPERTS | dict(expert_model_parallel_size=2)
 OVERLAP = SPREAD | dict(overlap_moe_expert_parallel_comm=True, bf16=True)
+BF16 = dict(bf16=True, optimizer_dtype="bf16")
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LATENT = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
 PP2 = dict(pipeline_model_parallel_size=2)
@@ -290,6 +291,10 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("expert_overlap", 2, OVERLAP | dict(recompute_granularity="full"), ["selective without moe"]),
     ("traced", 2, PP2 | dict(schedule_trace="t.json"), ["schedule_trace t.json", "schedule 1f1b", "dualpipev"]),
     ("even_stages", 2, PP2 | dict(schedule="zbv", num_layers=10), ["num_layers 10", "= 4", "8 or 12"]),
+    ("low_precision_optimizer", 1, dict(optimizer_dtype="bf16"), ["fp32 parameters", "bf16 to true"]),
+    ("low_precision_optimizer", 1, BF16 | dict(boundary="ddp"), ["not ddp"]),
+    ("low_precision_optimizer", 1, BF16 | dict(zero_stage=2), ["zero_stage is 2", "to 3"]),
+    ("low_precision_optimizer", 1, BF16 | dict(offload_optimizer="cpu"), ["offload_optimizer to none"]),
     ("low_precision_sums", 1, dict(grad_accum_dtype="bf16"), ["fp32 parameters", "grad_accum_dtype to fp32"]),
     ("streaming", 1, dict(sync="streaming", zero_stage=2), ["zero_stage 2", "resident"]),
     ("streaming", 1, dict(sync="streaming", boundary="megatron"), ["megatron", "fsdp2"]),

@@ -311,3 +311,11 @@ def test_every_key_is_in_one_table() -> None:
     ):
         names = [name for table in tables for name in table]
         assert len(names) == len(set(names))
+
+
+def test_master_weights_in_bf16_are_a_key() -> None:
+    block = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    taken = plan(deepspeed=block)
+    assert taken.config.sharding.optimizer_dtype == "bf16"
+    assert taken.deepspeed_config()["bf16"] == block["bf16"]
+    assert plan(bf16=True).deepspeed_config()["bf16"] == {"enabled": True}

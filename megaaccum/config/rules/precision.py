@@ -49,6 +49,22 @@ def low_precision_sums(subject: Subject) -> Iterator[str]:
         )
 
 
+def low_precision_optimizer(subject: Subject) -> Iterator[str]:
+    """Master weights in BF16 are BF16 parameters' own, where the boundary keeps none in FP32."""
+    sharding = subject.sharding
+    if sharding.optimizer_dtype != "bf16":
+        return
+    name, instead = "optimizer_dtype bf16", "or optimizer_dtype to fp32"
+    if not sharding.bf16:
+        yield f"{name} with {sharding.params_dtype} parameters: set bf16 to true, {instead}."
+    if sharding.boundary not in ("deepspeed", "fsdp2"):
+        yield f"{name} needs boundary deepspeed or fsdp2, not {sharding.boundary}: set boundary, {instead}."
+    elif sharding.boundary == "deepspeed" and sharding.zero_stage != 3:
+        yield f"{name} needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
+    if sharding.offload_optimizer != "none":
+        yield f"an offloaded optimizer has FP32 state: set offload_optimizer to none, {instead}."
+
+
 def deepspeed_only(subject: Subject) -> Iterator[str]:
     """Keys that only a DeepSpeed engine reads."""
     if subject.sharding.boundary == "deepspeed":
@@ -64,4 +80,11 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
         yield "a deepspeed block needs boundary deepspeed: leave the block out, or set boundary to deepspeed."
 
 
-RULES: tuple[Rule, ...] = (one_precision, half_precision, double_precision, low_precision_sums, deepspeed_only)
+RULES: tuple[Rule, ...] = (
+    one_precision,
+    half_precision,
+    double_precision,
+    low_precision_sums,
+    low_precision_optimizer,
+    deepspeed_only,
+)
