@@ -25,7 +25,7 @@ def exactly(seconds: float) -> None:
     """Wait `seconds`, no longer: the system wakes a sleeper about 0.1 ms late, which over the hundred passes of a flush
     would count as the runtime's."""
     end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - 0.0003))
+    time.sleep(max(0.0, seconds - 0.0002))
     while time.perf_counter() < end:
         pass
 

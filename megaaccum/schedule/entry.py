@@ -133,11 +133,11 @@ class ForwardBackward:
             first_val_step=first_val_step,
             reports=[],
         )
-        device = cpu.device()  # asked for once: it looks at the machine
+        blank = torch.empty(0, dtype=config.pipeline_dtype, device=cpu.device())
         mail = Mail(
             schedule,
             self._channels_of(collection.pp, schedule),
-            lambda: torch.empty(shape, dtype=config.pipeline_dtype, device=device),
+            lambda: blank.new_empty(shape),
             forward_only=forward_only,
         )
         hooks = Hooks(schedule, rank, config, chunks)

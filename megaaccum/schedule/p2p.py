@@ -61,8 +61,8 @@ class Mail:
         channel = (source, self._rank, kind)
         expected, work, buffer = self._posted[channel].popleft()
         assert expected == message, f"{expected} is due on {channel}, and {message} is asked for"
+        self._post(channel, 1)  # first: it takes a while, and this message may still be on its way
         work.wait()
-        self._post(channel, 1)
         return buffer
 
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> None:
