@@ -58,7 +58,7 @@ def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict
         request = (path, [*overrides, "--output_dir", folder])
         blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
         told = run_ranks(phases, world_size, *request, 2 + steps * blocks // 2, timeout=60 + 10 * blocks * steps)
-        peaks = {name: max(run_ranks(peak_bytes, world_size, *request, name, timeout=180)) for name in ("loop", "bare")}
+        peaks = _in_a_process_that_returns_pages(world_size, *request)
     pairs = zip(blocks_of_rank0["loop"], blocks_of_rank0["bare"], strict=True)
     ratios = [loop / bare for loop, bare in pairs]
     return {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megaaccum import cpu, grad_norm, rng, router_state, short_batch
 from megaaccum.agreement import agree
+from megaaccum.boundary import note_held
 from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.loss import StepLoss
 from megaaccum.memory import Activations, Memory
@@ -20,7 +21,7 @@ from megaaccum.norm_guard import NormGuard
 from megaaccum.precision import fp8, sanitize, scaler
 from megaaccum.precision.findings import Findings, Probe
 from megaaccum.schedule.entry import get_forward_backward_func
-from megaaccum.trace import Trace, traced
+from megaaccum.trace import Clock, Trace, traced
 from megaaccum.traffic import Meter, Traffic
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Stepper:
         with self._meter.counting() as traffic:
             result = self._step(microbatches, step=step, stop=stop, problem=problem)
         memory = self._boundary.memory
-        self._note_memory()
+        note_held(self._boundary)
         memory.note("p2p", self._meter.most_receiving)
         return replace(result, traffic=traffic, memory=memory.take())
 
@@ -151,7 +152,7 @@ class Stepper:
         self, microbatches: Sequence[Microbatch], *, step: int, stop: bool, problem: MegaaccumError | None
     ) -> StepResult:
         """Agree, attempt, judge, update."""
-        clock = _Clock(self.trace, "agree")
+        clock = Clock(self.trace, "agree")
         stop, short = self._agree(step, microbatches, stop, problem)
         clock.lap("gather")
         if short and self._keys.short_batch == "drop":
@@ -190,7 +191,7 @@ class Stepper:
 
     def gradient(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Everything up to the reduced gradient, which the boundary's `shards` then show (tests, diagnosis)."""
-        return self._attempt(microbatches, _Clock(self.trace, "gather")).loss
+        return self._attempt(microbatches, Clock(self.trace, "gather")).loss
 
     def evaluate(self, microbatches: Sequence[Microbatch], problem: MegaaccumError | None = None) -> tuple[float, int]:
         """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
@@ -239,16 +240,12 @@ class Stepper:
             reports += self._flush(microbatches[flush * size : (flush + 1) * size], flush * size, loss)
         return reports
 
-    def _note_memory(self) -> None:
-        """Note what the boundary holds now."""
-        self._boundary.memory.look(self._boundary.tensors())
-
     def _flush(self, microbatches, first: int, loss: StepLoss, *, forward_only: bool = False) -> list[torch.Tensor]:
         """Run the schedule over `microbatches`, whose first has index `first` in the step. Returns what the
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         forward_step = _ForwardStep(
-            loss, self._groups, self._chunks, self.trace, self._probe, self._note_memory, self._fp8
+            loss, self._groups, self._chunks, self.trace, self._probe, partial(note_held, self._boundary), self._fp8
         )
         # Who looks at single micro-batches needs each forward and backward for itself.
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
@@ -301,14 +298,14 @@ class Stepper:
     # --- verdict ---
 
     def _attempt(
-        self, microbatches: Sequence[Microbatch], clock: _Clock, dummies: frozenset[int] = frozenset()
+        self, microbatches: Sequence[Microbatch], clock: Clock, dummies: frozenset[int] = frozenset()
     ) -> _Attempt:
         """The gradient of `microbatches`, reduced, unscaled and measured."""
         loss = self._divisor(microbatches, dummies)
         self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         self._boundary.begin_step()
         self._fp8.begin_attempt()
-        self._note_memory()
+        note_held(self._boundary)
         router_state.begin_step(self._chunks)
         clock.lap("forward_backward")
         if self._zero is not None:
@@ -383,7 +380,7 @@ class Stepper:
         self._go_back(before)
         rest = [short_batch.dummy_of(each) if index in mine else each for index, each in enumerate(microbatches)]
         return replace(
-            self._attempt(rest, _Clock(self.trace, "gather"), mine | dummies), num_dropped=sum(map(len, bad.values()))
+            self._attempt(rest, Clock(self.trace, "gather"), mine | dummies), num_dropped=sum(map(len, bad.values()))
         )
 
     def _update(self, verdict: _Verdict, before: _Before) -> None:
@@ -482,20 +479,3 @@ def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:
 
     scale = torch.tensor(weight * config.moe_grad_scale_func(), device=output.device)
     output.register_hook(lambda _grad: MoEAuxLossAutoScaler.set_loss_scale(scale))
-
-
-class _Clock:
-    """Seconds of each phase, by the host's clock: on a GPU what is still queued counts for a later phase."""
-
-    def __init__(self, trace: Trace, phase: str):
-        self.seconds: dict[str, float] = {}
-        self._trace = trace
-        self._last = time.perf_counter()
-        trace.enter(phase)
-
-    def lap(self, following: str) -> None:
-        """The phase that was entered last ends, and `following` begins."""
-        now = time.perf_counter()
-        self.seconds[self._trace.phase] = now - self._last
-        self._last = now
-        self._trace.enter(following)

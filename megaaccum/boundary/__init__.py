@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from megaaccum.boundary.base import Boundary, GradShard, fill_hooks
+from megaaccum.boundary.base import Boundary, GradShard, fill_hooks, note_held
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.groups import Groups
 
-__all__ = ["Boundary", "GradShard", "batch_statistics", "build", "fill_hooks"]
+__all__ = ["Boundary", "GradShard", "batch_statistics", "build", "fill_hooks", "note_held"]
 
 
 def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer) -> Boundary:
@@ -32,6 +32,7 @@ def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: 
         warnings.warn(text, stacklevel=2)
     boundary = kind(plan, groups, chunks, optimizer)
     fill_hooks(boundary, chunks)
+    optimizer.register_step_pre_hook(lambda *_: note_held(boundary))
     return boundary
 
 

@@ -145,12 +145,17 @@ class FollowsSplit(Protocol):
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
 
 
+def note_held(boundary: Boundary) -> None:
+    """Note in `boundary.memory` what it holds now."""
+    boundary.memory.look(boundary.tensors())
+
+
 def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
     """Put the boundary's five hooks into the chunks' Megatron configuration, and the boundary itself for the executor
     where it follows a split backward."""
 
     def finalize(*args, **kwargs) -> None:
-        boundary.memory.look(boundary.tensors())
+        note_held(boundary)
         boundary.finalize_model_grads_func(*args, **kwargs)
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}

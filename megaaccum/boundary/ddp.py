@@ -38,7 +38,6 @@ class DdpBoundary:
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
-        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups = groups
         self._chunks = chunks
         self._optimizer = optimizer

@@ -44,7 +44,6 @@ class DeepSpeedBoundary:
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
-        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups = groups
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}
         self._chunks = chunks

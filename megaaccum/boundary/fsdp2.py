@@ -38,7 +38,6 @@ class Fsdp2Boundary:
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
-        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
         self._streaming = sharding.sync == "streaming"

@@ -41,7 +41,6 @@ class MegatronBoundary:
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
-        optimizer.register_step_pre_hook(lambda *_: self.memory.look(self.tensors()))
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in model.named_parameters(chunks)}  # type: ignore[arg-type]
         private.megatron_plain_reduce_scatter()

@@ -125,18 +125,9 @@ def first_element(param: torch.nn.Parameter) -> int:
     return offset[0] * (param.numel() // max(param.shape[0], 1))
 
 
-def _fsdp2_groups(roots) -> list:
-    """The parameter groups of fully sharded modules, a root's own before those of the modules in it. torch 2.13 has no
-    public name for what a module has gathered."""
-    from torch.distributed.fsdp import FSDPModule
-
-    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
-    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
-
-
 def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
     """What fully sharded modules hold now, by kind (memory.py), but for the optimizer's state."""
-    groups = _fsdp2_groups(roots)
+    groups = [unit for root in roots for unit in fsdp2_units(root)]
     params = [param for group in groups for param in group.fsdp_params]
     sharded = [param.sharded_param for param in params]
     partial = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
@@ -184,6 +175,6 @@ def watch_fsdp2(roots, memory) -> None:
         group._to_unsharded, group._to_sharded, group.post_backward = gather, release, reduce
 
     for each in roots:
-        groups = _fsdp2_groups([each])
-        for group in groups:
-            watch(group, groups[0])
+        units = fsdp2_units(each)
+        for unit in units:
+            watch(unit, units[-1])

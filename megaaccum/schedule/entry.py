@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,7 @@ class ForwardBackward:
         self._flushes = 0
         self._channels: dict[int, groups.PipelineChannels] = {}
         self._proven: set[int] = set()
+        self._installed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.record: FlushRecord | None = None
 
     def __call__(
@@ -119,7 +121,9 @@ class ForwardBackward:
         schedule = self._schedule(collection.pp.size(), num_microbatches, len(chunks))
         rank = collection.pp.rank()
         for chunk in chunks:
-            wgrad.install(chunk)
+            if chunk not in self._installed:
+                wgrad.install(chunk)
+                self._installed.add(chunk)
         shape = _message_shape(config, collection, decoder_seq_length or seq_length, micro_batch_size)
         call = Call(
             forward_step_func=forward_step_func,

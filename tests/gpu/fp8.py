@@ -114,7 +114,7 @@ def _version(name: str) -> str:
 def _outcome(check: Callable[[], dict]) -> dict:
     try:
         told = check()
-    except Exception:
+    except Exception:  # whatever it is, the report shows it, and the checks after it run
         return {"ok": False, "error": traceback.format_exc()[-2000:]}
     return told
 
