@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,13 +54,14 @@ class Stage(torch.nn.Module):
     def __init__(self, seconds: float, *, wait_for_weights: bool = True):
         super().__init__()
         self.seconds, self.wait_for_weights = seconds, wait_for_weights
-        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.weight, self._no_grad = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
+        self.decoder = SimpleNamespace(layers=[])  # Megatron-core looks for one in every pass, and searches where none is
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
 
     def weight_grad(self) -> torch.Tensor:
         exactly(self.seconds)
-        return torch.zeros(1)
+        return self._no_grad
 
     def set_input_tensor(self, tensors) -> None:
         self.received = tensors[0]

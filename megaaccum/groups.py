@@ -176,12 +176,12 @@ class PipelineChannels:
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> dist.Work:
         """Begin to send `tensor` to rank `target` of the pipeline."""
         group, tag = self._lanes[kind, target > self.rank]
-        return dist.isend(tensor, group=group, group_dst=target, tag=tag)  # type: ignore[return-value]
+        return group.send([tensor], target, tag)
 
     def receive(self, buffer: torch.Tensor, source: int, kind: str) -> dist.Work:
         """Begin to receive into `buffer` from rank `source` of the pipeline."""
         group, tag = self._lanes[kind, source < self.rank]
-        return dist.irecv(buffer, group=group, group_src=source, tag=tag)  # type: ignore[return-value]
+        return group.recv([buffer], source, tag)
 
 
 def destroy() -> None:

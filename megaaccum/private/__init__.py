@@ -31,6 +31,7 @@ from megaaccum.private.megatron import (
 )
 from megaaccum.private.pytorch import (
     CHECKPOINT_METADATA_CLASSES,
+    add_by_autograd,
     ddp_expect_gradients,
     in_backward,
     note_failure,
@@ -54,6 +55,7 @@ __all__ = [
     "Zero3",
     "Zero12",
     "adam_views",
+    "add_by_autograd",
     "check",
     "ddp_expect_gradients",
     "deepspeed_parts",

@@ -18,6 +18,7 @@ def check() -> list[str]:
 
     places = (
         (torch._C, ("_current_graph_task_id",)),
+        (type(torch.autograd.Variable._execution_engine), ("run_backward",)),
         (distributed_c10d, ("_get_default_store", "ProcessGroupGloo")),
         (distributed_c10d.ProcessGroupGloo, ("_Options", "create_device", "create_default_device")),
         (ProcessGroup, ("allreduce", "_allgather_base", "_reduce_scatter_base")),
@@ -87,6 +88,17 @@ def noted_failure(key: str) -> str | None:
         if store.check([key]):
             return store.get(key).decode()
     return None
+
+
+def add_by_autograd(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add `grad` to the gradient of `leaf`, with precision (`grad_dtype`) and hooks on gradients as in a backward.
+
+    A schedule does so for every weight and micro-batch, and most of what torch.autograd.backward does is to look at its
+    arguments. Megatron-core calls the engine alike (custom_backward).
+    """
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (leaf,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:

@@ -83,6 +83,7 @@ class ForwardBackward:
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
         self._channels: dict[int, groups.PipelineChannels] = {}
+        self._connected: set[tuple[int, int]] = set()
         self._proven: set[int] = set()
         self._installed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.record: FlushRecord | None = None
@@ -179,8 +180,10 @@ class ForwardBackward:
 
         if id(pp) not in self._channels:
             self._channels[id(pp)] = groups.PipelineChannels(pp)
-        channels = self._channels[id(pp)]
-        channels.connect((at for rank in range(schedule.pp) for at in sends(schedule, rank)), cpu.device())
+        channels, once = self._channels[id(pp)], (id(pp), schedule.num_microbatches)
+        if once not in self._connected:
+            channels.connect((at for rank in range(schedule.pp) for at in sends(schedule, rank)), cpu.device())
+            self._connected.add(once)
         return channels
 
 

@@ -7,7 +7,9 @@ NCCL, so that a message never queues behind one that its receiver asks for later
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -101,6 +103,8 @@ class _Outbox:
 
     def _wait_for_each(self) -> None:
         assert self._queue is not None
+        if sys.platform == "linux":  # there threads have priorities; to let go of memory must not hold up a pass
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while (entry := self._queue.get()) is not None:
             try:
                 entry[0].wait()

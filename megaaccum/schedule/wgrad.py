@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,21 +45,18 @@ class _Product:
 AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
-def add_by_autograd(weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    """Add `grad` to the weight's gradient, with precision (`grad_dtype`) and hooks on gradients as in a backward."""
-    torch.autograd.backward(weight, grad)
-
-
 class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
     def __init__(self):
-        self._owed: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
+        self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
+        self._uses: dict[int, int] = {}
         self._left: list[tuple[Any, queue.Queue]] = []
 
     def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
         """Owe `compute()` to the gradient of `weight`."""
         self._owed.append((weight, compute))
+        self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
     def add_left(self, module: Any, left: queue.Queue) -> None:
         """Owe what a layer that splits its backward by itself has left."""
@@ -68,16 +65,15 @@ class WeightGrads:
     def compute(self, add: AddWeightGrad | None = None) -> None:
         """Compute them, layer by layer, and `add` them to the parameters (None: by autograd); what they needed is let
         go on the way. A weight that several layers share is added once."""
-        add = add or add_by_autograd
-        uses = Counter(id(weight) for weight, _ in self._owed)
+        add = add or private.add_by_autograd
         sums: dict[int, torch.Tensor] = {}
         while self._owed:
-            weight, compute = self._owed.pop(0)
+            weight, compute = self._owed.popleft()
             key, grad = id(weight), compute()
-            uses[key] -= 1
+            self._uses[key] -= 1
             if key in sums:
                 grad = grad + sums.pop(key)
-            if uses[key]:
+            if self._uses[key]:
                 sums[key] = grad
             else:
                 add(weight, grad)
@@ -138,7 +134,7 @@ def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> No
         mark_put_off(weight)
         _receiver.add(weight, compute)
     else:
-        add_by_autograd(weight, compute())
+        private.add_by_autograd(weight, compute())
 
 
 def mark_put_off(weight: torch.nn.Parameter) -> None:
