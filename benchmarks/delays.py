@@ -55,7 +55,7 @@ class Stage(torch.nn.Module):
         super().__init__()
         self.seconds, self.wait_for_weights = seconds, wait_for_weights
         self.weight, self._no_grad = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
-        self.decoder = SimpleNamespace(layers=[])  # Megatron-core looks for one in every pass, and searches where none is
+        self.decoder = SimpleNamespace(layers=[])  # Megatron-core asks for one in every pass
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
 

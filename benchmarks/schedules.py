@@ -6,7 +6,7 @@ the schedule and what runs it, also where ranks share cores.
 Side by side: megaaccum's executor, Megatron-core's 1F1B and interleaved, and the schedules of
 torch.distributed.pipelining. F = I = W = `--seconds` (0.06) of a rank's whole work on one micro-batch; two chunks per
 rank halve them. Wall time is from the first rank's start to the last one's end, the least of `--repeat` flushes after
-one that warms up. It is reported over the work (micro-batches * (F + I + W)), and over what the simulator says of the
+two that warm up. It is reported over the work (micro-batches * (F + I + W)), and over what the simulator says of the
 same schedule with free communication.
 """
 
@@ -32,6 +32,8 @@ RUNTIMES = {
     "megatron": ("1f1b", "interleaved"),
     "torch": ("1f1b", "interleaved", "zbv", "dualpipev"),
 }
+WARM_UP = 2
+"""Flushes that are not measured: a forked rank copies each page of memory when it first writes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +83,13 @@ def measure(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[float, 
     run, spans = delays.RUNNERS[setup.runtime](setup)
     offset = time.monotonic() - time.perf_counter()
     times = []
-    for _ in range(setup.repeat + 1):
+    for _ in range(WARM_UP + setup.repeat):
         torch.distributed.barrier()
         start = time.monotonic()
         run()
         times.append((start, time.monotonic()))
     torch.distributed.barrier()
-    return times[1:], [(start + offset, end + offset) for start, end in spans()]
+    return times[WARM_UP:], [(start + offset, end + offset) for start, end in spans()]
 
 
 # --- here -----------------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def measure(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[float, 
 def evaluate(setup: Setup, trace: Path | None) -> Result:
     """Measure one setup on its ranks."""
     work = setup.num_microbatches * 3 * setup.seconds
-    by_rank = run_ranks(measure, setup.pp, setup, timeout=60 + 4 * (setup.repeat + 1) * work)
+    by_rank = run_ranks(measure, setup.pp, setup, timeout=60 + 4 * (WARM_UP + setup.repeat) * work)
     flushes = zip(*(times for times, _ in by_rank), strict=True)
     walls = [max(end for _, end in each) - min(start for start, _ in each) for each in flushes]
     plan = setup.plan()
@@ -174,7 +176,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
     parser.add_argument("--seconds", type=float, default=0.06, help="F, I and W of a rank's whole work")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=6, help="flushes that are measured; the least counts")
     return parser.parse_args(argv)
 
 

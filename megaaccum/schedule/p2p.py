@@ -46,8 +46,14 @@ class Mail:
         self._due = {at: iter(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
         self._posted: dict[Channel, deque[tuple[Message, dist.Work, torch.Tensor]]] = {at: deque() for at in self._due}
         self._outbox = _Outbox(polls=channels.sends_can_be_polled)
-        for channel in self._due:
-            self._post(channel, AHEAD)
+        self._open = False
+
+    def _post_first(self) -> None:
+        """Not before the first pass, whose output others wait for, where that pass needs no message."""
+        if not self._open:
+            self._open = True
+            for channel in self._due:
+                self._post(channel, AHEAD)
 
     def _post(self, channel: Channel, count: int) -> None:
         source, _, kind = channel
@@ -60,6 +66,7 @@ class Mail:
 
     def receive(self, source: int, kind: str, message: Message) -> torch.Tensor:
         """The content of `message` from rank `source` of the pipeline, once it is there."""
+        self._post_first()
         channel = (source, self._rank, kind)
         expected, work, buffer = self._posted[channel].popleft()
         assert expected == message, f"{expected} is due on {channel}, and {message} is asked for"
@@ -70,6 +77,7 @@ class Mail:
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> None:
         """Begin to send; `tensor` must not change any more, and is let go once it has left."""
         self._outbox.put(self._channels.send(tensor, target, kind), tensor)
+        self._post_first()
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""

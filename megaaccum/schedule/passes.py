@@ -116,13 +116,18 @@ class ModulePasses:
 
     def forward(self, at: Forward) -> Forwarded:
         call, model = self._call, self._call.model[at.chunk]
+
+        def step(data_iterator: Iterator | None, model: torch.nn.Module):
+            output, loss_func = call.forward_step_func(data_iterator, model)
+            if not at.last_stage:
+                at.send(output.detach())
+            return output, loss_func
+
         output, num_tokens = forward_step(
-            call.forward_step_func, call.data_iterator[at.chunk], model, call.num_microbatches, at.received,
+            step, call.data_iterator[at.chunk], model, call.num_microbatches, at.received,
             call.reports, call.config, call.cp_group_size, call.collect_non_loss_data, None, _is_first(call, at),
             current_microbatch=at.microbatch, vp_stage=getattr(model, "vp_stage", None), is_last_stage=at.last_stage,
         )  # fmt: skip
-        if not at.last_stage:
-            at.send(output.detach())
         return Saved(received=at.received, output=output), num_tokens
 
     def backward(self, at: Backward) -> None:
