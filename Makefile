@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  "$$found" -m venv $(VENV) || { echo "make setup: $$found could not make $(VENV); on Debian or Ubuntu install its -venv package" >&2; exit 1; }; \
 	}
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -e ".[dev]"
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
 demo: setup
