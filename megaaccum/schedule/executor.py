@@ -47,7 +47,7 @@ class Flush:
         self._owed: dict[tuple[int, int], WeightGrads] = {}
         self._passed_on: dict[tuple[str, int, int], torch.Tensor] = {}  # between two chunks of this rank
         self._started: set[int] = set()
-        self._nothing = torch.empty(1, dtype=self._config.pipeline_dtype, device=cpu.device())
+        self._nothing: torch.Tensor | None = None
         self.num_tokens = torch.zeros([], dtype=torch.int, device=cpu.device())
         self.record = FlushRecord(schedule=schedule, rank=rank)
 
@@ -139,10 +139,15 @@ class Flush:
             return
         self._saved[at.chunk, at.microbatch] = saved
         self.record.peak_in_flight = max(self.record.peak_in_flight, len(self._saved))
-        if not at.last_stage and self._config.deallocate_pipeline_outputs and saved.output._base is None:
-            # What was sent is held by whoever sends it; here only its place in the graph is needed. (Megatron-core's
-            # deallocate_output_tensor makes a tensor each time for this, and refuses views, which it would not free.)
-            saved.output.data = self._nothing
+        if not at.last_stage and self._config.deallocate_pipeline_outputs:
+            self._let_go(saved.output)
+
+    def _let_go(self, output: torch.Tensor) -> None:
+        """Of an output that was sent only the place in the graph is needed: whoever sends it holds its content.
+        Megatron-core's deallocate_output_tensor does so with a new tensor each time, and raises for a view."""
+        if output._base is None:  # else others hold the content too
+            self._nothing = output.new_empty(1) if self._nothing is None else self._nothing
+            output.data = self._nothing
 
     def _ready_backward(self, action: Action) -> Backward:
         """A backward and the gradient that it starts from, which is waited for."""
