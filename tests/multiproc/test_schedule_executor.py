@@ -48,6 +48,17 @@ def test_lanes_of_their_own_as_on_nccl(name, chunks, placement):
         assert ran.error < 1e-14
 
 
+@pytest.mark.parametrize(("name", "chunks", "placement"), [("zbv", 2, "v"), ("1f1b", 1, "loop")])
+def test_outputs_that_are_views(name, chunks, placement):
+    assert max(run_ranks(toy.of_views, 2, name, 4, chunks, placement)) < 1e-14
+
+
+def test_an_output_leaves_as_soon_as_the_models_step_returns():
+    first, last = run_ranks(toy.departures, 2, "gpipe", 4)
+    assert first == ["send", "calc"] * 4  # forwards alone: the first stage sends no gradients
+    assert last == ["calc"] * 4 + ["send"] * 4
+
+
 @pytest.mark.parametrize("with_grad_sync", [False, True])
 def test_the_five_hooks(with_grad_sync):
     m = 8

@@ -277,6 +277,43 @@ def refused(what: str) -> str:
     return "nothing was refused"
 
 
+def of_views(name: str, m: int, chunks: int, placement: str) -> float:
+    """Worst error of stages whose output is a view."""
+    from megaaccum import get_forward_backward_func
+
+    def step(data_iterator, chunk):
+        output, loss = forward_step(data_iterator, chunk)
+        return output.view(SEQ, BATCH, HIDDEN), loss
+
+    _, model, _, groups = pipeline(name, chunks=chunks, placement=placement)
+    run(get_forward_backward_func(name, own=True), model, groups, m, step=step)
+    return worst_error(model, chunks * torch.distributed.get_world_size(), m)
+
+
+def departures(name: str, m: int) -> list[str]:
+    """`send` when a message leaves, `calc` when Megatron-core's own work after a forward begins, in order."""
+    from unittest import mock
+
+    from megatron.core.pipeline_parallel import schedules
+
+    from megaaccum import get_forward_backward_func
+    from megaaccum.schedule.p2p import Mail
+
+    events: list[str] = []
+    send, calc = Mail.send, schedules.forward_step_calc_loss
+
+    def noted(event, function):
+        return lambda *args, **keys: (events.append(event), function(*args, **keys))[1]
+
+    _, model, _, groups = pipeline(name, chunks=1, placement="loop")
+    with (
+        mock.patch.object(Mail, "send", noted("send", send)),
+        mock.patch.object(schedules, "forward_step_calc_loss", noted("calc", calc)),
+    ):
+        run(get_forward_backward_func(name, own=True), model, groups, m)
+    return events
+
+
 def traced(path: str, m: int) -> None:
     """Three flushes of dualpipev, of which the second is written to `path`."""
     from megaaccum import get_forward_backward_func
