@@ -35,7 +35,7 @@ TE := .te
 te: $(TE)/transformer_engine
 
 $(TE)/transformer_engine: | setup
-	-@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --no-deps --target $(TE) transformer-engine
+	-@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt --no-deps --target $(TE) transformer-engine
 
 test: setup te
 	$(BIN)/python -m pytest

@@ -46,7 +46,11 @@ def libraries() -> None:
         importlib.import_module(name)
     private.without_shared_memory_operator()
     private.one_gloo_device()
-    # These objects stay: a collection (DeepSpeed asks for one in each start) need not look at a million of them, nor a
-    # forked rank copy their memory for it.
+    keep()
+
+
+def keep() -> None:
+    """Take what is there now out of garbage collection: the libraries' million objects stay. A collection, which
+    DeepSpeed asks for at each start, then need not look at them, nor a forked rank copy their memory for it."""
     gc.collect()
     gc.freeze()

@@ -18,8 +18,10 @@ def main(results: Path, names: list[str]) -> None:
     prepare()
     import torch.distributed as dist
 
+    from megaaccum import preload
     from tests.fp8 import cases
 
+    preload.keep()
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     told = {}
     for name in names:
@@ -53,6 +55,7 @@ def prepare() -> None:
     from megaaccum.precision import fp8
 
     private.without_shared_memory_operator()
+    private.one_gloo_device()
     problem = fp8.device_problem
     fp8.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
 

@@ -243,9 +243,11 @@ def test_a_worker_that_dies_is_an_error(monkeypatch):
 
 
 BUILD_SLOWLY = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from megaaccum.data import build
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 
 class Slow(build.Source):
     def documents(self, progress=None):
