@@ -1,7 +1,7 @@
 """What somebody would write by hand to run one model on one Megatron schedule over one DeepSpeed ZeRO-3 engine.
 
-No agreement between ranks, no token count, no verdict, no loader, no log, no learning-rate schedule: the least that
-makes the same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's own hooks do not run under a
+No agreement between ranks, no token count, no verdict, no log, no learning-rate schedule: the least that makes the
+same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's own hooks do not run under a
 pipeline at all, so its reducer is driven through `megaaccum.private`, as by the boundary.
 """
 

@@ -207,16 +207,12 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
 
 
 def bare_arm(plan, steps: int) -> Callable[[], float]:
-    """One step of the bare loop on micro-batches that were read before."""
+    """One step of the bare loop."""
     from benchmarks.bare import BareLoop
-    from megaaccum import lr_schedule, optimizer, train
+    from megaaccum import lr_schedule, optimizer
 
     parts = _Parts(plan)
-    batches = []
-    with train._loader(plan, parts.groups, parts.data, 0) as loader:
-        for _ in range(steps):
-            batches.append(loader.next_step(plan.batch.num_microbatches))
-            loader.commit(plan.batch.global_batch_size)
+    microbatches = _plain_loader(plan, parts, steps)
     adam = optimizer.build(plan, parts.chunks)
     rates = _learning_rates(plan, lr_schedule, steps)
     bare = BareLoop(
@@ -232,9 +228,19 @@ def bare_arm(plan, steps: int) -> Callable[[], float]:
         for group in bare.param_groups:
             group["lr"] = rates[0]
         rates.pop(0)
-        return bare.step(batches.pop(0))
+        return bare.step([next(microbatches) for _ in range(plan.batch.num_microbatches)])
 
     return step
+
+
+def _plain_loader(plan, parts: _Parts, steps: int):
+    """This rank's micro-batches of the first steps, as torch's own DataLoader gives them."""
+    import torch
+
+    size, places = plan.batch.micro_batch_size, parts.groups.dp
+    stride, count = size * places.size(), steps * plan.batch.num_microbatches
+    samples = [at * stride + places.rank() * size + index for at in range(count) for index in range(size)]
+    return iter(torch.utils.data.DataLoader(parts.data.train, batch_size=size, sampler=samples))
 
 
 def _learning_rates(plan, lr_schedule, steps: int) -> list[float]:

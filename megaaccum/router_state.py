@@ -46,4 +46,7 @@ def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
 
 def _routers(chunk: torch.nn.Module) -> list:
     """The routers of a chunk that keep a bias."""
+    config: Any = chunk.config
+    if not config.num_moe_experts:
+        return []
     return [module for module in chunk.modules() if getattr(module, "expert_bias", None) is not None]

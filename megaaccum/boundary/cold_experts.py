@@ -96,12 +96,14 @@ class ColdExperts:
         for layer in self._layers:
             layer.commit()
 
-    @torch.no_grad()
     def take(self, param: torch.nn.Parameter) -> None:
         """If `param` is a cold expert's, move what a backward has left in its gradient to host memory. Waits for the
         device, to see whether it is all zero."""
-        if id(param) not in self._cold:
-            return
+        if id(param) in self._cold:
+            self._move(param)
+
+    @torch.no_grad()
+    def _move(self, param: torch.nn.Parameter) -> None:
         grad, param.grad = param.grad, None
         assert grad is not None, "called for a gradient that has come"
         if not grad.any():

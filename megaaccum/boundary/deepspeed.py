@@ -160,8 +160,10 @@ class DeepSpeedBoundary:
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         self._cold.take(param)
+        if not self._syncing:
+            return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
-        if self._syncing and not comes_again and not self._waits_for_its_copy(param):
+        if not comes_again and not self._waits_for_its_copy(param):
             self._reduce(param)
 
     def _reduce(self, param: torch.nn.Parameter) -> None:
