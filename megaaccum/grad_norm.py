@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def global_norm(
-    boundary: Boundary, groups: Groups, *, also: torch.Tensor | None = None, overflow: torch.Tensor | None = None
-) -> tuple[float, int]:
-    """(L2 norm of the whole model's gradient, sum of the count `also`): the same numbers on every rank; the norm is not
+    boundary: Boundary, groups: Groups, *, along: Sequence[torch.Tensor] = (), overflow: torch.Tensor | None = None
+) -> tuple[float, list[float]]:
+    """(L2 norm of the whole model's gradient, sum of each of `along`): the same numbers on every rank; the norm is not
     finite if any gradient is not.
 
     Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
     tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
-    also: a count on this rank, float64 scalar, that comes along in the same all-reduce. overflow: 0, or inf where this
-    rank knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
+    along: float64 scalars of this rank that come along in the same all-reduce. overflow: 0, or inf where this rank
+    knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
     grads = [shard.grad for shard in boundary.shards() if shard.grad.numel() and _counts_here(shard, boundary, groups)]
     square = torch.zeros((), dtype=torch.float64)
@@ -32,10 +33,10 @@ def global_norm(
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     device = grads[0].device if grads else cpu.device()
-    sums = torch.stack([square.to(device), torch.zeros_like(square).to(device) if also is None else also.to(device)])
+    sums = torch.stack([each.to(device) for each in (square, *along)])
     dist.all_reduce(sums)
-    square, count = sums.tolist()
-    return square**0.5, int(count)
+    total, *others = sums.tolist()
+    return total**0.5, others
 
 
 def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -75,16 +75,6 @@ class Groups:
         collection.embd = None
         return collection
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the stage that makes the loss."""
-        return dist.get_rank() == self.last_stage_global_rank
-
-    @property
-    def last_stage_global_rank(self) -> int:
-        """Global rank of the last stage of this rank's pipeline; losses live there. In a V that is the first rank."""
-        return dist.get_global_rank(self.pp, 0 if self.layout.placement == "v" else self.pp.size() - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Seat:

@@ -87,15 +87,17 @@ class StepLoss:
         """What a sum of per-token losses is multiplied by (multi-token prediction takes the same)."""
         return self._scale
 
-    def mean(self, reports: Sequence[torch.Tensor], groups: Groups) -> float:
-        """The step's loss as a user reads it, the same on every rank: `reports` are those that the last stage's
-        schedule returned (elsewhere empty). Collective over dp x cp, then over the pipeline."""
-        total = torch.stack([r.double() for r in reports]).sum() if reports else torch.zeros((), dtype=torch.float64)
-        total = total.to(device=reports[0].device if reports else _device()).reshape(1)
-        if groups.is_last_stage:
-            dist.all_reduce(total, group=groups.dp_cp)
-        dist.broadcast(total, src=groups.last_stage_global_rank, group=groups.pp)
-        return float(total) / (max(self.num_tokens, 1) if self._per_token else self._loss_microbatches)
+    def share(self, reports: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
+        """What this rank adds to the sum of the step's losses over the world, a float64 scalar: `reports` are those
+        that the last stage's schedule returned (elsewhere empty). Ranks of one tp group have the same; the first
+        counts."""
+        if not reports or groups.tp.rank() != 0:
+            return torch.zeros((), dtype=torch.float64, device=_device())
+        return torch.stack([report.double() for report in reports]).sum()
+
+    def mean(self, total: float) -> float:
+        """The step's loss as a user reads it. total: sum of all ranks' `share`."""
+        return total / (max(self.num_tokens, 1) if self._per_token else self._loss_microbatches)
 
 
 def _device() -> torch.device:

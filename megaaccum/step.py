@@ -61,10 +61,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A gradient, reduced and unscaled. norm, num_zeroed (elements that `nonfinite: zero` set to 0): over all ranks."""
+    """A gradient, reduced and unscaled. mean (loss), norm, num_zeroed (elements that `nonfinite: zero` set to 0): over
+    all ranks."""
 
     loss: StepLoss
-    reports: list[torch.Tensor]
+    mean: float
     norm: float
     num_zeroed: int = 0
     num_dropped: int = 0
@@ -167,7 +168,7 @@ class Stepper:
         clock.lap("report")
         attempt = verdict.attempt
         return StepResult(
-            loss=attempt.loss.mean(attempt.reports, self._groups),
+            loss=attempt.mean,
             num_tokens=attempt.loss.num_tokens,
             grad_norm=attempt.norm,
             skipped=verdict.skip,
@@ -208,7 +209,9 @@ class Stepper:
         for chunk in self._chunks:
             chunk.train()
         self._fp8.restore(before)
-        return loss.mean(reports, self._groups), loss.num_tokens
+        total = loss.share(reports, self._groups)
+        torch.distributed.all_reduce(total)
+        return loss.mean(float(total)), loss.num_tokens
 
     def _divisor(self, microbatches: Sequence[Microbatch], dummies: frozenset[int] = frozenset()) -> StepLoss:
         masks = [microbatch["loss_mask"] for microbatch in microbatches]
@@ -314,11 +317,11 @@ class Stepper:
             reports = self._run_flushes(microbatches, loss)
         clock.lap("norm")
         grad_norm.unscale(self._boundary, self._boundary.loss_scale)
-        zeroed = None if self._zero is None else self._zero.total()
+        along = [loss.share(reports, self._groups), *([] if self._zero is None else [self._zero.total()])]
         overflow = self._fp8.overflow()
-        norm, num_zeroed = grad_norm.global_norm(self._boundary, self._groups, also=zeroed, overflow=overflow)
+        norm, (total, *zeroed) = grad_norm.global_norm(self._boundary, self._groups, along=along, overflow=overflow)
         clock.lap("verdict")
-        return _Attempt(loss, reports, norm, num_zeroed)
+        return _Attempt(loss, loss.mean(total), norm, int(sum(zeroed)))
 
     def _judge(self, step: int, microbatches, attempt: _Attempt, before: _Before) -> _Verdict:
         """Whether `attempt` becomes an update. All that is asked is the same on every rank, so the answer is too."""
