@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 # ninja, which DeepSpeed calls by name, lies in the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
+
 .PHONY: setup te demo test lint types docs bench
 
 setup: $(STAMP)
@@ -22,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  "$$found" -m venv $(VENV) || { echo "make setup: $$found could not make $(VENV); on Debian or Ubuntu install its -venv package" >&2; exit 1; }; \
 	}
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	@touch $(STAMP)
 
 demo: setup
@@ -35,7 +38,7 @@ TE := .te
 te: $(TE)/transformer_engine
 
 $(TE)/transformer_engine: | setup
-	-@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt --no-deps --target $(TE) transformer-engine
+	-@$(INSTALL) --quiet --no-deps --target $(TE) transformer-engine
 
 test: setup te
 	$(BIN)/python -m pytest

@@ -54,14 +54,14 @@ class Stage(torch.nn.Module):
     def __init__(self, seconds: float, *, wait_for_weights: bool = True):
         super().__init__()
         self.seconds, self.wait_for_weights = seconds, wait_for_weights
-        self.weight, self._no_grad = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
+        self.weight, self._zero = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
         self.decoder = SimpleNamespace(layers=[])  # Megatron-core asks for one in every pass
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
 
     def weight_grad(self) -> torch.Tensor:
         exactly(self.seconds)
-        return self._no_grad
+        return self._zero
 
     def set_input_tensor(self, tensors) -> None:
         self.received = tensors[0]
