@@ -2,7 +2,7 @@
 
 No agreement between ranks, no token count, no verdict, no log, no learning-rate schedule: the least that makes the
 same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's own hooks do not run under a
-pipeline at all, so its reducer is driven through `megaaccum.private`, as by the boundary.
+pipeline at all, so its reducer is driven through `megaaccum.upstream`, as by the boundary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import private
-from megaaccum.groups import Groups, Mpu
+from megaaccum import upstream
+from megaaccum.distributed.groups import Groups, Mpu
 
 
 class BareLoop:
@@ -34,10 +34,10 @@ class BareLoop:
             mpu=Mpu(groups),
             dist_init_required=False,
         )
-        self._zero = private.Zero3(self._engine)
+        self._zero = upstream.Zero3(self._engine)
         self._last = False
         for param in self._zero.params:
-            private.on_gradient(param, self._on_gradient)
+            upstream.on_gradient(param, self._on_gradient)
         hooks = chunks[0].config
         hooks.no_sync_func, hooks.param_sync_func, hooks.grad_sync_func = self._no_sync, None, None
         hooks.grad_scale_func, hooks.finalize_model_grads_func = None, self._finalize

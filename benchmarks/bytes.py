@@ -2,7 +2,7 @@
 
     python -m benchmarks bytes [--microbatches M] [--json F]
 
-Counted on 4 ranks without a pipeline, in the second step; predicted by megaaccum/fit.py. The lower bound of a step
+Counted on 4 ranks without a pipeline, in the second step; predicted by planner/sync_mode.py. The lower bound of a step
 whose parameters and gradients are sharded: each rank has to receive the others' parameters once, and give away what it
 added to their gradients once. The stock loops accumulate as their documentation says; `naive` ones as people write them
 first.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum import config as configuration
-from megaaccum import fit, policies
+from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.stages import Stage
 from megaaccum.planner.weights import stage_parameters
 from megaaccum.testing import run_ranks
@@ -62,8 +62,8 @@ def measure(microbatches: int) -> dict:
     for keys in OURS:
         plan = plan_of(keys.split(), microbatches)
         counted, calls, elements = run_ranks(ours, RANKS, keys.split(), microbatches, timeout=240)[0]
-        policy = policies.chosen(plan)
-        predicted = fit.Forecast(plan, VOCABULARY).of(policy).moved.total
+        policy = footprint.chosen(plan)
+        predicted = sync_mode.Forecast(plan, VOCABULARY).of(policy).moved.total
         live = f", {policy.live:,} live" if policy.live else ""
         rows.append(
             {"policy": f"{policy}{live}", "keys": keys, "counted": counted, "calls": calls, "predicted": predicted}
@@ -107,16 +107,17 @@ def ours(flags: list[str], microbatches: int) -> tuple[float, int, int]:
 
 def stepper_of(plan, groups, chunks):
     """megaaccum's stepper over the boundary of `plan`."""
-    from megaaccum import boundary, optimizer
-    from megaaccum.step import Stepper
+    from megaaccum import sharding
+    from megaaccum.step.train_step import Stepper
+    from megaaccum.training import optimizer
 
-    bound = boundary.build(plan, groups, chunks, optimizer.build(plan, chunks))
+    bound = sharding.build(plan, groups, chunks, optimizer.build(plan, chunks))
     return Stepper(plan, groups, chunks, bound)
 
 
 def stock(name: str, microbatches: int) -> tuple[float, int, int]:
     """The same for a loop without megaaccum."""
-    from megaaccum.traffic import Meter
+    from megaaccum.metrics.traffic import Meter
 
     _, groups, (chunk,) = build([], microbatches)
     elements = sum(param.numel() for param in chunk.parameters())
@@ -139,7 +140,7 @@ def stock_prediction(name: str, plan) -> float | None:
     if name == STOCK[0]:
         return None
     m, share = plan.batch.num_microbatches, (RANKS - 1) / RANKS
-    whole = fit.Forecast(plan, VOCABULARY).elements(0).total
+    whole = sync_mode.Forecast(plan, VOCABULARY).elements(0).total
     root = stage_parameters(plan.config.model, Stage(0, 0, True, True, True), VOCABULARY, tp=1).total
     per = 3 * whole - root if name == STOCK[1] else 2 * whole
     return float(share * 4 * per * m)
@@ -234,7 +235,8 @@ def plan_of(flags: list[str], microbatches: int):
 
 
 def build(flags: list[str], microbatches: int):
-    from megaaccum import groups, model
+    from megaaccum.distributed import groups
+    from megaaccum.model import gpt as model
 
     plan = plan_of(flags, microbatches)
     groups.destroy()

@@ -8,12 +8,12 @@ from dataclasses import replace
 from benchmarks.published import LeftOut, Row, model_of, precision
 from megaaccum.config.schema import ModelConfig
 from megaaccum.planner.activations import Kernels
+from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
 from megaaccum.planner.memory import MemoryModel, StageSource, Usage
 from megaaccum.planner.stages import Stage, make_stages
 from megaaccum.planner.time import Software
-from megaaccum.policies import StateBytes
 
 PIPELINES = {
     "none": "none",

@@ -61,7 +61,9 @@ def _timed(forward: Callable, *passes: Callable) -> list[float]:
 
 def _layer(hidden: int, tokens: int):
     """A decoder of one layer, with its final norm."""
-    from megaaccum import config, groups, model
+    from megaaccum import config
+    from megaaccum.distributed import groups
+    from megaaccum.model import gpt
 
     flags = (
         f"--num_layers 1 --hidden_size {hidden} --num_attention_heads {hidden // 64} --seq_length {tokens} "
@@ -70,7 +72,7 @@ def _layer(hidden: int, tokens: int):
     )
     plan = config.resolve(config.load(None, flags.split()), world_size=1)
     built = groups.build(plan.layout, timeout_minutes=1)
-    return model.build_chunks(plan, built, vocab_size=64)[0].decoder
+    return gpt.build_chunks(plan, built, vocab_size=64)[0].decoder
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -150,14 +150,14 @@ def cost_of_counting(calls: int = 10_000) -> float:
     """Seconds that the meter adds to one collective: its own code around one that does nothing."""
     import torch
 
-    from megaaccum import private
-    from megaaccum.traffic import Meter
+    from megaaccum import upstream
+    from megaaccum.metrics.traffic import Meter
 
     noted: list[Callable] = []
     watch = contextlib.contextmanager(lambda note: iter([noted.append(note)]))
-    with patch.object(private, "watched_collectives", watch), Meter(None).counting():
+    with patch.object(upstream, "watched_collectives", watch), Meter(None).counting():
         group, tensors = SimpleNamespace(size=lambda: 2, group_name="dp"), [torch.zeros(1)]
-        counted = private.pytorch._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
+        counted = upstream.pytorch._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
         start = time.perf_counter()
         for _ in range(calls):
             counted(group, tensors)
@@ -194,8 +194,8 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
 
 def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
     """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
-    from megaaccum import train
-    from megaaccum.transaction import StepTransaction
+    from megaaccum.step.transaction import StepTransaction
+    from megaaccum.training import loop as train
 
     parts = _Parts(plan)
     log = train._open_log(plan, parts.data, start_step=0)
@@ -209,7 +209,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
 def bare_arm(plan, steps: int) -> Callable[[], float]:
     """One step of the bare loop."""
     from benchmarks.bare import BareLoop
-    from megaaccum import lr_schedule, optimizer
+    from megaaccum.training import lr_schedule, optimizer
 
     parts = _Parts(plan)
     microbatches = _plain_loader(plan, parts, steps)
@@ -262,19 +262,21 @@ class _Parts:
     _groups = None
 
     def __init__(self, plan):
-        from megaaccum import groups, model
         from megaaccum.data.dataset import build_datasets
+        from megaaccum.distributed import groups
+        from megaaccum.model import gpt
 
         if _Parts._groups is None:
             _Parts._groups = groups.build(plan.layout, timeout_minutes=5)
         self.plan, self.groups, self.data = plan, _Parts._groups, build_datasets(plan)
-        self.chunks = model.build_chunks(plan, self.groups, vocab_size=self.data.vocabulary.size)
+        self.chunks = gpt.build_chunks(plan, self.groups, vocab_size=self.data.vocabulary.size)
 
     def schedule_and_stepper(self):
-        from megaaccum import boundary, lr_schedule, optimizer
-        from megaaccum.step import Stepper
+        from megaaccum import sharding
+        from megaaccum.step.train_step import Stepper
+        from megaaccum.training import lr_schedule, optimizer
 
-        bound = boundary.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
+        bound = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
         return lr_schedule.build(bound, self.plan.config), Stepper(self.plan, self.groups, self.chunks, bound)
 
 

@@ -107,7 +107,7 @@ def report(figures: dict) -> str:
 
 _RANK = """
 import json, sys
-from megaaccum import preload
+from megaaccum.distributed import preload
 preload.libraries()
 import torch
 torch.distributed.init_process_group("gloo")

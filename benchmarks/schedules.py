@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megaaccum.schedule import Costs, Schedule, build, simulate
-from megaaccum.schedule.trace import write_trace
+from megaaccum.schedule.timeline import write_trace
 from megaaccum.testing import run_ranks
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}

@@ -9,9 +9,9 @@ The same job as `megaaccum train CONFIG`. Every rank prints its own error and en
 import os
 import sys
 
-from megaaccum import preload
 from megaaccum.cli import main
-from megaaccum.launch import threads_per_rank
+from megaaccum.distributed import preload
+from megaaccum.distributed.launch import threads_per_rank
 
 
 def without_local_rank(argv: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Errors that a user meets. Each says what is wrong, with the numbers, and what to change."""
+"""Errors that a user meets: what is wrong, with the numbers, and what to write instead (the nearest legal values)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 
@@ -53,3 +53,27 @@ class ScheduleError(ConfigError):
 
 class FlushError(MegaaccumError):
     """A rank failed in the middle of a pipeline flush; the text names rank, action and micro-batch."""
+
+
+def nearest(value: int, legal: Callable[[int], bool], *, lowest: int = 1, highest: int) -> list[int]:
+    """The closest legal number below `value` and the closest above, whichever of them exist in [lowest, highest]."""
+    below = next((n for n in range(min(value - 1, highest), lowest - 1, -1) if legal(n)), None)
+    above = next((n for n in range(max(value + 1, lowest), highest + 1) if legal(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def nearest_multiples(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`: the one below (unless it is 0) and the one above."""
+    below = (value - 1) // unit * unit
+    above = value // unit * unit + unit
+    return [n for n in (below, above) if n > 0]
+
+
+def nearest_divisors(value: int, number: int) -> list[int]:
+    """The divisors of `number` next to `value`, below and above."""
+    return nearest(value, lambda n: number % n == 0, highest=number)
+
+
+def either(values: list[int]) -> str:
+    """'8', '8 or 12' ..., for the end of a sentence."""
+    return " or ".join(str(v) for v in values)

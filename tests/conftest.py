@@ -2,7 +2,7 @@
 
 import os
 
-from megaaccum import preload, quiet
+from megaaccum.distributed import preload, quiet
 
 # Before any test module imports torch or DeepSpeed: both look at these when they are imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

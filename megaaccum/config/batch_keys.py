@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaaccum.batch import BatchPlan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError

@@ -8,10 +8,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megaaccum.batch import BatchPlan
-from megaaccum.config import deepspeed_json
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
+from megaaccum.interop import deepspeed_json
 
 RANK_LOCAL = frozenset(
     {

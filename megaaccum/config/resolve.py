@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 
-from megaaccum.batch import BatchPlan, interleaved_problems
-from megaaccum.config import deepspeed_json
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_keys import settle
 from megaaccum.config.derive import derive
 from megaaccum.config.plan import Layout, Plan
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.schedule.build import build, entry
+from megaaccum.interop import deepspeed_json
+from megaaccum.schedule.build import build, entry, interleaved_problems
 
 
 def resolve(config: Config, *, world_size: int) -> Plan:

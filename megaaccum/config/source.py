@@ -108,7 +108,7 @@ def _read_root(loader: yaml.SafeLoader, root: yaml.Node, path: Path, source: Sou
 
 def _is_megatron_flag(name: str) -> bool:
     """Whether a name that is no key is a flag of Megatron's, such as disable_bias_linear."""
-    from megaaccum.config.megatron_table import flags, spelling
+    from megaaccum.interop.megatron_table import flags, spelling
 
     return name not in ("deepspeed", *SECTIONS) and spelling(name) in flags()
 
@@ -190,7 +190,7 @@ def read_deepspeed_json(path: str | os.PathLike[str], place: str, problems: list
 
 
 def _read_argument_file(path: Path) -> Source:
-    from megaaccum.config import megatron_args
+    from megaaccum.interop import megatron_args
 
     source = Source(path.name)
     _put_megatron(megatron_args.read_argument_file(path), source, base_dir=path.parent, place=path.name)
@@ -198,7 +198,7 @@ def _read_argument_file(path: Path) -> Source:
 
 
 def _put_megatron(argv: Sequence[str], source: Source, *, base_dir: Path, place: str) -> None:
-    from megaaccum.config import megatron_args
+    from megaaccum.interop import megatron_args
 
     reading = megatron_args.read_flags(argv, base_dir=base_dir, beside=dict(source.values))
     source.problems.extend(f"{place}: {text}" for text in reading.problems)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from megaaccum.data.dataset import SampleDataset
-from megaaccum.errors import ConfigError, DataError, MegaaccumError
-from megaaccum.nearest import either, nearest_multiples
+from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nearest_multiples
 
 Batch = dict[str, torch.Tensor | None]
 """One micro-batch on the CPU, b = micro_batch_size, s = seq_length: tokens, labels and position_ids int64 [b, s],

@@ -1,4 +1,4 @@
 """What a run tells about itself: the journal (log.jsonl), the progress line, TensorBoard / W&B / CSV, the summary.
 
-`megaaccum.log.RunLog` is the one object that the training loop talks to.
+`megaaccum.metrics.log.RunLog` is the one object that the training loop talks to.
 """

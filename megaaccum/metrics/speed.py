@@ -12,11 +12,11 @@ class Speed:
     tokens_per_step: int
     """Tokens of the global batch, masked ones included."""
     flops_per_step: float
-    """Model FLOPs of one step over all ranks (`megaaccum.flops.step_flops`)."""
+    """Model FLOPs of one step over all ranks (`megaaccum.model.flops.step_flops`)."""
     world_size: int
     """Ranks of the run."""
     peak_flops: float | None
-    """FLOP/s of one device at best (`megaaccum.flops.peak_flops`); None where unknown, and then there is no MFU."""
+    """FLOP/s of one device at best (`model.flops.peak_flops`); None where unknown, and then there is no MFU."""
 
     def rates(self, seconds_per_step: float) -> dict[str, float]:
         """`tokens_per_second` over all ranks, `tflops_per_second_per_rank`, and `mfu` between 0 and 1."""

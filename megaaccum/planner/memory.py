@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
-from megaaccum.flops import padded_rows
+from megaaccum.model.flops import padded_rows
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
+from megaaccum.planner.footprint import StateBytes
+from megaaccum.planner.gather_units import Units, units_of
 from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts
 from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
-from megaaccum.planner.units import Units, units_of
 from megaaccum.planner.weights import Elements, rank_parameters
-from megaaccum.policies import StateBytes
 
 StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from megaaccum.batch import BatchPlan
-from megaaccum.flops import step_flops
+from megaaccum.config.batch import BatchPlan
+from megaaccum.model.flops import step_flops
 from megaaccum.planner.emit import checked, planned_keys
 from megaaccum.planner.hardware import GIB
 from megaaccum.planner.memory import KINDS

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from megaaccum.batch import interleaved_problems
 from megaaccum.config.schema import ModelConfig, ParallelConfig, ShardingConfig
-from megaaccum.errors import ConfigError
-from megaaccum.nearest import either, nearest_multiples
+from megaaccum.errors import ConfigError, either, nearest_multiples
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
 from megaaccum.planner.stages import V_SHAPED, split_layers
+from megaaccum.schedule.build import interleaved_problems
 
 LARGEST_MICRO_BATCH = 64
 """Sequences of a micro-batch beyond which no layout is looked at."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
-from megaaccum.flops import padded_rows
-from megaaccum.parameters import expert_layers
+from megaaccum.model.flops import padded_rows
+from megaaccum.model.param_count import expert_layers
 from megaaccum.planner import comm, compute, pipeline
 from megaaccum.planner.activations import tokens as tokens_of
 from megaaccum.planner.comm import Group

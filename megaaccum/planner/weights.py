@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megaaccum import parameters
 from megaaccum.config.schema import ModelConfig
-from megaaccum.flops import padded_rows
+from megaaccum.model import param_count
+from megaaccum.model.flops import padded_rows
 from megaaccum.planner.stages import Stage
 
 
@@ -89,15 +89,15 @@ def _norm(model: ModelConfig) -> int:
 
 def _prediction(model: ModelConfig) -> _Parts:
     """A multi-token-prediction layer: three norms, a 2h x h matrix cut over tp, and a layer like the last one."""
-    inner = _layer(model, parameters.expert_layers(model)[-1])
+    inner = _layer(model, param_count.expert_layers(model)[-1])
     return _Parts(inner.cut + 2 * model.hidden_size**2, inner.whole + 3 * _norm(model), inner.expert)
 
 
 def _layer(model: ModelConfig, moe: bool) -> _Parts:
     if moe and model.num_experts is None:
         return _Parts(0, 0, 0)
-    total = parameters.layer_parameters(model, moe=moe)
-    expert = parameters.expert_parameters(model) if moe else 0
+    total = param_count.layer_parameters(model, moe=moe)
+    expert = param_count.expert_parameters(model) if moe else 0
     whole = _whole_on_every_tp_rank(model, moe)
     return _Parts(total - whole - expert, whole, expert)
 

@@ -6,19 +6,19 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megaaccum.config.deepspeed_json import adopt
 from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
 from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError, DataError
+from megaaccum.interop.deepspeed_json import adopt
 from megaaccum.planner.activations import Kernels
+from megaaccum.planner.footprint import BYTES, Policy, state_bytes
 from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import POLICIES
 from megaaccum.planner.memory import MemoryModel, Usage
 from megaaccum.planner.space import Limits, Space
 from megaaccum.planner.stages import Stage
 from megaaccum.planner.time import Software, TimeModel
-from megaaccum.policies import BYTES, Policy, state_bytes
 
 FP8_WEIGHTS = 2.0
 """Bytes per matrix element of weights in FP8: one copy for the forward, and a transposed one for the backward

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megaaccum import model
+from megaaccum.model import gpt
 from megaaccum.schedule.wgrad import at_once
 
 if TYPE_CHECKING:
-    from megaaccum.groups import Groups
+    from megaaccum.distributed.groups import Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -122,7 +122,7 @@ def _whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Par
         for unit in units or [None]:
             if unit is not None:
                 unit.unshard()
-            for name, param in model.named_parameters([chunk]):
+            for name, param in gpt.named_parameters([chunk]):
                 if not isinstance(param, DTensor) and id(param) not in seen:
                     seen.add(id(param))
                     yield name, param

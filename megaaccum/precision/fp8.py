@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megaaccum.private import te
+from megaaccum.upstream import te
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -188,7 +188,7 @@ class Fp8:
 
 
 def _named_states(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    from megaaccum import model
+    from megaaccum.model import gpt
 
     for name, tensor in te.states(chunk):
-        yield PREFIX + model.over_stages(chunk, name), tensor
+        yield PREFIX + gpt.over_stages(chunk, name), tensor

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megaaccum.errors import StepError
 
 if TYPE_CHECKING:
-    from megaaccum.boundary import Boundary
     from megaaccum.config.schema import StepConfig
+    from megaaccum.sharding import Boundary
 
 MOST_SHOWN = 6
 """Parameters that a message names."""

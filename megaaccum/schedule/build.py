@@ -11,13 +11,12 @@ dualpipev    two chunks per rank in a V, forwards overlapped with backwards (Dee
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from megaaccum.batch import interleaved_problems
-from megaaccum.errors import ScheduleError
+from megaaccum.errors import ScheduleError, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
 
 Table = Sequence[Sequence[Item]]
@@ -369,3 +368,31 @@ _add("zb-h1", 1, "loop", zb_h1, splits=True)
 _add("zbv", 2, "v", zbv, splits=True)
 _add("dualpipev", 2, "v", dualpipev, splits=True)
 BUILT_IN = frozenset(_REGISTRY)
+
+
+def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) -> Iterator[str]:
+    """What Megatron-core's interleaved schedule would refuse (megatron.core.pipeline_parallel.schedules).
+
+    With m micro-batches in a flush and groups of N consecutive micro-batches per model chunk, pp <= N <= m, and the
+    last group (m % N) is either whole or at least pp long; otherwise stages would wait for each other inside it.
+    """
+    m, n = microbatches_per_flush, group_size
+    key = "microbatch_group_size_per_vp_stage"
+    if m < pp:
+        yield (
+            f"the interleaved schedule needs at least pipeline_model_parallel_size {pp} micro-batches in a flush, not"
+            f" {m}: raise num_chunks or grad_accum_steps until their product is at least {pp}."
+        )
+    elif not pp <= n <= m:
+        yield (
+            f"{key} {n} must be between pipeline_model_parallel_size {pp} and the {m} micro-batches of a flush:"
+            f" set it to {pp if n < pp else m}."
+        )
+    elif 0 < m % n < pp:
+        counts = nearest(m, lambda k: k >= n and not 0 < k % n < pp, lowest=n, highest=m + n)
+        groups = nearest(n, lambda k: not 0 < m % k < pp, lowest=pp, highest=m)
+        yield (
+            f"{m} micro-batches in a flush leave a last group of {m} % {key} {n} = {m % n}, which must be 0 or at"
+            f" least pipeline_model_parallel_size {pp}: make it {either(counts)} micro-batches (grad_accum_steps *"
+            f" num_chunks), or set {key} to {either(groups)}."
+        )

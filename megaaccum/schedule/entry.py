@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum import cpu, groups
+from megaaccum.distributed import cpu, groups
 from megaaccum.errors import ConfigError
 from megaaccum.schedule import wgrad
 from megaaccum.schedule.actions import Schedule
@@ -19,7 +19,7 @@ from megaaccum.schedule.hooks import Hooks
 from megaaccum.schedule.p2p import Mail
 from megaaccum.schedule.passes import Call, FusedPass, forward_then_backward
 from megaaccum.schedule.simulate import BY_MEGATRON, simulate
-from megaaccum.schedule.trace import measured_costs, write_trace
+from megaaccum.schedule.timeline import measured_costs, write_trace
 from megaaccum.schedule.validate import validate
 
 if TYPE_CHECKING:

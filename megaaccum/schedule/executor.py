@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megaaccum import cpu, private
+from megaaccum import upstream
+from megaaccum.distributed import cpu
 from megaaccum.errors import FlushError
 from megaaccum.schedule.actions import Action, Item, Pair, Schedule
 from megaaccum.schedule.hooks import Hooks
@@ -203,12 +204,12 @@ class Flush:
         at = f"{self._now.describe()} of schedule {self.schedule.name}"
         if self._awaited is None:
             text = f"{where} failed in {at}: {type(error).__name__}: {error}"
-            private.note_failure(key, text)
+            upstream.note_failure(key, text)
             return FlushError(text)
         kind, stage, microbatch = self._awaited
         what = "activation" if kind == "F" else "gradient"
         owner = self.schedule.rank_of_stage[stage]
-        first = private.noted_failure(key)
+        first = upstream.noted_failure(key)
         because = f"; before that, {first}" if first else f": {type(error).__name__}: {error}"
         return FlushError(
             f"{where}, in {at}, waited for the {what} of stage {stage}, micro-batch {microbatch}, from pipeline rank"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megaaccum import private
+from megaaccum import upstream
 from megaaccum.schedule.actions import Action, Schedule
 
 
@@ -27,7 +27,7 @@ class Hooks:
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
         self._split = getattr(config, "follows_split", None)  # ours, so a plain Megatron configuration has none
-        self.add_weight_grad = private.add_by_autograd if self._split is None else self._split.add_weight_grad
+        self.add_weight_grad = upstream.add_by_autograd if self._split is None else self._split.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
         for kind, chunk, microbatch in schedule.actions(rank):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from megaaccum.groups import PipelineChannels
+from megaaccum.distributed.groups import PipelineChannels
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.validate import Channel, Message, receives
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaaccum.procs import RankError
+from megaaccum.distributed.processes import RankError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megaaccum.procs import describe_status
+from megaaccum.distributed.processes import describe_status
 from megaaccum.testing.protocol import Outcome, Reply, Request
 
 STARTUP_SECONDS = 120.0

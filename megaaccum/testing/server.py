@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megaaccum import preload, procs
+from megaaccum.distributed import preload, processes
 from megaaccum.testing import tensors
 from megaaccum.testing.protocol import Outcome, Reply, Request
 
@@ -45,15 +45,15 @@ def main(fd: int) -> None:
 
 def run(request: Request, connection: Connection) -> Reply:
     """Forks the ranks, waits for them, and returns how each ended. Ends them all if the test process goes away."""
-    sock = procs.listen()
+    sock = processes.listen()
     port = sock.getsockname()[1]
     ranks = [_start(request, rank, port) for rank in range(request.world_size)]
-    store = procs.serve_store(sock)
+    store = processes.serve_store(sock)
     watch = Watch(request, ranks, connection)
     try:
         watch.wait()
     finally:
-        ended = {process.rank for process in procs.end(ranks, grace=0)}
+        ended = {process.rank for process in processes.end(ranks, grace=0)}
         del store  # stops its thread before the next fork
     return Reply(
         outcomes=[watch.outcome(process, process.rank in ended) for process in ranks], timed_out=watch.timed_out
@@ -63,7 +63,7 @@ def run(request: Request, connection: Connection) -> Reply:
 class Watch:
     """Waits for the ranks of one request, within its time."""
 
-    def __init__(self, request: Request, ranks: list[procs.RankProcess], connection: Connection):
+    def __init__(self, request: Request, ranks: list[processes.RankProcess], connection: Connection):
         self.request = request
         self.ranks = ranks
         self.connection = connection
@@ -78,7 +78,7 @@ class Watch:
             if left <= 0:
                 self._time_is_up(failed)
                 return
-            ended = procs.wait(self.ranks, left, also=[self.connection.fileno()])
+            ended = processes.wait(self.ranks, left, also=[self.connection.fileno()])
             self.order += [process.rank for process in sorted(ended, key=self._without_error)]
             if not failed and any(self._failed(process) for process in ended):
                 failed = True
@@ -97,16 +97,16 @@ class Watch:
             time.sleep(0.05)
         time.sleep(0.05)  # a stack is written line by line
 
-    def _failed(self, process: procs.RankProcess) -> bool:
+    def _failed(self, process: processes.RankProcess) -> bool:
         return process.status != 0 or not self.request.result_file(process.rank).exists()
 
-    def _without_error(self, process: procs.RankProcess) -> bool:
+    def _without_error(self, process: processes.RankProcess) -> bool:
         return not self.request.error_file(process.rank).exists()
 
     def _stack(self, rank: int) -> str:
         return _read(self.request.stack_file(rank))
 
-    def outcome(self, process: procs.RankProcess, ended_by_harness: bool) -> Outcome:
+    def outcome(self, process: processes.RankProcess, ended_by_harness: bool) -> Outcome:
         """How this rank ended; it has been reaped."""
         assert process.status is not None
         request, rank = self.request, process.rank
@@ -116,7 +116,7 @@ class Watch:
             status=process.status,
             order=self.order.index(rank) if rank in self.order else len(self.ranks),
             ended_by_harness=ended_by_harness,
-            error=procs.RankError.read(request.error_file(rank)),
+            error=processes.RankError.read(request.error_file(rank)),
             output=_read(request.output_file(rank)),
             stack=self._stack(rank),
             result=result.read_bytes() if result.exists() else None,
@@ -129,9 +129,9 @@ def _read(path: os.PathLike[str]) -> str:
     return ""
 
 
-def _start(request: Request, rank: int, port: int) -> procs.RankProcess:
-    env = procs.rank_environment(rank, request.world_size, port, num_threads=1) | request.env
-    return procs.start(
+def _start(request: Request, rank: int, port: int) -> processes.RankProcess:
+    env = processes.rank_environment(rank, request.world_size, port, num_threads=1) | request.env
+    return processes.start(
         rank,
         partial(_body, request, rank),
         env=env,

@@ -105,7 +105,7 @@ def serial(model: str = FP8) -> Run:
 def without_us() -> Iterator[None]:
     """Histories as Transformer Engine moves them by itself."""
     from megaaccum.precision import fp8
-    from megaaccum.private import te
+    from megaaccum.upstream import te
 
     te.give_back_updates()
     with (
@@ -173,7 +173,7 @@ def backwards_in_reverse_order() -> dict:
 
 
 def _in_reverse(run: Run) -> Tensors:
-    from megaaccum import model
+    from megaaccum.model import gpt as model
 
     (chunk,), fp8 = run.chunks, run.fp8
     run.boundary.begin_step()
@@ -336,25 +336,25 @@ def checkpoints() -> dict:
 
 
 def _save(run: Run, buffers: Tensors) -> Path:
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
     from tests.multiproc.test_checkpoint import progress
 
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
-    return checkpoint.save(folder[0], run.boundary, run.groups, progress(2), keep_last=2, buffers=buffers)
+    return save_load.save(folder[0], run.boundary, run.groups, progress(2), keep_last=2, buffers=buffers)
 
 
 def _load(path: Path, run: Run) -> None:
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
     from tests.multiproc.test_checkpoint import SHAPE
 
-    checkpoint.load(path, run.boundary, run.groups, shape=SHAPE, buffers=run.fp8.tensors)
+    save_load.load(path, run.boundary, run.groups, shape=SHAPE, buffers=run.fp8.tensors)
 
 
 def _only_tensors(path) -> bool:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from megaaccum.checkpoint_reader import CheckpointReader
+    from megaaccum.checkpoint.reader import CheckpointReader
 
     stored = CheckpointReader(path).read_metadata().state_dict_metadata
     fp8 = [value for key, value in stored.items() if "amax_history" in key or "/scale_" in key]
@@ -412,10 +412,10 @@ def split_backward() -> dict:
 
 
 def private_names() -> dict:
-    from megaaccum import private
-    from megaaccum.private import te
+    from megaaccum import upstream
+    from megaaccum.upstream import te
 
     broken = []
     with patch("transformer_engine.pytorch.quantization.FP8GlobalStateManager.quantization_state", object()):
         broken = te.check()
-    return {"missing": private.check(), "noticed": broken}
+    return {"missing": upstream.check(), "noticed": broken}

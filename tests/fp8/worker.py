@@ -18,7 +18,7 @@ def main(results: Path, names: list[str]) -> None:
     prepare()
     import torch.distributed as dist
 
-    from megaaccum import preload
+    from megaaccum.distributed import preload
     from tests.fp8 import cases
 
     preload.keep()
@@ -39,7 +39,7 @@ def main(results: Path, names: list[str]) -> None:
 def prepare() -> None:
     """Transformer Engine in, megaaccum's own hiding of it out, and the rest of the CPU lane as it is."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from megaaccum import cpu, preload
+    from megaaccum.distributed import cpu, preload
 
     preload.prepare()
     from tests.fp8 import te_on_cpu
@@ -51,11 +51,11 @@ def prepare() -> None:
     te_on_cpu.use_megatrons_attention()
     cpu._redirect_rng()
     cpu.has_accelerator = lambda: False
-    from megaaccum import private
+    from megaaccum import upstream
     from megaaccum.precision import fp8
 
-    private.without_shared_memory_operator()
-    private.one_gloo_device()
+    upstream.without_shared_memory_operator()
+    upstream.one_gloo_device()
     problem = fp8.device_problem
     fp8.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
 

@@ -78,7 +78,7 @@ def _start(*, dry: bool) -> None:
         worker.prepare()
     import torch
 
-    from megaaccum import cpu, preload
+    from megaaccum.distributed import cpu, preload
 
     if not dry:
         preload.libraries()
@@ -137,7 +137,7 @@ class Run:
     """A model in training; its gradients are noted before the optimizer reads them."""
 
     def __init__(self, case, *, split: str = ""):
-        from megaaccum import model
+        from megaaccum.model import gpt as model
         from megaaccum.schedule.entry import get_forward_backward_func
         from tests.multiproc.parity import assemble, make
 
@@ -241,17 +241,17 @@ def _saved(run: Run, keys: str) -> dict:
     """A checkpoint read into another model, and the next step of both."""
     import torch
 
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
     from tests.multiproc.faults import differences, state_of
     from tests.multiproc.test_checkpoint import SHAPE, progress
 
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
-    path = checkpoint.save(
+    path = save_load.save(
         folder[0], run.boundary, run.groups, progress(STEPS), keep_last=1, buffers=run.stepper._fp8.tensors
     )
     other = Run(_case(keys))
-    checkpoint.load(path, other.boundary, other.groups, shape=SHAPE, buffers=other.stepper._fp8.tensors)
+    save_load.load(path, other.boundary, other.groups, shape=SHAPE, buffers=other.stepper._fp8.tensors)
     lost = differences(other.state(), run.state()) + differences(state_of(other.boundary), state_of(run.boundary))
     run.train(STEPS + 1)
     other.train(STEPS + 1)
@@ -262,8 +262,8 @@ def blackwell_only() -> dict:
     """MXFP8 is refused off Blackwell, before a model is built."""
     import torch
 
-    from megaaccum import model
     from megaaccum.errors import ConfigError
+    from megaaccum.model import gpt as model
 
     plan = _case("--fp8_format hybrid --fp8_recipe mxfp8 --seq_length 32 --ffn_hidden_size 256").plan()
     capability = torch.cuda.get_device_capability()
@@ -294,7 +294,7 @@ def weight_gradients_apart() -> dict:
 
 
 def _delayed(chunk) -> list:
-    from megaaccum.private import te
+    from megaaccum.upstream import te
 
     return te.delayed_modules(chunk)
 

@@ -29,11 +29,11 @@ class Fault:
 @contextmanager
 def injected(faults: list[Fault], chunks) -> Iterator[None]:
     """While inside, the faults of this rank are in every step."""
-    from megaaccum import step
+    from megaaccum.step import train_step
 
     mine = {(f.chunk, f.microbatch): f for f in faults if f.rank == torch.distributed.get_rank()}
     left = {place: fault.times for place, fault in mine.items()}
-    forward = step._ForwardStep.__call__
+    forward = train_step._ForwardStep.__call__
 
     def call(self, data_iterator, chunk, **plan):
         index, microbatch = next(data_iterator)
@@ -49,7 +49,7 @@ def injected(faults: list[Fault], chunks) -> Iterator[None]:
         finally:
             handle.remove()
 
-    with patch.object(step._ForwardStep, "__call__", call):
+    with patch.object(train_step._ForwardStep, "__call__", call):
         yield
 
 
@@ -81,10 +81,10 @@ def state_of(bound) -> dict[str, torch.Tensor]:
 
 def weights(bound, chunks) -> dict[str, torch.Tensor]:
     """Copies of the weights that the next forward reads, by name."""
-    from megaaccum import model
+    from megaaccum.model import gpt
 
     bound.gather()
-    return {name: param.detach().clone() for name, param in model.named_parameters(chunks)}
+    return {name: param.detach().clone() for name, param in gpt.named_parameters(chunks)}
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

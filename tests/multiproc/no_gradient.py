@@ -54,23 +54,23 @@ _skipped: list[bool] = []
 
 
 def named(chunks):
-    from megaaccum import model
+    from megaaccum.model import gpt
 
-    return list(model.named_parameters(chunks))
+    return list(gpt.named_parameters(chunks))
 
 
 def changed(change: Change) -> None:
     """Have the models of this process changed as they are built."""
-    from megaaccum import model
+    from megaaccum.model import gpt
 
-    build = model.build_chunks
+    build = gpt.build_chunks
 
     def build_and_change(*args, **kwargs):
         chunks = build(*args, **kwargs)
         change(chunks)
         return chunks
 
-    model.build_chunks = build_and_change
+    gpt.build_chunks = build_and_change
 
 
 def gradients(cases: list[Case], change: Change) -> list[Gradient]:

@@ -112,14 +112,17 @@ def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Ten
 
 def make(case: Case):
     """Plan, groups, chunks, boundary and stepper of a case, on a rank."""
-    from megaaccum import boundary, groups, model, optimizer
-    from megaaccum.step import Stepper
+    from megaaccum import sharding
+    from megaaccum.distributed import groups
+    from megaaccum.model import gpt as model
+    from megaaccum.step.train_step import Stepper
+    from megaaccum.training import optimizer
 
     plan = case.plan()
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
     chunks = model.build_chunks(plan, built, vocab_size=VOCAB)
-    bound = boundary.build(plan, built, chunks, optimizer.build(plan, chunks))
+    bound = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
     return plan, built, chunks, bound, Stepper(plan, built, chunks, bound)
 
 
@@ -138,7 +141,7 @@ def gradient(case: Case) -> Gradient:
 
 def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
     """{name: whole gradient of this rank's tp part}, from the shards of all data-parallel ranks; nan where none is."""
-    from megaaccum import model
+    from megaaccum.model import gpt as model
 
     params = dict(model.named_parameters(chunks))
     mine = [
@@ -211,7 +214,9 @@ def scaled_backward(chunk, plan, batch: dict[str, torch.Tensor], scale: float) -
 
 def one_process(model_flags: str, dtype: str):
     """The whole model in `dtype` on one rank, and its plan. 16-bit parameters add their gradients up in FP32."""
-    from megaaccum import config, groups, model
+    from megaaccum import config
+    from megaaccum.distributed import groups
+    from megaaccum.model import gpt as model
 
     flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
     plan = config.resolve(config.load(None, flags), world_size=1)
@@ -225,7 +230,7 @@ def one_process(model_flags: str, dtype: str):
 
 
 def named(chunk):
-    from megaaccum import model
+    from megaaccum.model import gpt as model
 
     return list(model.named_parameters([chunk]))
 

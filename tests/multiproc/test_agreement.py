@@ -56,7 +56,7 @@ def train_with_own_flags(flags: list[str], folder: str) -> None:
     """`megaaccum train`, each rank with flags of its own."""
     import os
 
-    from megaaccum.train import main
+    from megaaccum.cli.train import main
 
     small = "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 4 --lr 1e-2"
     batch = "--micro_batch_size 1 --num_chunks 4"

@@ -232,7 +232,7 @@ def test_streaming_holds_two_units_whatever_is_in_flight():
 
 def reduced_twice(case: Case):
     """A unit's gradients enter its partitions twice."""
-    from megaaccum.boundary.reduction import PartitionReducer
+    from megaaccum.sharding.reduction import PartitionReducer
     from tests.multiproc.parity import gradient
 
     add = PartitionReducer.add
@@ -250,7 +250,7 @@ def reduced_twice(case: Case):
 
 def replicas_forgotten(case: Case):
     """The sum over replicas is left out."""
-    from megaaccum.boundary.fsdp2 import Fsdp2Boundary
+    from megaaccum.sharding.fsdp2 import Fsdp2Boundary
     from tests.multiproc.parity import gradient
 
     expect = Fsdp2Boundary._expect_last_backward
@@ -281,7 +281,7 @@ def test_a_mistake_is_seen(mistake, case):
 
 def dropped_too_early(case: Case):
     """The unit is released before its backward."""
-    from megaaccum.boundary.streaming import StreamingBoundary
+    from megaaccum.sharding.streaming import StreamingBoundary
     from tests.multiproc.parity import gradient
 
     StreamingBoundary._before_backward = lambda self, unit: setattr(self, "_in_backward", None)

@@ -76,7 +76,7 @@ def test_megatron():
 
 def last_weight_gradients_forgotten(case: Case):
     """What is left of a W when its last gradient has come is not reduced."""
-    from megaaccum.boundary.streaming import StreamingBoundary
+    from megaaccum.sharding.streaming import StreamingBoundary
     from tests.multiproc.parity import gradient
 
     StreamingBoundary.after_weight_grad = lambda self, chunk: None
@@ -85,16 +85,16 @@ def last_weight_gradients_forgotten(case: Case):
 
 def reduced_after_the_last_input_gradient(case: Case):
     """FSDP2 is left to its own hooks, which see no W."""
-    from megaaccum import private
+    from megaaccum import upstream
     from tests.multiproc.parity import gradient
 
-    private.Fsdp2WeightGrads.finish = lambda self: None
+    upstream.Fsdp2WeightGrads.finish = lambda self: None
     return gradient(case)
 
 
 def both_chunks_when_one_is_done(case: Case):
     """Megatron's DDP reduces both chunks of a rank when the first of them has its gradients."""
-    from megaaccum.boundary.megatron import MegatronBoundary
+    from megaaccum.sharding.megatron import MegatronBoundary
     from tests.multiproc.parity import gradient
 
     def reduce_all(self, ddp, params):
@@ -108,10 +108,10 @@ def both_chunks_when_one_is_done(case: Case):
 
 def sums_of_two_precisions(case: Case):
     """Parameters of a unit that have no gradient in a W get zeros as torch makes them."""
-    from megaaccum import private
+    from megaaccum import upstream
     from tests.multiproc.parity import gradient
 
-    private.fsdp2.fsdp2_even_out = private.fsdp2_even_out = lambda unit: None
+    upstream.fsdp2.fsdp2_even_out = upstream.fsdp2_even_out = lambda unit: None
     return gradient(case)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.checkpoint_files import Progress
+from megaaccum.checkpoint.folders import Progress
 from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
 from tests.multiproc.parity import Case, make, microbatches
@@ -31,10 +31,10 @@ class Run:
     """A model that can take steps; as much of a training run as a checkpoint holds."""
 
     def __init__(self, case: Case = CASE):
-        from megaaccum import model
+        from megaaccum.model import gpt
 
         self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(case)
-        self.buffers = dict(model.named_buffers(self.chunks))
+        self.buffers = dict(gpt.named_buffers(self.chunks))
 
     def step(self, number: int) -> None:
         first = number * self.plan.batch.global_batch_size
@@ -49,11 +49,11 @@ class Run:
         }
 
     def load(self, folder: Path) -> Progress:
-        from megaaccum import checkpoint
+        from megaaccum.checkpoint import save_load
 
-        current = checkpoint.latest(folder)
+        current = save_load.latest(folder)
         assert current is not None
-        return checkpoint.load(current, self.boundary, self.groups, shape=SHAPE, buffers=self.buffers)
+        return save_load.load(current, self.boundary, self.groups, shape=SHAPE, buffers=self.buffers)
 
 
 def same(one: dict, other: dict) -> bool:
@@ -82,13 +82,14 @@ class Held:
 
 def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, str, int]:
     """Save after step 2 in the background, take step 3 before a byte is written, then resume from the checkpoint."""
-    from megaaccum import checkpoint, groups
+    from megaaccum.checkpoint import save_load
+    from megaaccum.distributed import groups
 
     run, held = Run(case), Held()
     run.step(1)
     run.step(2)
     then = run.state()
-    writing = checkpoint.BackgroundSave(
+    writing = save_load.BackgroundSave(
         folder,
         run.boundary,
         run.groups,
@@ -98,7 +99,7 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
         buffers=run.buffers,
     )
     run.step(3)
-    not_yet = checkpoint.latest(folder) is None
+    not_yet = save_load.latest(folder) is None
     held.release()
     path = writing.finish()
     moved_on = not same(run.state(), then)
@@ -121,27 +122,28 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystem
 
-    from megaaccum import checkpoint, groups
+    from megaaccum.checkpoint import save_load
+    from megaaccum.distributed import groups
 
     run, group, create = Run(), groups.for_background(1), FileSystem.create_stream
-    checkpoint.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
+    save_load.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
     full = Path("/dev/full")
     if dist.get_rank() == 1:
         FileSystem.create_stream = lambda self, path, mode: create(self, full, mode)
     try:
         if background:
-            writing = checkpoint.BackgroundSave(folder, run.boundary, run.groups, progress(2), keep_last=1, group=group)
+            writing = save_load.BackgroundSave(folder, run.boundary, run.groups, progress(2), keep_last=1, group=group)
             run.step(2)
             writing.finish()
         else:
-            checkpoint.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
+            save_load.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
         text = "no error"
     except CheckpointError as error:
         text = f"{error} [{error.said_by}]"
     FileSystem.create_stream = create
     dist.barrier()
     left = sorted(entry.name for entry in Path(folder).iterdir())
-    return text, str(checkpoint.latest(folder)), " ".join(left), Run().load(Path(folder)).step
+    return text, str(save_load.latest(folder)), " ".join(left), Run().load(Path(folder)).step
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -220,11 +222,11 @@ def damaged(folder: str) -> list[str]:
     """What this rank says of each damaged copy of a good checkpoint; rank 0 makes them."""
     import torch.distributed as dist
 
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
 
     run = Run()
     run.step(1)
-    good = checkpoint.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
+    good = save_load.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
     before, said = run.state(), []
     for damage in DAMAGE:
         copy = Path(folder) / damage.__name__
@@ -235,7 +237,7 @@ def damaged(folder: str) -> list[str]:
             expected = [""]
         dist.broadcast_object_list(expected, src=0)
         try:
-            checkpoint.load(copy, run.boundary, run.groups, shape=SHAPE)
+            save_load.load(copy, run.boundary, run.groups, shape=SHAPE)
             said.append(f"{damage.__name__} was not seen")
         except CheckpointError as error:
             said.append("seen" if expected[0] in str(error) else f"{error}, not {expected[0]}")
@@ -254,25 +256,24 @@ def killed_while_it_writes(folder: str) -> None:
     import os
     import signal
 
-    from megaaccum import checkpoint, groups
+    from megaaccum.checkpoint import save_load
+    from megaaccum.distributed import groups
 
     run = Run()
     run.step(1)
-    checkpoint.save(folder, run.boundary, run.groups, progress(1), keep_last=1)
+    save_load.save(folder, run.boundary, run.groups, progress(1), keep_last=1)
     Held()
-    checkpoint.BackgroundSave(
-        folder, run.boundary, run.groups, progress(2), keep_last=1, group=groups.for_background(1)
-    )
+    save_load.BackgroundSave(folder, run.boundary, run.groups, progress(2), keep_last=1, group=groups.for_background(1))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def after_a_kill(folder: str) -> tuple[int, str]:
     """The step that is current, and what is there once another checkpoint was written."""
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
 
     run = Run()
     step = run.load(Path(folder)).step
-    checkpoint.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
+    save_load.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
     return step, " ".join(sorted(entry.name for entry in Path(folder).iterdir()))
 
 

@@ -59,10 +59,10 @@ def trained(case: Case) -> list[Step]:
 
 def sizes(chunks) -> dict[tuple[int, int], int]:
     """`Step.experts`; gradients are FP32."""
-    from megaaccum import model
+    from megaaccum.model import gpt
 
     found: dict[tuple[int, int], int] = {}
-    for name, param in model.named_parameters(chunks):
+    for name, param in gpt.named_parameters(chunks):
         if ".experts." in name:
             words = name.split(".")
             at = int(words[words.index("layers") + 1]), int(words[words.index("local_experts") + 1])
@@ -143,7 +143,7 @@ def test_under_a_split_backward_all_experts_may_be_cold(seen):
 def with_mistakes(case: Case) -> list[list[Step]]:
     """The steps when what lies in host memory is forgotten in the reduction, and when a micro-batch's gradient replaces
     there the sum of those before."""
-    from megaaccum.boundary.cold_experts import ColdExperts
+    from megaaccum.sharding.cold_experts import ColdExperts
 
     take = ColdExperts.take
 

@@ -64,8 +64,8 @@ def test_pairs_of_the_table_are_interleaved_and_change_no_bit():
 
 def interleaving_flushes(at: Case) -> list[bool]:
     """Whether a step interleaves, one with a dummy micro-batch, and an evaluation."""
-    from megaaccum import short_batch
     from megaaccum.schedule import executor
+    from megaaccum.step import short_batch
 
     _, built, _, bound, stepper = make(at)
     seen: list[bool] = []

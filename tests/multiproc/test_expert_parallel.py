@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from megaaccum.checkpoint_files import Progress
+from megaaccum.checkpoint.folders import Progress
 from megaaccum.testing import run_ranks
 from tests.multiproc.distance import check, problems
 from tests.multiproc.parity import Case, Gradient, gradient, make, microbatches
@@ -46,38 +46,38 @@ def test_four_ranks():
 
 def divided_by_their_own_ranks(case: Case) -> Gradient:
     """Experts averaged over the ranks that share them, and not over all whose tokens they saw."""
-    from megaaccum import private
+    from megaaccum import upstream
 
-    place = private.place_experts
+    place = upstream.place_experts
 
     def as_dense(params, *groups):
         place(params, *groups)
         for param in params:
             param.ds_zero_placement_family = "replicated"
 
-    with patch.object(private, "place_experts", as_dense):
+    with patch.object(upstream, "place_experts", as_dense):
         return gradient(case)
 
 
 def counted_on_the_first_rank_of_tp(case: Case) -> Gradient:
     """The norm leaves out the experts of other tp ranks, as if they were copies."""
-    from megaaccum import model
+    from megaaccum.model import gpt
 
-    with patch.object(model, "is_same_over_tp", lambda param: not model.is_sharded_over_tp(param)):
+    with patch.object(gpt, "is_same_over_tp", lambda param: not gpt.is_sharded_over_tp(param)):
         return gradient(case)
 
 
 def named_by_place(case: Case) -> Gradient:
     """The first expert of every rank is the first expert."""
-    from megaaccum import model
+    from megaaccum.model import gpt
 
-    name = model.global_name
+    name = gpt.global_name
 
     def by_place(chunk, local_name):
         first = name(chunk, local_name)
         return re.sub(r"local_experts\.(\d)", lambda match: f"local_experts.{int(match[1]) % 2}", first)
 
-    with patch.object(model, "global_name", by_place):
+    with patch.object(gpt, "global_name", by_place):
         return gradient(case)
 
 
@@ -97,21 +97,21 @@ def test_mistakes_with_experts_are_seen():
 
 def save(folder: str, case: Case) -> float:
     """Two steps and a checkpoint. Returns the loss of a third step."""
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
 
     plan, groups, _, bound, stepper = make(case)
     for step in range(2):
         stepper.train(microbatches(plan, groups.dp.rank(), 8 * step), step=step)
     progress = Progress(step=2, consumed_samples=16, lr_schedule={}, data="", shape={})
-    checkpoint.save(folder, bound, groups, progress, keep_last=1)
+    save_load.save(folder, bound, groups, progress, keep_last=1)
     return stepper.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
 
 
 def go_on(folder: str, case: Case) -> float:
-    from megaaccum import checkpoint
+    from megaaccum.checkpoint import save_load
 
     plan, groups, _, bound, stepper = make(case)
-    checkpoint.load(Path(folder) / "step_0000002", bound, groups, shape={})
+    save_load.load(Path(folder) / "step_0000002", bound, groups, shape={})
     return stepper.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
 
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_moves_between_numbers_of_expert_parallel_ranks(tmp_path):
 
 def names_on_the_second_rank() -> list[str]:
     """Of the second of two local experts on the rank that holds experts 2 and 3, in the fifth layer."""
-    from megaaccum import model
+    from megaaccum.model import gpt
 
     chunk = SimpleNamespace(
         get_submodule=lambda name: SimpleNamespace(local_expert_indices=[2, 3]),
@@ -134,8 +134,8 @@ def names_on_the_second_rank() -> list[str]:
     )
     layer = "decoder.layers.0.mlp.experts."
     return [
-        model.global_name(chunk, layer + "linear_fc1.weight1"),
-        model.global_name(chunk, layer + "local_experts.1.x"),
+        gpt.global_name(chunk, layer + "linear_fc1.weight1"),
+        gpt.global_name(chunk, layer + "local_experts.1.x"),
     ]
 
 

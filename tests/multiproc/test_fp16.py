@@ -61,7 +61,7 @@ class State:
 
 
 def state(bound, chunks) -> State:
-    from megaaccum import rng
+    from megaaccum.distributed import rng
 
     return State(state_of(bound), weights(bound, chunks), rng.snapshot())
 
@@ -150,7 +150,7 @@ def test_the_floor_ends_the_run_and_says_what_overflowed_where():
 
 def a_verdict_for_each_rank() -> list[bool]:
     """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
-    from megaaccum import grad_norm
+    from megaaccum.step import grad_norm
 
     plan, built, chunks, _, stepper = make(Case(4, PIPELINE, FP16 + UNTIED))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum import cli, launch
+from megaaccum import cli
+from megaaccum.distributed import launch
 from megaaccum.errors import ConfigError
 from megaaccum.testing import try_ranks
 

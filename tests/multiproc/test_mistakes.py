@@ -52,7 +52,7 @@ def division_by_ranks_twice() -> Iterator[None]:
 
 
 def _with_scale(scale: Callable[..., float]) -> Iterator[None]:
-    from megaaccum.loss import StepLoss
+    from megaaccum.step.loss import StepLoss
 
     init = StepLoss.__init__
 
@@ -66,7 +66,7 @@ def _with_scale(scale: Callable[..., float]) -> Iterator[None]:
 
 def mean_of_means() -> Iterator[None]:
     """Every micro-batch weighs the same, however many tokens it has."""
-    from megaaccum.loss import StepLoss
+    from megaaccum.step.loss import StepLoss
 
     init = StepLoss.__init__
 
@@ -83,7 +83,7 @@ def mean_over_own_tokens() -> Iterator[None]:
     """Each rank divides by the tokens that it has itself, and the ranks are averaged."""
     import torch.distributed as dist
 
-    from megaaccum import loss
+    from megaaccum.step import loss
 
     class OwnRankOnly:
         """torch.distributed as loss.py uses it, with an all-reduce that adds the same count for every rank."""
@@ -111,7 +111,7 @@ def norm_per_stage() -> Iterator[None]:
 def _with_norm_over(group: Callable) -> Iterator[None]:
     import torch.distributed as dist
 
-    from megaaccum import grad_norm
+    from megaaccum.step import grad_norm
 
     class OverGroup:
         """torch.distributed as grad_norm.py uses it, with another group."""
@@ -128,7 +128,7 @@ def reduction_in_every_microbatch() -> Iterator[None]:
     """no_sync is ignored: each backward hands its gradient over, and the step keeps the last one's."""
     from contextlib import nullcontext
 
-    from megaaccum.boundary.deepspeed import DeepSpeedBoundary
+    from megaaccum.sharding.deepspeed import DeepSpeedBoundary
 
     gather = DeepSpeedBoundary.begin_step
 
@@ -142,8 +142,8 @@ def reduction_in_every_microbatch() -> Iterator[None]:
 
 def dividing_again_in_every_microbatch() -> Iterator[None]:
     """The running sum is divided after every micro-batch, so that early ones count less and less."""
-    from megaaccum import private
-    from megaaccum.boundary.deepspeed import DeepSpeedBoundary
+    from megaaccum import upstream
+    from megaaccum.sharding.deepspeed import DeepSpeedBoundary
 
     init = DeepSpeedBoundary.__init__
 
@@ -154,7 +154,7 @@ def dividing_again_in_every_microbatch() -> Iterator[None]:
     def with_division(self, *args, **kwargs):
         init(self, *args, **kwargs)
         for param in self.parts.params:
-            private.on_gradient(param, halve)
+            upstream.on_gradient(param, halve)
 
     with patch.object(DeepSpeedBoundary, "__init__", with_division):
         yield
@@ -176,7 +176,7 @@ def sequence_parallel_norms_not_summed() -> Iterator[None]:
 
 
 def _without(predicate: str) -> Iterator[None]:
-    from megaaccum import model
+    from megaaccum.model import gpt as model
 
     with patch.object(model, predicate, lambda *_: False):
         yield
@@ -184,7 +184,7 @@ def _without(predicate: str) -> Iterator[None]:
 
 def last_round_only() -> Iterator[None]:
     """Gradients are cleared between the rounds of accumulation."""
-    from megaaccum.boundary.deepspeed import DeepSpeedBoundary
+    from megaaccum.sharding.deepspeed import DeepSpeedBoundary
 
     set_last_flush = DeepSpeedBoundary.set_last_flush
 

@@ -64,7 +64,7 @@ def test_sixteen_bit():
 
 def released_with_its_last_gradient(cases: list[Case]):
     """A unit is let go when all that is trained of it has a gradient, though a frozen matrix is still to be read."""
-    from megaaccum.boundary.streaming import StreamingBoundary
+    from megaaccum.sharding.streaming import StreamingBoundary
 
     def on_gradient(self, param):
         unit = self._owner[id(param)]
@@ -78,9 +78,9 @@ def released_with_its_last_gradient(cases: list[Case]):
 
 def unused_are_awaited(cases: list[Case]):
     """Nothing is put in the place of gradients that do not come."""
-    from megaaccum import private
+    from megaaccum import upstream
 
-    private.megatron_give_zeros = lambda ddp: None
+    upstream.megatron_give_zeros = lambda ddp: None
     return no_gradient.gradients(cases, no_gradient.unused)
 
 

@@ -83,13 +83,13 @@ def test_where_the_backward_is_split():
 
 def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
-    from megaaccum import step
+    from megaaccum.step import train_step
 
     def keeping_tokens(self, microbatches, dummies=frozenset()):
         return real(self, originals or microbatches)
 
-    real, originals = step.Stepper._divisor, []
-    with patch.object(step.Stepper, "_divisor", keeping_tokens):
+    real, originals = train_step.Stepper._divisor, []
+    with patch.object(train_step.Stepper, "_divisor", keeping_tokens):
         plan, built, *_ = made = make(case)
         originals += microbatches(plan, built.dp.rank())
         with patch(f"{__name__}.make", lambda _case: made):
@@ -126,11 +126,11 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
-    from megaaccum import model
+    from megaaccum.model import gpt
 
     clean, _ = attempt(case, [])
     made = make(case)
-    param = dict(model.named_parameters(made[2])).get(NAME)
+    param = dict(gpt.named_parameters(made[2])).get(NAME)
     if param is not None and torch.distributed.get_rank() == 1:
         backwards: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What a step moves and holds, counted on every rank, is what fit.py predicts, for every boundary and policy.
+"""What a step moves and holds, counted on every rank, is what the planner predicts, for every boundary and policy.
 
 Bytes moved: exactly, apart from the stated padding. Memory: within 2 % by kind. Its counters look at real tensors; what
 autograd keeps is counted storage by storage. On a CPU layers are Megatron's local ones.
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaaccum import fit, policies
+from megaaccum.planner import footprint, sync_mode
 from megaaccum.testing import run_ranks
 from tests.multiproc.parity import SEQ, VOCAB, Case, make, microbatches
 
@@ -80,9 +80,9 @@ def seen():
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(CASES)}
 
 
-def forecast(case: Case) -> tuple[fit.Forecast, policies.Policy]:
+def forecast(case: Case) -> tuple[sync_mode.Forecast, footprint.Policy]:
     plan = case.plan()
-    return fit.Forecast(plan, VOCAB, local=True), policies.chosen(plan)
+    return sync_mode.Forecast(plan, VOCAB, local=True), footprint.chosen(plan)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,12 +90,12 @@ def test_counted_bytes_are_the_predicted_ones(name, seen):
     expected, policy = forecast(CASES[name])
     for pp_rank, moved, _, sizes in seen[name]:
         predicted = expected.moved(policy, pp_rank).total
-        whole = policies.moved(policy, expected.plan.config.sharding, 1, expected.plan.layout.dp, microbatches=4).total
+        whole = footprint.moved(policy, expected.plan.config.sharding, 1, expected.plan.layout.dp, microbatches=4).total
         padding = _padded(sizes, policy, expected.plan.layout.dp) - sum(sizes)
         assert predicted <= moved <= predicted + padding * whole + LARGE
 
 
-def _padded(sizes: list[int], policy: policies.Policy, dp: int) -> int:
+def _padded(sizes: list[int], policy: footprint.Policy, dp: int) -> int:
     """Elements with the padding of each: to a multiple of dp (ZeRO-3), to whole rows (FSDP2: none here); each bucket to
     one of 128 * dp (Megatron), each group to one of 4 * dp (ZeRO-1, -2); nothing (DDP)."""
     if policy.boundary == "megatron":
@@ -116,11 +116,11 @@ def test_memory_is_what_is_predicted(name, seen):
             assert size * (1 - TOLERANCE) <= memory.get(kind, 0) <= size * (1 + TOLERANCE) + more, (kind, memory, size)
 
 
-def predicted_kinds(expected: fit.Forecast, policy: policies.Policy, pp_rank: int) -> dict[str, float]:
+def predicted_kinds(expected: sync_mode.Forecast, policy: footprint.Policy, pp_rank: int) -> dict[str, float]:
     """Bytes by kind; of what is there in the loss' backward autograd keeps an FP32 number per logit. The tokens that an
     expert sees differ from rank to rank, so activations of experts are left out."""
     model = expected.model(policy)
-    element = policies.BYTES[expected.plan.config.sharding.params_dtype or "fp32"]
+    element = footprint.BYTES[expected.plan.config.sharding.params_dtype or "fp32"]
     model = replace(model, kernels=replace(model.kernels, logit_bytes=max(4.0, element)))
     kinds = {kind: float(size[0]) for kind, size in model.on_rank(expected.layout(policy), pp_rank).items()}
     kept = {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer")}
@@ -147,15 +147,15 @@ def test_what_is_offloaded_is_in_host_memory(seen):
 
 def never_released(case: Case) -> dict[str, int]:
     """Units stay gathered, while the boundary counts them as released."""
-    from megaaccum import private
+    from megaaccum import upstream
 
-    private.Zero3.release = lambda self, params: None
+    upstream.Zero3.release = lambda self, params: None
     return counted([case])[0][2]
 
 
 def reduced_without_letting_go(case: Case) -> dict[str, int]:
     """Each unit's whole gradients stay behind their reduction."""
-    from megaaccum.boundary.reduction import PartitionReducer
+    from megaaccum.sharding.reduction import PartitionReducer
 
     add = PartitionReducer.add
 

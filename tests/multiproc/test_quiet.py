@@ -8,7 +8,7 @@ from megaaccum.testing import run_ranks, try_ranks
 
 def test_importing_the_libraries_says_nothing():
     answer = subprocess.run(
-        [sys.executable, "-c", "from megaaccum import preload; preload.libraries()"],
+        [sys.executable, "-c", "from megaaccum.distributed import preload; preload.libraries()"],
         capture_output=True,
         text=True,
         timeout=120,

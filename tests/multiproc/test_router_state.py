@@ -20,9 +20,9 @@ CASE = Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chun
 
 
 def biases(chunks) -> list[list[float]]:
-    from megaaccum import model
+    from megaaccum.model import gpt
 
-    return [buffer.tolist() for name, buffer in model.named_buffers(chunks) if name.endswith("expert_bias")]
+    return [buffer.tolist() for name, buffer in gpt.named_buffers(chunks) if name.endswith("expert_bias")]
 
 
 def moved_by_megatron(chunks, config) -> list[list[float]]:
@@ -45,7 +45,7 @@ def moved_by_megatron(chunks, config) -> list[list[float]]:
 def steps() -> SimpleNamespace:
     """Three steps, the second one skipped: the biases after each, what Megatron makes of the tokens of each, and what
     a router has counted in those that were taken: tokens, and micro-batches for the global balancing loss."""
-    from megaaccum import router_state
+    from megaaccum.model import router_state
 
     plan, groups, chunks, _, stepper = make(CASE)
     router = next(m for m in chunks[0].modules() if getattr(m, "expert_bias", None) is not None)

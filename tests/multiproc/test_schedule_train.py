@@ -16,9 +16,10 @@ RUN = (
 
 def trained(flags: str) -> None:
     """One start of a run, as each of its ranks sees it."""
-    from megaaccum import config, train
+    from megaaccum import config
+    from megaaccum.training import loop
 
-    train.train(config.resolve(config.load(None, flags.split()), world_size=2))
+    loop.train(config.resolve(config.load(None, flags.split()), world_size=2))
 
 
 def test_a_run_in_a_v_is_resumed_on_1f1b(tmp_path):

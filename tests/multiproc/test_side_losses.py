@@ -63,7 +63,7 @@ def test_multi_token_prediction():
 
 def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
-    from megaaccum.loss import StepLoss
+    from megaaccum.step.loss import StepLoss
 
     right, scale = StepLoss.aux_scale, StepLoss.scale.fget
     with (

@@ -10,7 +10,7 @@ from megaaccum.testing import run_ranks
 
 def cases() -> list[str]:
     """What this rank makes of each case."""
-    from megaaccum.agreement import alike, together
+    from megaaccum.distributed.agreement import alike, together
 
     rank = os.environ["RANK"]
 

@@ -24,8 +24,8 @@ FAULTS = {3: Fault(1, 2), 6: Fault(0, 0)}
 
 def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> None:
     """`megaaccum train` on this rank, with a fault in the first attempt at each step that `faults` names."""
-    from megaaccum.step import Stepper
-    from megaaccum.train import main
+    from megaaccum.cli.train import main
+    from megaaccum.step.train_step import Stepper
 
     left = dict(faults or {})
     real = Stepper.train

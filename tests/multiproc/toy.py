@@ -171,7 +171,7 @@ class Ran:
 def executed(name: str, m: int, chunks: int, placement: str, separate: bool = False) -> Ran:
     """Two flushes of `name` by megaaccum's executor, gradients of the second alone."""
     from megaaccum import get_forward_backward_func
-    from megaaccum import groups as our_groups
+    from megaaccum.distributed import groups as our_groups
 
     _, model, notes, groups = pipeline(name, chunks=chunks, placement=placement)
     fused = []

@@ -56,7 +56,7 @@ def flags(folder: Path, **more: object) -> list[str]:
 def train(
     folder: Path, *, worker: str = "", max_bytes: int = 0, env: dict[str, str] | None = None, **more: object
 ) -> Ended:
-    """`megaaccum train`. worker: a function of this file that every rank calls in place of megaaccum.train.main.
+    """`megaaccum train`. worker: a function of this file that every rank calls in place of cli.train.main.
     max_bytes: no file may grow beyond it, for any rank."""
     (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=100, env=env)
     assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
@@ -65,7 +65,8 @@ def train(
 
 
 def _train(argv: list[str], worker: str, max_bytes: int) -> None:
-    from megaaccum import cli, launch
+    from megaaccum import cli
+    from megaaccum.distributed import launch
 
     for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
         os.environ.pop(name, None)
@@ -127,27 +128,30 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-# --- what a rank runs in place of megaaccum.train.main ---------------------------------------------------------------
+# --- what a rank runs in place of cli.train.main ---------------------------------------------------------------------
 
 
 def dies_before_the_ranks_meet(argv: list[str]) -> int:
-    from megaaccum import train
+    from megaaccum.cli import train
+    from megaaccum.training import loop
 
-    start = train._start_process_group
-    train._start_process_group = lambda plan: _die_on_rank_1() or start(plan)
+    start = loop._start_process_group
+    loop._start_process_group = lambda plan: _die_on_rank_1() or start(plan)
     return train.main(argv)
 
 
 def builds_no_model(argv: list[str]) -> int:
     """Memory would be allocated where it is not to be."""
-    from megaaccum import model, train
+    from megaaccum.cli import train
+    from megaaccum.model import gpt
 
-    model.build_chunks = lambda *args, **kwargs: os._exit(99)
+    gpt.build_chunks = lambda *args, **kwargs: os._exit(99)
     return train.main(argv)
 
 
 def dies_while_groups_are_built(argv: list[str]) -> int:
-    from megaaccum import groups, train
+    from megaaccum.cli import train
+    from megaaccum.distributed import groups
 
     build = groups.build
     groups.build = lambda *args, **kwargs: _die_on_rank_1() or build(*args, **kwargs)
@@ -163,9 +167,10 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
     """The run gets SIGTERM right after the checkpoint of step 2 was begun, and writing takes a second longer."""
     import torch.distributed.checkpoint as dcp
 
-    from megaaccum import checkpoint, train
+    from megaaccum.checkpoint import save_load
+    from megaaccum.cli import train
 
-    write, begin = dcp.FileSystemWriter.write_data, checkpoint.BackgroundSave.__init__
+    write, begin = dcp.FileSystemWriter.write_data, save_load.BackgroundSave.__init__
 
     def slowly(*args):
         time.sleep(1)
@@ -176,7 +181,7 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
         if os.environ["RANK"] == "0" and self.target.name == "step_0000002":
             os.kill(os.getppid(), signal.SIGTERM)
 
-    dcp.FileSystemWriter.write_data, checkpoint.BackgroundSave.__init__ = slowly, and_stop
+    dcp.FileSystemWriter.write_data, save_load.BackgroundSave.__init__ = slowly, and_stop
     return train.main(argv)
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megaaccum.errors import RankDisagreement, StepError
-from megaaccum.norm_guard import NormGuard
 from megaaccum.precision.findings import Finding, Findings
 from megaaccum.precision.sanitize import BadSteps, ZeroNonFinite
-from megaaccum.short_batch import filled, too_few
+from megaaccum.step.norm_guard import NormGuard
+from megaaccum.step.short_batch import filled, too_few
 from tests.unit.configs import plan
 
 

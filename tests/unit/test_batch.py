@@ -7,8 +7,9 @@ import itertools
 
 import pytest
 
-from megaaccum.batch import BatchPlan, interleaved_problems
+from megaaccum.config.batch import BatchPlan
 from megaaccum.errors import ConfigError
+from megaaccum.schedule.build import interleaved_problems
 
 
 def solve(*, dp: int = 1, pp: int = 1, **sizes: object) -> BatchPlan:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megaaccum.boundary import batch_statistics
+from megaaccum.sharding import batch_statistics
 
 
 def test_a_module_with_batch_statistics_is_named():

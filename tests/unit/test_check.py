@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum import check
+from megaaccum.cli import check
 from megaaccum.config import load, resolve
+from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
-from megaaccum.hostfile import read_hostfile
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml")
 
@@ -174,7 +174,7 @@ def test_every_wrong_line_is_named_and_a_missing_hostfile_too(tmp_path: Path) ->
 def test_the_tiny_configuration_is_accepted_without_torch() -> None:
     """In a process of its own: checking a plan must not load torch, DeepSpeed or Megatron."""
     code = (
-        "import sys; from megaaccum.check import main; code = main(sys.argv[1:]);"
+        "import sys; from megaaccum.cli.check import main; code = main(sys.argv[1:]);"
         " print([m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules]); sys.exit(code)"
     )
     done = subprocess.run(

@@ -12,12 +12,12 @@ from megaaccum.errors import CheckpointError, ConfigError, DataError, LaunchErro
 
 @pytest.fixture
 def command(monkeypatch):
-    """Puts a module with the given main in the place of megaaccum.check."""
+    """Puts a module with the given main in the place of megaaccum.cli.check."""
 
     def replace(main):
-        module = types.ModuleType("megaaccum.check")
+        module = types.ModuleType("megaaccum.cli.check")
         module.main = main
-        monkeypatch.setitem(sys.modules, "megaaccum.check", module)
+        monkeypatch.setitem(sys.modules, "megaaccum.cli.check", module)
 
     return replace
 

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megaaccum.boundary.cold_experts import ColdExperts, ExpertLayer
+from megaaccum.sharding.cold_experts import ColdExperts, ExpertLayer
 
 
 class Experts(torch.nn.Module):

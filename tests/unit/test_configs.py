@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config import Plan, load, resolve
-from megaaccum.parameters import count_parameters
+from megaaccum.model.param_count import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REAL = {
@@ -100,7 +100,7 @@ def test_a_real_configuration_at_half_its_data_parallel_size_is_still_accepted(n
 
 @pytest.mark.parametrize("name", REAL)
 def test_megatron_core_accepts_the_model(name):
-    from megaaccum.model import transformer_config
+    from megaaccum.model.gpt import transformer_config
 
     built = transformer_config(plan(CONFIGS / f"{name}.yaml"))
     assert built.num_layers == plan(CONFIGS / f"{name}.yaml").config.model.num_layers

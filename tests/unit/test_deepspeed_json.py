@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.config import deepspeed_keys as keys
 from megaaccum.config import load, resolve
-from megaaccum.config.deepspeed_json import ORIGIN
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
+from megaaccum.interop import deepspeed_keys as keys
+from megaaccum.interop.deepspeed_json import ORIGIN
 from tests.unit.configs import SMALL, make, plan
 
 
@@ -272,7 +272,7 @@ def test_the_users_other_keys_are_passed_on() -> None:
 @pytest.fixture(scope="module")
 def deepspeed_config():
     """DeepSpeed's own reader of its configuration."""
-    from megaaccum import cpu
+    from megaaccum.distributed import cpu
 
     cpu.install()
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum import cpu, determinism
+from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
 from tests.unit.configs import plan
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum import check, cli
+from megaaccum import cli
+from megaaccum.cli import check
 from megaaccum.config.keys import ALIASES, SECTIONS
 
 ROOT = Path(__file__).parents[2]

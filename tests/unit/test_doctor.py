@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megaaccum import doctor
+from megaaccum.cli import doctor
 
 GOOD = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "megatron-core": "0.19.2"}
 TE, CU13, CU12, TORCH = (
@@ -130,10 +130,10 @@ def test_a_missing_private_name_is_broken(monkeypatch):
 
     import megaaccum
 
-    module = ModuleType("megaaccum.private")
+    module = ModuleType("megaaccum.upstream")
     module.check = lambda: ["Stage3.f is missing"]
     monkeypatch.setattr(doctor.preload, "libraries", lambda: None)
-    monkeypatch.setitem(sys.modules, "megaaccum.private", module)
+    monkeypatch.setitem(sys.modules, "megaaccum.upstream", module)
     monkeypatch.setattr(megaaccum, "private", module, raising=False)
     finding = doctor.check_private_names()
     assert (finding.state, finding.value) == ("broken", "Stage3.f is missing")
@@ -153,7 +153,7 @@ def test_the_exit_code_and_json_say_whether_something_is_broken(monkeypatch, cap
 
 
 def test_the_tools_beside_python_are_found(monkeypatch):
-    from megaaccum import preload
+    from megaaccum.distributed import preload
 
     monkeypatch.setenv("PATH", "/usr/bin")
     preload.prepare()

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megaaccum import fit, policies
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
+from megaaccum.planner import footprint, sync_mode
 from tests.unit.configs import make, plan
 
 SMALL = dict(vocab_size=1000, reduce_bucket_size=1000, pipeline_model_parallel_size=2, num_layers=16, hidden_size=128)
@@ -22,16 +22,16 @@ def small(world_size: int = 8, **keys: object):
 
 def held(of, **keys: object) -> float:
     """GiB that `of` holds with these keys of its sharding instead."""
-    policy = replace(policies.chosen(of), **keys)
-    return fit.Forecast(of, 1000).of(policy).held / fit.GIB
+    policy = replace(footprint.chosen(of), **keys)
+    return sync_mode.Forecast(of, 1000).of(policy).held / sync_mode.GIB
 
 
 def settled(memory_gib: float, **keys: object):
-    return fit.settle(small(memory_gib=memory_gib, **keys))
+    return sync_mode.settle(small(memory_gib=memory_gib, **keys))
 
 
 def test_without_a_limit_parameters_are_resident() -> None:
-    settled = fit.settle(small())
+    settled = sync_mode.settle(small())
     assert settled.config.sharding.sync == "resident"
     assert "no limit of memory is known" in settled.notes[-1]
 
@@ -53,9 +53,9 @@ def test_the_memory_that_is_left_keeps_parameters_gathered() -> None:
     between = settled((resident + streaming) / 2)
     assert between.config.sharding.sync == "streaming"
     assert between.config.sharding.max_live_parameters > 0
-    forecast = fit.Forecast(between, 1000)
-    without = replace(policies.chosen(between), live=0)
-    assert forecast.of(policies.chosen(between)).moved.total < forecast.of(without).moved.total
+    forecast = sync_mode.Forecast(between, 1000)
+    without = replace(footprint.chosen(between), live=0)
+    assert forecast.of(footprint.chosen(between)).moved.total < forecast.of(without).moved.total
     assert held(between) <= between.config.sharding.memory_gib
 
 
@@ -66,9 +66,9 @@ def test_every_rank_chooses_the_same() -> None:
 
 def test_the_device_is_the_limit_where_no_key_is() -> None:
     resident, streaming = held(small()), held(small(), sync="streaming")
-    device = 1.01 * streaming * fit.GIB
-    assert fit.settle(small(), device).config.sharding.sync == "streaming"
-    assert fit.settle(small(memory_gib=2 * resident), device).config.sharding.sync == "resident"
+    device = 1.01 * streaming * sync_mode.GIB
+    assert sync_mode.settle(small(), device).config.sharding.sync == "streaming"
+    assert sync_mode.settle(small(memory_gib=2 * resident), device).config.sharding.sync == "resident"
 
 
 def test_nothing_fits() -> None:
@@ -87,7 +87,7 @@ def test_a_named_policy_that_does_not_fit_names_one_that_does() -> None:
         settled(limit, sync="resident")
     asked = dict(re.findall(r"(\w+) to (\w+)", str(error.value).rpartition("set ")[2]))
     keys = {key: int(value) if value.isdecimal() else value for key, value in asked.items()}
-    assert fit.settle(small(memory_gib=limit, **keys)).config.sharding.sync == asked["sync"]
+    assert sync_mode.settle(small(memory_gib=limit, **keys)).config.sharding.sync == asked["sync"]
 
 
 def test_a_schedule_that_no_streaming_follows_has_one_choice() -> None:
@@ -113,15 +113,15 @@ def test_experts_are_held_and_moved_by_their_own_ranks() -> None:
     """Spread over all ranks, an expert is on one rank and no bytes of it cross data-parallel ranks."""
     keys = dict(num_experts=4, add_bias_linear=False, pipeline_model_parallel_size=1, num_layers=4)
     spread, dense = small(4, expert_model_parallel_size=4, **keys), small(4, **keys)
-    apart, together = (fit.Forecast(each, 1000).of(policies.chosen(each)) for each in (spread, dense))
+    apart, together = (sync_mode.Forecast(each, 1000).of(footprint.chosen(each)) for each in (spread, dense))
     assert apart.moved.total < 0.5 * together.moved.total
-    shared = fit.Forecast(spread, 1000).elements(0)
+    shared = sync_mode.Forecast(spread, 1000).elements(0)
     assert apart.memory["optimizer"] == pytest.approx(12 * (shared.plain / 4 + shared.expert))
 
 
 def test_every_policy_has_a_row_and_the_chosen_one_is_among_them() -> None:
     for keys in ({}, {"boundary": "fsdp2", "data_parallel_replicas": 2}, {"zero_stage": 1}, {"boundary": "ddp"}):
         each = small(**keys)
-        names = [str(row.policy) for row in fit.Forecast(each, 1000).every()]
+        names = [str(row.policy) for row in sync_mode.Forecast(each, 1000).every()]
         assert len(names) == len(set(names)) == 10
-        assert str(policies.chosen(each)) in names
+        assert str(footprint.chosen(each)) in names

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from megaaccum import launch, procs
+from megaaccum.distributed import launch, processes
 from megaaccum.errors import ConfigError, LaunchError
 
 
@@ -22,19 +22,19 @@ def test_no_rank_is_an_error():
 
 
 def test_a_port_in_use_names_the_option():
-    with procs.listen() as sock:
+    with processes.listen() as sock:
         port = sock.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"--master_port {port}: .*cannot be used"):
-            procs.listen(port)
+            processes.listen(port)
 
 
 def test_a_port_that_is_none_is_an_error():
     with pytest.raises(LaunchError, match="--master_port 70000"):
-        procs.listen(70000)
+        processes.listen(70000)
 
 
 def test_a_free_port_is_listened_on_from_the_start():
-    with procs.listen() as sock:
+    with processes.listen() as sock:
         socket.create_connection(sock.getsockname(), timeout=5).close()
 
 
@@ -42,19 +42,19 @@ def test_a_free_port_is_listened_on_from_the_start():
     ("status", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-62, "signal 62")]
 )
 def test_an_end_in_words(status, words):
-    assert procs.describe_status(status) == words
+    assert processes.describe_status(status) == words
 
 
 def test_a_users_error_carries_no_traceback_and_a_bug_does(tmp_path):
-    assert procs.run_and_report(_raiser(ConfigError(["a", "b"])), tmp_path / "user") == 2
-    report = procs.RankError.read(tmp_path / "user")
+    assert processes.run_and_report(_raiser(ConfigError(["a", "b"])), tmp_path / "user") == 2
+    report = processes.RankError.read(tmp_path / "user")
     assert (report.text, report.traceback, report.exit_code) == ("a\nb", None, 2)
-    assert procs.run_and_report(_raiser(ZeroDivisionError("bug")), tmp_path / "bug") == 1
-    assert "Traceback" in procs.RankError.read(tmp_path / "bug").traceback
-    assert procs.run_and_report(_raiser(SystemExit(5)), tmp_path / "exit") == 5
-    assert procs.RankError.read(tmp_path / "exit") is None
-    assert procs.run_and_report(_raiser(SystemExit("sorry")), tmp_path / "text") == 1
-    assert procs.RankError.read(tmp_path / "text").text == "sorry"
+    assert processes.run_and_report(_raiser(ZeroDivisionError("bug")), tmp_path / "bug") == 1
+    assert "Traceback" in processes.RankError.read(tmp_path / "bug").traceback
+    assert processes.run_and_report(_raiser(SystemExit(5)), tmp_path / "exit") == 5
+    assert processes.RankError.read(tmp_path / "exit") is None
+    assert processes.run_and_report(_raiser(SystemExit("sorry")), tmp_path / "text") == 1
+    assert processes.RankError.read(tmp_path / "text").text == "sorry"
 
 
 def _raiser(error):
@@ -69,9 +69,9 @@ def test_ranks_that_do_not_end_are_ended(tmp_path):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pause()
 
-    rank = procs.start(0, body, env={}, output=tmp_path / "out", error=tmp_path / "error")
-    assert not procs.wait_all([rank], 0.2)
-    assert procs.end([rank], grace=0.1) == [rank]
+    rank = processes.start(0, body, env={}, output=tmp_path / "out", error=tmp_path / "error")
+    assert not processes.wait_all([rank], 0.2)
+    assert processes.end([rank], grace=0.1) == [rank]
     assert rank.status == -signal.SIGKILL
 
 
@@ -80,8 +80,8 @@ def test_a_rank_has_its_own_environment_session_and_output(tmp_path):
         text = f"{os.environ['MARK']} {os.getsid(0) == os.getpid()} {os.read(0, 1)!r}\n"
         os.write(1, text.encode())  # sys.stdout is pytest's in this fork
 
-    rank = procs.start(0, body, env={"MARK": "here"}, output=tmp_path / "out", error=tmp_path / "error")
-    assert procs.wait_all([rank], 30)
+    rank = processes.start(0, body, env={"MARK": "here"}, output=tmp_path / "out", error=tmp_path / "error")
+    assert processes.wait_all([rank], 30)
     assert rank.status == 0
     assert (tmp_path / "out").read_text() == "here True b''\n"
     assert "MARK" not in os.environ
@@ -95,8 +95,8 @@ def test_the_exit_handlers_of_the_parent_are_not_the_ranks(tmp_path):
 
     atexit.register(leave_a_file)
     try:
-        rank = procs.start(0, lambda: None, env={}, output=tmp_path / "out", error=tmp_path / "error")
-        assert procs.wait_all([rank], 30)
+        rank = processes.start(0, lambda: None, env={}, output=tmp_path / "out", error=tmp_path / "error")
+        assert processes.wait_all([rank], 30)
     finally:
         atexit.unregister(leave_a_file)
     assert not (tmp_path / "left").exists()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.batch import BatchPlan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
-from megaaccum.log import RunLog, check
 from megaaccum.metrics import journal
+from megaaccum.metrics.log import RunLog, check
 from megaaccum.metrics.monitor import blocks_of
 from megaaccum.metrics.progress import duration
 from megaaccum.metrics.speed import Speed
@@ -407,6 +407,7 @@ def test_a_fresh_start_moves_earlier_csv_files_aside(tmp_path):
 def test_the_log_needs_neither_torch_nor_deepspeed_nor_matplotlib_to_be_imported():
     import subprocess
 
-    code = "import sys, megaaccum.log; print(*{'torch', 'deepspeed', 'matplotlib', 'megatron'} & sys.modules.keys())"
+    heavy = {"torch", "deepspeed", "matplotlib", "megatron"}
+    code = f"import sys, megaaccum.metrics.log; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megaaccum.errors import CheckpointError
-from megaaccum.precision.scaler import LossScaler, build
+from megaaccum.precision.loss_scaler import LossScaler, build
 from tests.unit.configs import plan
 
 STEPS = 50

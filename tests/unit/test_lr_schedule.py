@@ -10,7 +10,7 @@ import torch
 
 from megaaccum.config.schema import BatchConfig, Config, OptimizerConfig, RunConfig
 from megaaccum.errors import CheckpointError
-from megaaccum.lr_schedule import build, param_groups, scheduler_arguments
+from megaaccum.training.lr_schedule import build, param_groups, scheduler_arguments
 
 BATCH = 32
 

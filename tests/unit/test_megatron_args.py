@@ -10,10 +10,10 @@ import pytest
 
 from megaaccum.config import load, resolve
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_args import parse, read_argument_file, read_flags
-from megaaccum.config.megatron_reading import Unresolved
-from megaaccum.config.megatron_table import flags
 from megaaccum.errors import ConfigError
+from megaaccum.interop.megatron_args import parse, read_argument_file, read_flags
+from megaaccum.interop.megatron_reading import Unresolved
+from megaaccum.interop.megatron_table import flags
 
 DATA = Path(__file__).parent / "data"
 

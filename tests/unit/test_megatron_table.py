@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_args import parse
-from megaaccum.config.megatron_rules import RULES
-from megaaccum.config.megatron_table import Flag, as_markdown, families, flags, spelling
 from megaaccum.config.schema import Config
+from megaaccum.interop.megatron_args import parse
+from megaaccum.interop.megatron_rules import RULES
+from megaaccum.interop.megatron_table import Flag, as_markdown, families, flags, spelling
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,12 +186,12 @@ def test_a_flag_that_changes_what_is_trained_is_never_without_effect(name):
 
 def test_the_page_of_the_documentation_is_current():
     page = (ROOT / "docs" / "megatron-flags.md").read_text(encoding="utf-8")
-    assert page == as_markdown(), "run: python -m megaaccum.config.megatron_table > docs/megatron-flags.md"
+    assert page == as_markdown(), "run: python -m megaaccum.interop.megatron_table > docs/megatron-flags.md"
 
 
 def test_reading_flags_imports_neither_torch_nor_megatron():
     code = (
-        "import sys; from megaaccum.config.megatron_args import parse; parse(['--lr', '1'])\n"
+        "import sys; from megaaccum.interop.megatron_args import parse; parse(['--lr', '1'])\n"
         "print([name for name in ('torch', 'megatron', 'deepspeed') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)

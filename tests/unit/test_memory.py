@@ -2,7 +2,7 @@
 
 import torch
 
-from megaaccum.memory import HighWater, Ledger, bytes_by_kind
+from megaaccum.metrics.memory import HighWater, Ledger, bytes_by_kind
 
 
 def test_marks_are_the_most_at_a_time():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.config import Config, resolve
-from megaaccum.parameters import count_parameters, expert_layers
+from megaaccum.model.param_count import count_parameters, expert_layers
 
 BASE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32)
 VOCAB_SIZE = 250
@@ -71,7 +71,7 @@ def groups():
     """A world of one rank, which Megatron's model wants even on the meta device."""
     import torch.distributed as dist
 
-    from megaaccum import cpu
+    from megaaccum.distributed import cpu
 
     cpu.install()
     store = dist.HashStore()
@@ -96,7 +96,7 @@ def _megatron_model(config: Config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megaaccum.flops import padded_vocab_size
+    from megaaccum.model.flops import padded_vocab_size
 
     model = config.model
     settings = _transformer_config(config)

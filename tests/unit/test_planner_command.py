@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megaaccum import cli
+from megaaccum.cli import calibrate
 from megaaccum.config import load, resolve
-from megaaccum.planner import calibrate
 from megaaccum.planner.hardware import load_hardware
 from megaaccum.planner.picture import pareto_front
 

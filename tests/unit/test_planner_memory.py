@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaaccum import parameters
 from megaaccum.config import load
 from megaaccum.config.schema import ModelConfig
+from megaaccum.model import param_count
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
+from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.hardware import load_hardware
 from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
 from megaaccum.planner.memory import KINDS, MemoryModel, Usage
 from megaaccum.planner.workload import Workload, make_workload
-from megaaccum.policies import StateBytes
 from tests.unit.configs import plan
 
 SEQ, MICRO, HIDDEN, HEADS = 2048, 4, 1024, 16
@@ -213,7 +213,7 @@ def test_fp8_keeps_narrow_inputs_and_two_narrow_copies_of_the_layers_weights() -
     wide, narrow = of(), of("--fp8_format", "hybrid")
     at = layout(dp=8, zero_stage=3)
     states = [each.memory_model().on_rank(at, 0) for each in (wide, narrow)]
-    layers = 8 * parameters.layer_parameters(wide.model, moe=False)
+    layers = 8 * param_count.layer_parameters(wide.model, moe=False)
     assert states[1]["parameters"][0] - states[0]["parameters"][0] == 2 * layers
     assert states[1]["activations"][0] < states[0]["activations"][0]
     seconds = [each.time_model(each.memory_model()).step(at).total[0] for each in (wide, narrow)]

@@ -10,7 +10,7 @@ import pytest
 
 from megaaccum.config import Plan, load, resolve
 from megaaccum.config.plan import Layout
-from megaaccum.parameters import count_parameters
+from megaaccum.model.param_count import count_parameters
 from megaaccum.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
 from megaaccum.planner.weights import rank_parameters
 from tests.unit.configs import plan
@@ -51,7 +51,7 @@ def _world():
     """A world of one rank, without which Megatron takes every group for one of size 1."""
     import torch.distributed as dist
 
-    from megaaccum import cpu
+    from megaaccum.distributed import cpu
 
     cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -122,9 +122,9 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
         get_gpt_mtp_block_spec,
     )
 
-    from megaaccum.flops import padded_vocab_size
-    from megaaccum.model import transformer_config
-    from megaaccum.norm import with_own_norms
+    from megaaccum.model.flops import padded_vocab_size
+    from megaaccum.model.gpt import transformer_config
+    from megaaccum.model.local_norm import with_own_norms
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megaaccum.plot import _figure, draw, smoothed, token_unit
+from megaaccum.metrics.plots import _figure, draw, smoothed, token_unit
 
 
 def train(step: int, loss: float | None, **values) -> dict:
@@ -90,7 +90,7 @@ def test_matplotlibs_loggers_are_left_as_they_were(tmp_path):
 def test_a_first_drawing_without_a_home_says_nothing(tmp_path):
     """No display, a backend that needs one, no font cache and no folder to keep it in: none of it is worth a word."""
     code = (
-        "from pathlib import Path\nfrom megaaccum.plot import draw\n"
+        "from pathlib import Path\nfrom megaaccum.metrics.plots import draw\n"
         "draw([dict(kind='train', step=1, loss=1.0, lr=1.0)], Path('loss.png'), tokens_per_step=1, title='')\n"
         "import sys; assert 'matplotlib.pyplot' not in sys.modules\n"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.launch import threads_per_rank
+from megaaccum.distributed.launch import threads_per_rank
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
 

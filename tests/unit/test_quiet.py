@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from megaaccum import quiet
+from megaaccum.distributed import quiet
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_every_entry_has_a_reason_and_a_valid_pattern():
 
 def test_verbose_keeps_nothing_back():
     code = (
-        "import warnings; from megaaccum import quiet; quiet.install();"
+        "import warnings; from megaaccum.distributed import quiet; quiet.install();"
         "text = 'Apex is not installed. Falling back to'; module = 'megatron.core.x';"
         "warnings.warn_explicit(text, UserWarning, 'f', 1, module=module)"
     )

@@ -8,7 +8,7 @@ from megaaccum.cli import main
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule import Costs, build, read_csv, simulate
 from megaaccum.schedule.render import draw, text
-from megaaccum.schedule.trace import write_trace
+from megaaccum.schedule.timeline import write_trace
 
 
 def run(capsys, command: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaaccum.check import run
+from megaaccum.cli.check import run
 from megaaccum.errors import ConfigError
 from megaaccum.schedule import build, write_csv
 from tests.unit.configs import plan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum import doctor
+from megaaccum.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 FILES = ("Makefile", "pyproject.toml", "constraints.txt")

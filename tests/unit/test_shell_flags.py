@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.config.megatron_args import read_argument_file
-from megaaccum.config.megatron_reading import Unresolved
-from megaaccum.config.shell import ShellError, read_words
+from megaaccum.interop.megatron_args import read_argument_file
+from megaaccum.interop.megatron_reading import Unresolved
+from megaaccum.interop.shell import ShellError, read_words
 
 DATA = Path(__file__).parent / "data"
 BASH = shutil.which("bash")

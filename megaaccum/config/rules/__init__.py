@@ -1,4 +1,4 @@
-"""The rules that a configuration has to keep, one function each, by subject. Batch arithmetic is megaaccum.batch's."""
+"""The rules that a configuration has to keep, one function each, by subject. Batch arithmetic is config/batch.py's."""
 
 from megaaccum.config.rules import (
     data,

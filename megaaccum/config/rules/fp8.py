@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.keys import all_keys
 from megaaccum.config.rules.subject import Rule, Subject
-from megaaccum.nearest import either, nearest_multiples
+from megaaccum.errors import either, nearest_multiples
 
 HISTORY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 """Keys of delayed scaling alone."""

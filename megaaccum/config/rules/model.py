@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Rule, Subject
-from megaaccum.nearest import either, nearest_divisors, nearest_multiples
+from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What selective recompute may name, in megatron-core 0.19 for GPT."""

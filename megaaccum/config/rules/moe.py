@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Rule, Subject
-from megaaccum.nearest import either, nearest_divisors, nearest_multiples
+from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 

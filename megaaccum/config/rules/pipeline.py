@@ -1,4 +1,4 @@
-"""Rules on stages, model chunks and the traffic between them. The batch's side of it is megaaccum.batch's."""
+"""Rules on stages, model chunks and the traffic between them. The batch's side of it is megaaccum.config.batch's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.config.stage_layout import layout_problems, parse_layout
-from megaaccum.errors import ScheduleError
-from megaaccum.nearest import either, nearest_divisors, nearest_multiples
+from megaaccum.errors import ScheduleError, either, nearest_divisors, nearest_multiples
 from megaaccum.schedule.build import entry
 
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")

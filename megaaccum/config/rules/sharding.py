@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Rule, Subject
-from megaaccum.nearest import either, nearest_divisors
+from megaaccum.errors import either, nearest_divisors
 
 
 def streaming(subject: Subject) -> Iterator[str]:

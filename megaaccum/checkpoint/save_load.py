@@ -1,0 +1,357 @@
+"""Checkpoints: written aside and then made current, in pieces keyed by a parameter's name in the whole model.
+
+Every rank hands torch.distributed.checkpoint the pieces that only it holds, as plain tensors under
+`NAME/KIND/tpR/START:STOP` (KIND: param, exp_avg, exp_avg_sq; START, STOP: elements of the flattened parameter). A load
+reads the pieces that overlap what this rank holds, so pipeline, data-parallel and ZeRO layout may differ from those of
+the save. What is not a tensor is JSON beside them.
+
+    SAVE/step_0000120/   the pieces, .metadata and state.json
+    SAVE/latest          the name of the folder to resume from, replaced in one rename
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from megaaccum.checkpoint.folders import Files, Progress, cause, latest, read_progress
+from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.distributed import rng
+from megaaccum.distributed.agreement import said_once, together
+from megaaccum.errors import CheckpointError
+from megaaccum.model import gpt
+from megaaccum.model.flops import padded_vocab_size
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding import Boundary
+
+__all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
+
+
+def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
+    """What has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may differ)."""
+    m = plan.config.model
+    return {
+        "num_layers": m.num_layers,
+        "hidden_size": m.hidden_size,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "num_attention_heads": m.num_attention_heads,
+        "num_query_groups": m.num_query_groups,
+        "vocab_size": padded_vocab_size(plan.config, vocab_size),
+        "num_experts": m.num_experts,
+        "swiglu": m.swiglu,
+        "normalization": m.normalization,
+        "position_embedding_type": m.position_embedding_type,
+        "untie_embeddings_and_output_weights": m.untie_embeddings_and_output_weights,
+        "tensor_model_parallel_size": plan.layout.tp,
+    }
+
+
+Buffers = dict[str, torch.Tensor]
+"""{name in the whole model: tensor} of what training changes beside parameters; the same on all ranks of a stage. Names
+that begin with fp8/ are those of amax histories and scales, which a checkpoint of a run without FP8 does not have."""
+
+
+def save(
+    folder: str | os.PathLike,
+    boundary: Boundary,
+    groups: Groups,
+    progress: Progress,
+    *,
+    keep_last: int,
+    buffers: Buffers | None = None,
+) -> Path:
+    """Write a checkpoint of the run and make it current; collective over the world.
+
+    Raises CheckpointError on every rank when any of them could not write; what was current before still is.
+    """
+    files = Files(Path(folder), progress, keep_last)
+    try:
+        files.prepare()
+        dcp.save(_written(boundary, groups, buffers), storage_writer=_Writer(files.aside))
+        together(files.publish_on_rank0)
+    except (CheckpointException, CheckpointError) as error:
+        raise files.given_up(error) from error
+    return files.target
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer; where the system refuses a write, its own error is what other ranks are told.
+
+    torch's zip format, closed over half a tensor, raises another one about offsets, and an error that crosses ranks
+    comes without the one that it was raised in.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            origin: BaseException | None = error
+            while origin is not None and not isinstance(origin, OSError):
+                origin = origin.__context__
+            raise origin or error from None
+
+
+class BackgroundSave:
+    """A checkpoint that is written while training goes on; it holds a copy of this rank's tensors until then.
+
+    It becomes current as soon as all ranks have written, on rank 0's own thread. Constructed and finished on every
+    rank; `group` is `groups.for_background`'s, and at most one BackgroundSave may use it at a time.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        boundary: Boundary,
+        groups: Groups,
+        progress: Progress,
+        *,
+        keep_last: int,
+        group: dist.ProcessGroup,
+        buffers: Buffers | None = None,
+    ):
+        """Copy the tensors and start to write. Raises CheckpointError on every rank when the folder cannot be made."""
+        self._files = Files(Path(folder), progress, keep_last)
+        self._current: Future[None] = Future()
+        try:
+            self._files.prepare()
+        except CheckpointError as error:
+            raise self._files.given_up(error) from error
+        writing = dcp.async_save(
+            _written(boundary, groups, buffers),
+            storage_writer=_Writer(self._files.aside),
+            process_group=group,
+            async_stager=_Copies(),
+        )
+        assert isinstance(writing, Future)
+        writing.add_done_callback(self._publish)
+
+    def _publish(self, writing: Future) -> None:
+        """On the writing thread. torch's save ends on a rank only when all ranks have written, or with an error on all
+        of them."""
+        try:
+            writing.result()
+            self._files.publish_on_rank0()
+        except BaseException as error:
+            self._current.set_exception(error)
+        else:
+            self._current.set_result(None)
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint is current, and return its folder; collective over the world. Raises
+        CheckpointError on every rank when any of them could not write; what was current before still is."""
+        try:
+            together(self._result)
+        except CheckpointError as error:
+            raise self._files.given_up(error) from error
+        return self._files.target
+
+    def _result(self) -> None:
+        try:
+            self._current.result()
+        except CheckpointException as error:
+            raise CheckpointError(cause(error)) from error
+
+    @property
+    def target(self) -> Path:
+        """The folder that it becomes."""
+        return self._files.target
+
+    def problem(self) -> CheckpointError | None:
+        """Why it failed, if this rank knows that by now."""
+        error = self._current.exception() if self._current.done() else None
+        return self._files.given_up(error) if error is not None else None
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for this rank's part, whatever became of it: for a run that ends with another error."""
+        wait_for([self._current], timeout=seconds)
+
+
+class _Copies(AsyncStager):
+    """What `dcp.async_save` is to write: copies in host memory, made before training may change the tensors.
+
+    torch's own stager copies the whole storage behind each view; the pieces are views of one flat buffer.
+    """
+
+    def __init__(self) -> None:
+        self._synchronize_after_execute = False  # `stage` returns when the copies are made
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+        return
+
+    def close(self) -> None:
+        """Nothing to release."""
+        return
+
+
+def load(
+    current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, Any], buffers: Buffers | None = None
+) -> Progress:
+    """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world.
+
+    Raises CheckpointError on every rank when it is of another model (naming each number that differs), a piece is
+    missing, a file cannot be read, or it holds what no checkpoint holds.
+    """
+    progress, reader, wanted = together(_open, current, boundary, groups, shape, buffers or {})
+    stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
+    states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
+    try:
+        dcp.load(read | states, storage_reader=reader)
+    except CheckpointException as error:
+        what = cause(error)
+        if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file
+            what = "one of its .distcp files is damaged"
+        raise said_once(CheckpointError(f"{current} cannot be read: {what}")) from error
+    _fill(boundary, groups, read)
+    for name, buffer in (buffers or {}).items():
+        if _BUFFER + name in read:
+            _take(buffer, read[_BUFFER + name])
+    boundary.adopt_state(progress.num_updates)
+    rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
+    return progress
+
+
+def _open(
+    current: Path, boundary: Boundary, groups: Groups, shape: dict[str, Any], buffers: Buffers
+) -> tuple[Progress, CheckpointReader, list[str]]:
+    """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
+    progress = read_progress(current)
+    wrong = [
+        f"{key} is {progress.shape.get(key)} in {current} and {shape[key]} in the configuration"
+        for key in shape
+        if progress.shape.get(key) != shape[key]
+    ]
+    if wrong:
+        raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
+    reader = CheckpointReader(current)
+    stored = reader.read_metadata().state_dict_metadata
+    wanted = _overlapping(stored, boundary, groups) + _wanted_buffers(stored, buffers)
+    if missing := [key for key in wanted if key not in stored]:
+        raise CheckpointError(f"{current} lacks {', '.join(missing)}")
+    if wrong := [f"{key[len(_BUFFER) :]} {size}" for key, size in _other_sizes(stored, buffers)]:
+        raise CheckpointError(
+            f"{current} has histories of another length ({', '.join(wrong[:2])}{', ...' if len(wrong) > 2 else ''}):"
+            " set fp8_amax_history_len back, or start afresh with --no_load"
+        )
+    reader.check_files(set(wanted))
+    return progress, reader, wanted
+
+
+def _wanted_buffers(stored: dict[str, Any], buffers: Buffers) -> list[str]:
+    """Keys of the buffers that have to be there. A run that was without FP8 goes on with fresh histories."""
+    had_fp8 = any(key.startswith(_BUFFER + "fp8/") for key in stored)
+    return [_BUFFER + name for name in buffers if had_fp8 or not name.startswith("fp8/")]
+
+
+def _other_sizes(stored: dict[str, Any], buffers: Buffers) -> list[tuple[str, tuple[int, ...]]]:
+    """(key, size stored) of buffers that are stored with another size."""
+    keys = [(_BUFFER + name, buffer.shape) for name, buffer in buffers.items() if _BUFFER + name in stored]
+    return [(key, tuple(stored[key].size)) for key, shape in keys if stored[key].size != shape]
+
+
+def _take(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.dtype == value.dtype:
+        buffer.detach().copy_(value)  # in place: Transformer Engine holds views of its histories
+    else:
+        buffer.data = value.to(buffer.device)  # DeepSpeed has cast an FP32 buffer of a BF16 model
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+_BUFFER, _RNG = "buffer/", "rng/"
+
+
+def _written(boundary: Boundary, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
+    """All that this rank writes."""
+    first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
+    whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
+    return _pieces(boundary, groups) | whole | _rng(groups)
+
+
+def _prefix(name: str, kind: str, param, groups: Groups) -> str:
+    rank = groups.tp.rank() if gpt.is_sharded_over_tp(param) else 0
+    return f"{name}/{kind}/tp{rank}/"
+
+
+def _pieces(boundary: Boundary, groups: Groups) -> dict[str, torch.Tensor]:
+    """What this rank writes: its pieces, without those that another rank writes too."""
+    pieces = {}
+    for piece in boundary.state():
+        twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+        if twice or boundary.replica > 0:
+            continue
+        for kind, tensor in piece.tensors.items():
+            if tensor.numel():
+                stop = piece.start + tensor.numel()
+                pieces[_prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
+    return pieces
+
+
+def _ranges(stored: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
+    """{prefix: sorted (start, stop) of the stored pieces}."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for key, what in stored.items():
+        if isinstance(what, TensorStorageMetadata) and not key.startswith((_RNG, _BUFFER)):
+            prefix, _, span = key.rpartition("/")
+            start, stop = span.split(":")
+            found.setdefault(prefix + "/", []).append((int(start), int(stop)))
+    return {prefix: sorted(spans) for prefix, spans in found.items()}
+
+
+def _parts(boundary: Boundary, groups: Groups):
+    """(prefix, start, flat view) of every tensor that this rank holds."""
+    for piece in boundary.state():
+        for kind, tensor in piece.tensors.items():
+            yield _prefix(piece.name, kind, piece.param, groups), piece.start, tensor
+
+
+def _overlapping(stored: dict[str, Any], boundary: Boundary, groups: Groups) -> list[str]:
+    """Keys of the stored pieces that cover what this rank holds. Raises CheckpointError where they leave a hole."""
+    ranges = _ranges(stored)
+    keys: dict[str, None] = {}  # ordered, without repeats
+    for prefix, start, tensor in _parts(boundary, groups):
+        position, stop = start, start + tensor.numel()
+        for low, high in ranges.get(prefix, []):
+            if low <= position < high and position < stop:
+                keys[f"{prefix}{low}:{high}"] = None
+                position = high
+        if position < stop:
+            raise CheckpointError(f"the checkpoint lacks elements {position} to {stop} of {prefix.rstrip('/')}")
+    return list(keys)
+
+
+def _fill(boundary: Boundary, groups: Groups, read: dict[str, torch.Tensor]) -> None:
+    ranges = _ranges({key: TensorStorageMetadata(None, t.size(), []) for key, t in read.items()})  # type: ignore[arg-type]
+    for prefix, start, tensor in _parts(boundary, groups):
+        stop = start + tensor.numel()
+        for low, high in ranges.get(prefix, []):
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                tensor[first - start : last - start].copy_(read[f"{prefix}{low}:{high}"][first - low : last - low])
+
+
+# --- random states ---------------------------------------------------------------------------------------------------
+
+
+def _rng(groups: Groups) -> dict[str, torch.Tensor]:
+    """This rank's random states, keyed by its place, so that only the same place takes them up again."""
+    place = f"{_RNG}pp{groups.pp.rank()}/dp{groups.dp_cp.rank()}/tp{groups.tp.rank()}/"
+    return {place + name: state for name, state in rng.snapshot().items()}

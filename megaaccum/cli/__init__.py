@@ -1,0 +1,105 @@
+"""The command line. It imports nothing heavy until a subcommand needs it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import megaaccum
+from megaaccum.distributed.processes import exit_code_of
+from megaaccum.errors import MegaaccumError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: the words that call it, the module whose `main(argv)` it is, and a line of help."""
+
+    words: tuple[str, ...]
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command(("train",), "megaaccum.cli.train", "train the model of a config; starts the ranks of this machine itself"),
+    Command(("check",), "megaaccum.cli.check", "resolve a config and print its plan, or every error in it at once"),
+    Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
+    Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on so many GPUs by memory and time"),
+    Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine for the planner's hardware table"),
+    Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
+    Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),
+)
+
+_EXAMPLES = """\
+examples:
+  megaaccum check configs/tiny_cpu.yaml --world-size 4
+  megaaccum train configs/tiny_cpu.yaml --train_iters 50
+
+`megaaccum COMMAND --help` tells the options of a command."""
+
+
+def usage() -> str:
+    """The text of `megaaccum --help`."""
+    width = max(len(" ".join(command.words)) for command in COMMANDS)
+    lines = [f"  {' '.join(command.words):<{width}}  {command.help}" for command in COMMANDS]
+    head = "usage: megaaccum COMMAND [ARGUMENTS]\n       megaaccum --version"
+    return "\n".join([head, "", (megaaccum.__doc__ or "").splitlines()[0], "", "commands:", *lines, "", _EXAMPLES])
+
+
+def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command that `argv` names, and its arguments. Raises MegaaccumError when there is none such."""
+    for command in COMMANDS:
+        if tuple(argv[: len(command.words)]) == command.words:
+            return command, list(argv[len(command.words) :])
+    from difflib import get_close_matches
+
+    names = [" ".join(command.words) for command in COMMANDS]
+    for length in (2, 1):
+        near = get_close_matches(" ".join(argv[:length]), names, n=1)
+        if near:
+            raise MegaaccumError(
+                f"there is no command {' '.join(argv[:length])!r}; did you mean `megaaccum {near[0]}`?"
+            )
+    raise MegaaccumError(f"there is no command {argv[0]!r}; the commands are {', '.join(names)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command of `argv` (default: this process' arguments) and returns its exit code.
+
+    An error meant for the user is printed to stderr as one message without a traceback: exit code 2 for a ConfigError
+    or an unknown command, 1 for the other classes of megaaccum.errors, 130 for Ctrl-C.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"megaaccum {megaaccum.__version__}")
+        return 0
+    try:
+        command, arguments = find(argv)
+    except MegaaccumError as error:
+        return complain(error, 2)
+    try:
+        return importlib.import_module(command.module).main(arguments) or 0
+    except (MegaaccumError, KeyboardInterrupt) as error:
+        return complain(error, exit_code_of(error))
+
+
+def complain(error: BaseException, code: int) -> int:
+    """Prints the error as the user reads it, and returns `code`.
+
+    Under torchrun or the deepspeed launcher each rank prints its own, with its number; what ranks have in common, one
+    of them prints.
+    """
+    text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
+    speaker = {"rank 0": "RANK", "one rank per host": "LOCAL_RANK"}.get(getattr(error, "said_by", ""))
+    if speaker is not None:
+        if os.environ.get(speaker, "0") == "0":
+            print(f"megaaccum: {text}", file=sys.stderr)
+        return code
+    rank = os.environ.get("RANK")
+    print(f"megaaccum: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)
+    return code

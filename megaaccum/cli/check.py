@@ -1,0 +1,313 @@
+"""`megaaccum check`: the whole plan of a run, or every error in it, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from megaaccum.config import resolve
+from megaaccum.config.load import read
+from megaaccum.config.plan import Plan
+from megaaccum.config.schema import Config
+from megaaccum.config.stage_layout import layers_of_stages
+from megaaccum.data.sources import vocab_size
+from megaaccum.distributed.hostfile import read_hostfile
+from megaaccum.errors import ConfigError, DataError
+from megaaccum.model.param_count import count_parameters
+from megaaccum.planner import footprint as policies
+from megaaccum.planner import sync_mode
+from megaaccum.planner.layouts import SCHEDULES
+from megaaccum.schedule import Costs, build, simulate, validate
+
+_DESCRIPTION = """\
+Resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the schedule, and what was
+derived. Or print every error in it at once, with exit code 2. Any key may be overridden, as in --dbs 4 --bf16."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megaaccum check` with these arguments; returns the exit code, 2 if the configuration has errors."""
+    args, overrides = _parse(argv)
+    try:
+        print(run(args.config, overrides, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
+    except ConfigError as error:
+        many = f"{len(error.problems)} errors" if len(error.problems) > 1 else "1 error"
+        print(f"{many} in {args.config or 'the command line'}:", file=sys.stderr)
+        for problem in error.problems:
+            print(f"  - {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    # The configuration comes first, so that the values of overrides cannot be taken for it.
+    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    parser = argparse.ArgumentParser(
+        prog="megaaccum check",
+        usage="megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--hostfile", metavar="F", help="count the ranks of this DeepSpeed hostfile (host slots=N)")
+    group.add_argument("--world-size", "--world_size", metavar="N", type=int, help="number of ranks")
+    parser.add_argument("--json", action="store_true", help="also print what DeepSpeed is given")
+    args, overrides = parser.parse_known_args(list(rest))
+    args.config = config
+    return args, overrides
+
+
+def run(
+    path: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    with_json: bool = False,
+) -> str:
+    """The plan as text. Starts no process group and imports no torch.
+
+    The world size is `world_size`, else the slots of `hostfile`, else the environment's WORLD_SIZE, else
+    nproc_per_node, else the smallest that the layout allows, tp * cp * pp.
+
+    Raises:
+        ConfigError: every error of reading and of resolving, together.
+    """
+    config, problems = read(path, overrides)
+    plan = None
+    try:
+        ranks, source = _world_size(config, world_size, hostfile, os.environ)
+        plan = _settled(resolve(config, world_size=ranks))
+    except ConfigError as error:
+        problems += error.problems
+    if plan is None or problems:
+        raise ConfigError(problems)
+    sections = [_layout(plan, source), _batch(plan), _schedule(plan), _model(plan), _sharding(plan), _notes(plan)]
+    if with_json:
+        sections.append(("DeepSpeed is given", json.dumps(plan.deepspeed_config(), indent=2).splitlines()))
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
+
+
+def _settled(plan: Plan) -> Plan:
+    """The plan with the policy that fits; before there is a vocabulary nobody knows which does."""
+    return plan if _vocabulary(plan.config)[0] is None else sync_mode.settle(plan)
+
+
+def _world_size(
+    config: Config, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
+) -> tuple[int, str]:
+    """The number of ranks, and where it comes from."""
+    if asked is not None:
+        return asked, "--world-size"
+    if hostfile is not None:
+        slots = read_hostfile(hostfile)
+        return sum(slots.values()), f"{len(slots)} host{'s' * (len(slots) > 1)} of {hostfile}"
+    if "WORLD_SIZE" in environ:
+        if not environ["WORLD_SIZE"].isdecimal():
+            raise ConfigError(f"WORLD_SIZE in the environment is {environ['WORLD_SIZE']!r}: it must be a number.")
+        return int(environ["WORLD_SIZE"]), "WORLD_SIZE in the environment"
+    if config.run.nproc_per_node is not None:
+        return config.run.nproc_per_node, "nproc_per_node"
+    parallel = config.parallel
+    smallest = (
+        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    )
+    return smallest, "tp * cp * pp, the smallest for this layout; --world-size or --hostfile say otherwise"
+
+
+_Section = tuple[str, list[str]]
+
+
+def _layout(plan: Plan, source: str) -> _Section:
+    at = plan.layout
+    lines = [
+        f"world_size {at.world_size} ({source})",
+        f"world_size = tp {at.tp} * cp {at.cp} * pp {at.pp} * dp {at.dp} = {at.world_size}",
+    ]
+    if plan.config.parallel.sequence_parallel:
+        lines.append(f"sequence_parallel: norms and dropout are split over the tp {at.tp} ranks")
+    if plan.config.model.num_experts is not None:
+        lines.append(f"experts: ep {at.ep} * etp {at.etp} * pp {at.pp} * expert dp {at.edp} = {at.world_size}")
+    return "Layout", lines
+
+
+def _batch(plan: Plan) -> _Section:
+    over = {"token": "the step's unmasked tokens", "microbatch": "num_microbatches, a mean of means"}
+    lines = plan.batch.describe().splitlines()
+    return "Batch", [
+        *lines,
+        f"loss_norm: {plan.batch.loss_norm}, so the loss is divided by {over[plan.batch.loss_norm]}",
+    ]
+
+
+def _schedule(plan: Plan) -> _Section:
+    at, m = plan.layout, plan.batch.microbatches_per_flush
+    name = _SCHEDULES.get(at.schedule, at.schedule)
+    lines = [f"{name}: pp {at.pp}, {at.vpp} model chunk{'s' * (at.vpp > 1)} per rank"]
+    stages = layers_of_stages(plan.config.model, plan.config.parallel)
+    if at.pp > 1:
+        lines.append(f"layers by stage: {_runs(stages)}")
+    if at.schedule not in ("none", "1f1b", "interleaved"):
+        lines += _own_schedule(plan)
+    elif at.pp > 1:
+        lines.append(
+            f"bubble = (pp - 1) / (vpp * m + pp - 1) = {at.pp - 1} / {at.vpp * m + at.pp - 1}"
+            f" = {bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m):.1%} of a flush, with equal stages"
+        )
+    return "Schedule", lines
+
+
+_SCHEDULES = {
+    "none": "no pipeline", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
+    "zbv": "ZB-V", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+def _own_schedule(plan: Plan) -> list[str]:
+    """What the simulator and the validator say of a schedule that megaaccum's executor runs."""
+    at = plan.layout
+    schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
+    footprint = validate(schedule)
+    idle = 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
+    lines = [
+        f"bubble = {idle:.1%} of a flush, simulated with equal stages and F = I = W",
+        f"activations of {max(footprint.in_flight)} chunk passes live on the fullest rank",
+    ]
+    if at.placement == "v":
+        lines.append(f"stages in a V: rank r holds r and {2 * at.pp - 1} - r; embedding and head are on rank 0")
+    return lines
+
+
+def bubble_fraction(*, pp: int, vpp: int, microbatches: int) -> float:
+    """Share of a flush that a rank idles, with stages of equal time and free communication.
+
+    A rank works for vpp * microbatches chunk passes and waits for pp - 1 (arXiv 2104.04473, section 2.2, where the
+    wait is put in proportion to the work instead).
+    """
+    return (pp - 1) / (vpp * microbatches + pp - 1)
+
+
+def _runs(counts: Sequence[int]) -> str:
+    """[3, 4, 4, 4] as '3, 3 x 4'."""
+    runs: list[tuple[int, int]] = []
+    for count in counts:
+        if runs and runs[-1][0] == count:
+            runs[-1] = (count, runs[-1][1] + 1)
+        else:
+            runs.append((count, 1))
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
+
+
+def _model(plan: Plan) -> _Section:
+    model = plan.config.model
+    kind = f"{model.num_experts} experts, {model.moe_router_topk} per token" if model.num_experts else "dense"
+    lines = [
+        f"{model.num_layers} layers, hidden_size {model.hidden_size}, {model.num_attention_heads} heads,"
+        f" seq_length {model.seq_length}, {kind}"
+    ]
+    rows, source = _vocabulary(plan.config)
+    if rows is None:
+        return "Model", [*lines, f"parameters: unknown before the vocabulary is ({source})"]
+    count = count_parameters(plan.config, rows)
+    lines.append(f"vocabulary {rows:,} ({source})")
+    lines.append(f"parameters {_amount(count.total)} ({count.total:,})")
+    if count.active != count.total:
+        lines.append(f"parameters that one token meets {_amount(count.active)} ({count.active:,})")
+    return "Model", lines
+
+
+def _vocabulary(config: Config) -> tuple[int | None, str]:
+    """Entries of the vocabulary and where they come from; None, and why, on a machine without the dataset."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size, "vocab_size"
+    try:
+        return vocab_size(config), "the tokenizer's"
+    except DataError as error:
+        return None, str(error)
+
+
+def _amount(number: int) -> str:
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)
+
+
+def _sharding(plan: Plan) -> _Section:
+    sharding, at = plan.config.sharding, plan.layout
+    held = {
+        1: "optimizer state",
+        2: "gradients and optimizer state",
+        3: "parameters, gradients and optimizer state",
+    }
+    where = {"none": "on the device", "cpu": "in host memory"}
+    who = {
+        "deepspeed": f"DeepSpeed ZeRO-{sharding.zero_stage} over dp {at.dp}: {held[sharding.zero_stage]};"
+        f" optimizer {where[sharding.offload_optimizer]}",
+        "fsdp2": f"torch fully_shard over dp {at.dp}: parameters, gradients and optimizer state",
+        "megatron": f"Megatron's DistributedDataParallel over dp {at.dp}: optimizer state",
+        "ddp": f"torch DistributedDataParallel over dp {at.dp}: nothing is sharded",
+    }
+    when = {
+        "resident": "parameters are gathered once per step, gradients are reduced once per step",
+        "streaming": "parameters are gathered for each forward and backward of a layer, gradients reduced after each",
+    }
+    return "Sharding", [
+        who[sharding.boundary],
+        f"sync {sharding.sync}: {when[sharding.sync]}",
+        f"parameters {sharding.params_dtype}, gradients added in {sharding.grad_accum_dtype}"
+        f" and reduced in {sharding.grad_reduce_dtype}",
+        *_fp8(plan),
+        *_policies(plan),
+    ]
+
+
+def _fp8(plan: Plan) -> list[str]:
+    """What FP8 computes in, and what its scales come from."""
+    keys, at = plan.config.quantization, plan.layout
+    if keys.fp8_format is None:
+        return []
+    formats = {"e4m3": "e4m3", "hybrid": "e4m3 forward and e5m2 for gradients"}
+    scales = {
+        "delayed": f"by {keys.fp8_amax_compute_algo} of the last {keys.fp8_amax_history_len} micro-batches, the same on"
+        f" the tp {at.tp} * cp {at.cp} * dp {at.dp} ranks of a stage",
+        "tensorwise": "from each tensor itself",
+        "blockwise": "one per block of 128 (Hopper)",
+        "mxfp8": "one per 32 numbers (Blackwell)",
+    }
+    lines = [
+        f"FP8 products of linear layers in {formats[keys.fp8_format]}, fp8_recipe {keys.fp8_recipe}: scales"
+        f" {scales[keys.fp8_recipe]}",
+        "FP8 copies of weights are made once per step; FP32 masters, sums over micro-batches in FP32",
+    ]
+    if keys.first_last_layers_bf16:
+        first, last = keys.num_layers_at_start_in_bf16, keys.num_layers_at_end_in_bf16
+        lines.append(f"in BF16: the first {first} and the last {last} layers")
+    return lines
+
+
+def _policies(plan: Plan) -> list[str]:
+    """What the policies move and hold, on the rank with the most; nothing without a vocabulary."""
+    rows, _ = _vocabulary(plan.config)
+    if rows is None or plan.layout.schedule not in SCHEDULES:
+        return []
+    lines = [
+        "bytes received from other data-parallel ranks per step, and predicted memory, on the rank with the most:",
+        f"  {'':<28}{'moved':>12}{'held':>12} = {'parameters':>12}{'gradients':>12}{'optimizer':>12}"
+        f"{'activations':>13}{'rest':>12}",
+    ]
+    for row in sync_mode.Forecast(plan, rows).every():
+        mark = " (chosen)" if row.policy == policies.chosen(plan) else ""
+        shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
+        cells = [sync_mode.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
+        moved, held, *kinds, rest = cells
+        kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
+        lines.append(f"  {row.policy!s:<28}{moved:>12}{held:>12} = {kept}{mark}")
+    return lines
+
+
+def _notes(plan: Plan) -> _Section:
+    return "Derived and set aside", plan.notes

@@ -1,0 +1,168 @@
+"""`megaaccum plan`: the layouts of a configuration on so many GPUs, ranked, explained, written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaaccum.config.load import load
+from megaaccum.distributed.hostfile import read_hostfile
+from megaaccum.errors import ConfigError
+from megaaccum.planner import emit, report
+from megaaccum.planner.hardware import Hardware, load_hardware
+from megaaccum.planner.search import RANKINGS, Ranked, search
+from megaaccum.planner.space import Limits
+from megaaccum.planner.why_not import parse_axes, why_not
+from megaaccum.planner.workload import make_workload
+
+_DESCRIPTION = """\
+Predict memory and step time of every legal layout of a configuration, and rank those that fit. What the file says about
+layout and micro-batches is set aside; global_batch_size stays. Any key may be overridden, as in --seq_length 4096."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megaaccum plan` with these arguments; returns the exit code.
+
+    Raises:
+        ConfigError: no layout is legal or fits, or an argument cannot be used.
+    """
+    args, overrides = _parse(argv)
+    world_size, per_node = _gpus(args)
+    hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
+    workload = make_workload(load(args.config, overrides), world_size=world_size, hardware=hardware)
+    limits = Limits(
+        fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
+    )  # fmt: skip
+    start = time.monotonic()
+    with _Bar() as bar:
+        ranked = search(workload, limits, rank=args.rank, progress=bar.show)
+    seconds = time.monotonic() - start
+    if args.why_not:
+        print(why_not(workload, parse_axes(args.why_not), limits, ranked, rank=args.rank))
+        return 0
+    _print(args, ranked, hardware, seconds)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    # The configuration comes first, so that the values of overrides cannot be taken for it.
+    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    parser = argparse.ArgumentParser(
+        prog="megaaccum plan",
+        usage="megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
+    group.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help="kind of GPU, such as h100 (default)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default: the hardware's)")
+    parser.add_argument("--hardware", metavar="F", help="a file of hardware entries, as `megaaccum calibrate` writes")
+    parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")
+    parser.add_argument("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
+    parser.add_argument("--schedule", metavar="NAME", help="hold the pipeline schedule")
+    for axis in ("tp", "pp", "cp"):
+        parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=f"largest {axis}")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+    parser.add_argument("--explain", type=int, metavar="ROW", help="write out the arithmetic of a row of the table")
+    parser.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
+    parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
+    parser.add_argument("--picture", metavar="F", help="draw memory bars and the Pareto front as PNG")
+    args, overrides = parser.parse_known_args(list(rest))
+    args.config = config
+    return args, overrides
+
+
+def _gpus(args: argparse.Namespace) -> tuple[int, int | None]:
+    """(GPUs in all, GPUs of a node if that is said)."""
+    if args.hostfile is None:
+        return args.gpus, args.gpus_per_node
+    slots = read_hostfile(args.hostfile)
+    if len(set(slots.values())) > 1:
+        raise ConfigError(
+            f"the hosts of {args.hostfile} have {sorted(set(slots.values()))} slots: the planner wants them equal; plan"
+            " for the hosts of one kind with --gpus and --gpus-per-node."
+        )
+    return sum(slots.values()), args.gpus_per_node or next(iter(slots.values()))
+
+
+def _fixed(args: argparse.Namespace) -> dict:
+    fixed = parse_axes(args.fix)
+    if args.schedule is not None:
+        fixed["schedule"] = args.schedule
+    return fixed
+
+
+def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:
+    """Everything that was asked for."""
+    for name, row in (("--explain", args.explain), ("--row", args.row)):
+        if row is not None and not 1 <= row <= len(ranked):
+            raise ConfigError(f"{name} {row}: {len(ranked)} layouts fit; give a number from 1 to {len(ranked)}.")
+    if args.json:
+        print(json.dumps(report.as_json(ranked, args.top), indent=2))
+    elif args.explain is not None:
+        print(report.explain(ranked, args.explain - 1))
+    else:
+        _print_table(args, ranked, hardware, seconds)
+    if args.write:
+        _write(ranked, args.row - 1, Path(args.write))
+        print(f"wrote {args.write}", file=sys.stderr)
+    if args.picture:
+        from megaaccum.planner.picture import draw
+
+        draw(ranked, Path(args.picture))
+        print(f"wrote {args.picture}", file=sys.stderr)
+
+
+def _write(ranked: Ranked, index: int, path: Path) -> None:
+    """Write a row's configuration, with what is predicted for it."""
+    work = ranked.workload
+    comment = (
+        f"Planned for {work.hardware.name}: {ranked.memory.total[index] / 2**30:.1f} GiB on the most loaded rank,"
+        f" {ranked.time.total[index]:.3g} s per step (predicted)."
+    )
+    emit.write(work, ranked.name_of(index), path, comment=comment)
+
+
+def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:
+    from rich.console import Console
+
+    work = ranked.workload
+    title = (
+        f"{work.world_size:,} x {hardware.name_of_peak}, {work.tokens_per_step:,} tokens per step, by {args.rank}\n"
+        f"{ranked.num_legal:,} legal layouts, {len(ranked):,} fit; memory in GiB on the most loaded rank; predicted in"
+        f" {seconds:.1f} s"
+    )
+    wide = Console(width=None if sys.stdout.isatty() else 200)
+    wide.print(report.table(ranked, args.top, title=title))
+    print("--explain ROW writes the arithmetic out; --write F --row N makes a configuration of a row.")
+    print(f"Figures of {hardware.name}: {hardware.source}")
+
+
+class _Bar:
+    """A line on stderr that says how far a search is, once it has taken a second."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() - self._start > 1.0 and sys.stderr.isatty():
+            filled = 30 * done // total
+            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} layouts", end="", file=sys.stderr)
+            self._shown = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            print(file=sys.stderr)

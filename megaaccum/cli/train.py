@@ -1,0 +1,85 @@
+"""`megaaccum train`: pretraining, on the ranks of this machine or as a rank that a launcher started.
+
+    megaaccum train CONFIG [--key value ...]
+    python -m megaaccum.train --config CONFIG [--key value ...]
+
+Started by hand it starts the ranks of this machine itself; started by torchrun, deepspeed or itself (RANK is set) it is
+one of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megaaccum import config as configuration
+from megaaccum.distributed import launch, preload
+from megaaccum.errors import ConfigError
+from megaaccum.training.run_folder import check_folders
+
+if TYPE_CHECKING:
+    from megaaccum.config import Config, Plan
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, on this rank or on ranks that this process starts. Returns an exit code; raises MegaaccumError."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0
+    argv, port = _take(argv, "--master_port")
+    if "RANK" in os.environ:
+        return _train(_plan_of_this_rank(argv))
+    return _launch(argv, configuration.load(*_config_path(argv)), int(port or 0))
+
+
+def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
+    """The plan, on a rank that a launcher started."""
+    try:
+        config = configuration.load(*_config_path(argv))
+        return configuration.resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
+    except ConfigError as error:
+        error.said_by = "one rank per host"  # they have read the same file and the same command line
+        raise
+
+
+def _train(plan: Plan) -> int:
+    preload.libraries()  # the CPU lane's stand-ins have to be there before Megatron is imported
+    from megaaccum.training.loop import train
+
+    return train(plan)
+
+
+def _launch(argv: Sequence[str], config: Config, port: int) -> int:
+    """Check the plan, then start this machine's ranks."""
+    nproc = config.run.nproc_per_node or launch.num_gpus() or _model_ranks(config)
+    check_folders(configuration.resolve(config, world_size=nproc).config)
+    return launch.launch_local(list(argv), nproc=nproc, num_threads=config.run.num_threads, master_port=port)
+
+
+def _model_ranks(config: Config) -> int:
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+
+
+def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file, as first argument or behind --config, and the overrides."""
+    rest, path = _take(argv, "--config")
+    if path is None and rest and not rest[0].startswith("-"):
+        return rest[0], rest[1:]
+    return path, rest
+
+
+def _take(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """`argv` without `flag VALUE` or `flag=VALUE`, and the value."""
+    rest, value, words = [], None, iter(argv)
+    for word in words:
+        if word == flag:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"{flag} needs a value")
+        elif word.startswith(flag + "="):
+            value = word.split("=", 1)[1]
+        else:
+            rest.append(word)
+    return rest, value

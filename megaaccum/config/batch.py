@@ -1,0 +1,257 @@
+"""The batch: how an optimizer step's sequences are cut over ranks, accumulation steps and pipeline micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megaaccum.errors import ConfigError, either, nearest_divisors, nearest_multiples
+
+Flush = Literal["merged", "per_round"]
+LossNorm = Literal["token", "microbatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """One optimizer step's batch. The same on every rank; all sizes are in sequences unless they say tokens.
+
+    Build one with `solve`, which checks every rule, rather than by hand.
+    """
+
+    micro_batch_size: int
+    """Sequences in one pipeline micro-batch on one data-parallel rank."""
+    num_chunks: int
+    """Pipeline micro-batches that one device batch is cut into."""
+    grad_accum_steps: int
+    """Device batches per optimizer step."""
+    data_parallel_size: int
+    """Ranks that see different sequences: world / (tp * cp * pp)."""
+    pipeline_model_parallel_size: int
+    """Pipeline ranks."""
+    seq_length: int
+    """Tokens per sequence."""
+    flush: Flush = "merged"
+    """One pipeline flush per optimizer step, or one per accumulation step."""
+    loss_norm: LossNorm = "token"
+    """What the step's loss is divided by."""
+
+    @property
+    def device_batch_size(self) -> int:
+        """Sequences that a data-parallel rank takes in per accumulation step."""
+        return self.micro_batch_size * self.num_chunks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per optimizer step on one data-parallel rank; the divisor of a mean over micro-batches."""
+        return self.grad_accum_steps * self.num_chunks
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.device_batch_size * self.grad_accum_steps * self.data_parallel_size
+
+    @property
+    def microbatches_per_flush(self) -> int:
+        """Micro-batches between the pipeline's filling and its draining: what one call of the schedule is given."""
+        return self.num_microbatches if self.flush == "merged" else self.num_chunks
+
+    @property
+    def num_flushes(self) -> int:
+        """Calls of the schedule per optimizer step."""
+        return self.num_microbatches // self.microbatches_per_flush
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step over all ranks, masked ones included."""
+        return self.global_batch_size * self.seq_length
+
+    def describe(self) -> str:
+        """The arithmetic, one equation a line, every factor with its name."""
+        lines = [
+            f"device_batch_size = micro_batch_size {self.micro_batch_size} * num_chunks {self.num_chunks}"
+            f" = {self.device_batch_size} sequences",
+            f"num_microbatches = grad_accum_steps {self.grad_accum_steps} * num_chunks {self.num_chunks}"
+            f" = {self.num_microbatches}",
+            f"global_batch_size = device_batch_size {self.device_batch_size} * grad_accum_steps"
+            f" {self.grad_accum_steps} * data_parallel_size {self.data_parallel_size}"
+            f" = {self.global_batch_size:,} sequences",
+            f"tokens_per_step = global_batch_size {self.global_batch_size} * seq_length {self.seq_length}"
+            f" = {self.tokens_per_step:,} tokens",
+            f"flush: {self.flush}, so {self.num_flushes} flush{'es' * (self.num_flushes > 1)} of"
+            f" {self.microbatches_per_flush} micro-batches per step",
+        ]
+        return "\n".join(lines)
+
+    @staticmethod
+    def check(
+        *,
+        data_parallel_size: int,
+        micro_batch_size: int | None = None,
+        num_chunks: int | None = None,
+        device_batch_size: int | None = None,
+        grad_accum_steps: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> None:
+        """Hold that some plan, for whatever pipeline, has the sizes that are given.
+
+        Raises:
+            ConfigError: a size is not positive, sizes contradict each other or do not divide.
+        """
+        sizes = _Sizes(micro_batch_size, num_chunks, device_batch_size, grad_accum_steps, global_batch_size)
+        sizes.check(data_parallel_size)
+
+    @classmethod
+    def solve(
+        cls,
+        *,
+        data_parallel_size: int,
+        pipeline_model_parallel_size: int = 1,
+        seq_length: int,
+        micro_batch_size: int | None = None,
+        num_chunks: int | None = None,
+        device_batch_size: int | None = None,
+        grad_accum_steps: int | None = None,
+        global_batch_size: int | None = None,
+        flush: Flush = "merged",
+        loss_norm: LossNorm = "token",
+    ) -> BatchPlan:
+        """The plan that follows from any of the five sizes that were given.
+
+        What they leave open is chosen so: micro_batch_size 1; one accumulation step; and num_chunks whatever the
+        rest leaves (1 if nothing says how large the batch is, as Megatron-LM's default batch).
+
+        Raises:
+            ConfigError: a size is not positive, sizes contradict each other or do not divide, or a flush has too few
+                micro-batches for the pipeline. One text per broken rule.
+        """
+        given = _Sizes(micro_batch_size, num_chunks, device_batch_size, grad_accum_steps, global_batch_size)
+        given.check(data_parallel_size)
+        micro, chunks, steps = given.split(data_parallel_size)
+        plan = cls(
+            micro_batch_size=micro,
+            num_chunks=chunks,
+            grad_accum_steps=steps,
+            data_parallel_size=data_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            seq_length=seq_length,
+            flush=flush,
+            loss_norm=loss_norm,
+        )
+        if problem := pipeline_fill_problem(plan):
+            raise ConfigError(problem)
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The five batch keys as far as they were given. Of these, dbs = micro * chunks and gbs = dbs * steps * dp."""
+
+    micro: int | None
+    chunks: int | None
+    device: int | None
+    steps: int | None
+    whole: int | None
+
+    def check(self, dp: int) -> None:
+        """Raise a ConfigError if the given sizes break a rule."""
+        if not_positive := list(self._not_positive()):
+            raise ConfigError(not_positive)
+        if problem := self._device_problem() or self._whole_problem(dp):
+            raise ConfigError(problem)
+
+    def _not_positive(self) -> Iterator[str]:
+        names = ("micro_batch_size", "num_chunks", "device_batch_size", "grad_accum_steps", "global_batch_size")
+        for name, value in zip(names, (self.micro, self.chunks, self.device, self.steps, self.whole), strict=True):
+            if value is not None and value < 1:
+                yield f"{name} is {value}: it must be at least 1."
+
+    def _device_problem(self) -> str | None:
+        if self.device is None:
+            return None
+        if self.micro is not None and self.chunks is not None:
+            product = self.micro * self.chunks
+            if self.device != product:
+                return (
+                    f"device_batch_size {self.device} contradicts micro_batch_size {self.micro} * num_chunks"
+                    f" {self.chunks} = {product}: set device_batch_size to {product}, or leave one of the three out."
+                )
+        for name, divisor in (("num_chunks", self.chunks), ("micro_batch_size", self.micro)):
+            if divisor is not None and self.device % divisor:
+                return (
+                    f"device_batch_size {self.device} is not divisible by {name} {divisor}: set device_batch_size to"
+                    f" {either(nearest_multiples(self.device, divisor))}, or {name} to"
+                    f" {either(nearest_divisors(divisor, self.device))}."
+                )
+        return None
+
+    def _whole_problem(self, dp: int) -> str | None:
+        """The rule on global_batch_size, once the device batch is known to be sound."""
+        if self.whole is None:
+            return None
+        inner = [("device_batch_size", self.device)]
+        if self.device is None:
+            inner = [("micro_batch_size", self.micro), ("num_chunks", self.chunks)]
+        factors = [*inner, ("grad_accum_steps", self.steps), ("data_parallel_size", dp)]
+        known = [(name, value) for name, value in factors if value is not None]
+        product = math.prod(value for _, value in known)
+        unit = " * ".join(f"{name} {value}" for name, value in known) + (f" = {product}" if len(known) > 1 else "")
+        if self._is_determined() and self.whole != product:
+            return (
+                f"global_batch_size {self.whole} contradicts {unit}: set global_batch_size to {product}, or leave out"
+                " one of these keys to have it derived."
+            )
+        if self.whole % product:
+            return (
+                f"global_batch_size {self.whole} is not divisible by {unit}: set global_batch_size to"
+                f" {either(nearest_multiples(self.whole, product))}, or change one of the factors."
+            )
+        return None
+
+    def _is_determined(self) -> bool:
+        """Whether the other keys alone say how large the global batch is."""
+        has_device = self.device is not None or (self.micro is not None and self.chunks is not None)
+        return has_device and self.steps is not None
+
+    def split(self, dp: int) -> tuple[int, int, int]:
+        """(micro_batch_size, num_chunks, grad_accum_steps) of sizes without problems."""
+        per_rank = None if self.whole is None else self.whole // dp
+        device, micro, chunks, steps = self.device, self.micro, self.chunks, self.steps
+        if device is None and per_rank is not None and steps is not None:
+            device = per_rank // steps
+        if micro is None:
+            micro = device // chunks if device is not None and chunks is not None else 1
+        if chunks is None and device is not None:
+            chunks = device // micro
+        if chunks is None:
+            chunks = 1 if per_rank is None else per_rank // micro
+        if steps is None:
+            steps = 1 if per_rank is None else per_rank // (micro * chunks)
+        return micro, chunks, steps
+
+
+def pipeline_fill_problem(plan: BatchPlan) -> str | None:
+    """The text of the rule that a flush holds at least two micro-batches per pipeline rank, or None if it does.
+
+    With fewer, ranks idle most of the step, and schedules that fill the pipeline from both ends cannot run at all.
+    """
+    pp, m = plan.pipeline_model_parallel_size, plan.microbatches_per_flush
+    if pp == 1 or m >= 2 * pp:
+        return None
+    chunks, steps = plan.num_chunks, plan.grad_accum_steps
+    chunks_needed = -(-2 * pp // steps) if plan.flush == "merged" else 2 * pp
+    remedies = [f"num_chunks to {chunks_needed} (device_batch_size {plan.micro_batch_size * chunks_needed})"]
+    if plan.flush == "merged":
+        has = f"grad_accum_steps {steps} * num_chunks {chunks} = {m}"
+        remedies.append(f"grad_accum_steps to {-(-2 * pp // chunks)}")
+        remedies.append(f"global_batch_size to {2 * pp * plan.micro_batch_size * plan.data_parallel_size}")
+    else:
+        has = f"flush: per_round makes flushes of num_chunks {chunks}"
+        if plan.num_microbatches >= 2 * pp:
+            remedies.append(f"flush to merged (flushes of {plan.num_microbatches})")
+    remedies.append(f"pipeline_model_parallel_size to {max(1, m // 2)}")
+    return (
+        f"pipeline_model_parallel_size {pp} needs at least 2 * {pp} = {2 * pp} micro-batches in a flush, and {has}:"
+        f" set {', or '.join(remedies)}."
+    )

@@ -1,0 +1,140 @@
+"""Ranks agree on what they are about to do before the first message that would hang if they did not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.distributed import cpu
+from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement
+
+MOST_SHOWN = 8
+"""Ranks or keys that a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of each other. stop: some rank wishes to stop after this step. told: for each name of `tell`
+    what every rank said, in rank order."""
+
+    stop: bool
+    told: dict[str, list[int]]
+
+
+def agree(
+    digest: str,
+    *,
+    details: Callable[[], Mapping[str, object]] = dict,
+    tell: Mapping[str, int] | None = None,
+    stop: bool = False,
+    problem: MegaaccumError | None = None,
+    **facts: int,
+) -> Agreed:
+    """Compare `digest` (of the plan) and `facts` over all ranks: one all-gather of a few integers per rank. `tell`
+    comes along and is not compared; `stop` neither, since a signal may reach ranks in different steps.
+
+    Raises RankDisagreement on every rank, naming each fact that differs and who says what. Where the digests differ,
+    `details` (what they are made of) is asked for, and the keys that differ are named. If any rank comes with a
+    `problem`, every rank raises that.
+    """
+    facts = {"plan": int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16), **facts}
+    told = dict(tell or {})
+    numbers = [*facts.values(), *told.values(), int(stop), int(problem is not None)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=cpu.device())
+    everyone = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64, device=cpu.device())
+    dist.all_gather_into_tensor(everyone, mine)
+    rows = everyone.view(-1, len(mine)).tolist()
+    columns = dict(zip([*facts, *told, "stop", "problem"], map(list, zip(*rows, strict=True)), strict=True))
+    if any(columns["problem"]):
+        _raise_together(problem)
+    differing = [name for name in facts if len(set(columns[name])) > 1]
+    if differing:
+        texts = [_disagreement(name, columns[name], details) for name in differing]
+        raise said_once(RankDisagreement("; ".join(texts)))
+    return Agreed(any(columns["stop"]), {name: columns[name] for name in told})
+
+
+def alike(what: str, value: str) -> None:
+    """Raise RankDisagreement on every rank, saying who has which, unless all ranks have the same `value`; collective
+    over the world."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    if len(set(everyone)) > 1:
+        raise said_once(RankDisagreement(describe(what, everyone)))
+
+
+def together[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `action` on every rank of the world and return this rank's result; if any rank fails, every rank raises.
+
+    For work that can fail on some ranks and that other ranks do not wait for: the others would go on into a collective
+    and stay there. `action` may hold collectives only if it fails on all ranks before or after each of them. Raises
+    the MegaaccumError of the rank that failed; for a bug on one rank, that bug there and a LaunchError elsewhere.
+    """
+    problem: BaseException | None = None
+    try:
+        result = action(*args, **kwargs)
+    except Exception as error:
+        problem = error
+    _raise_together(problem)
+    return result
+
+
+def _raise_together(problem: BaseException | None) -> None:
+    """Raise on every rank what any rank brings as `problem`; return if none brings one. Collective over the world."""
+    mine = None if problem is None else _portable(problem)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if not any(everyone):
+        return
+    if problem is not None and not isinstance(problem, MegaaccumError):
+        raise problem
+    kind = next(each[0] for each in everyone if each)
+    said: dict[str, list[int]] = {}
+    for rank, each in enumerate(everyone):
+        if each:
+            said.setdefault(each[1], []).append(rank)
+    texts = [text if len(ranks) == len(everyone) else f"{_ranks(ranks)}: {text}" for text, ranks in said.items()]
+    raise said_once(kind("\n".join(texts))) from problem
+
+
+def _portable(problem: BaseException) -> tuple[type[MegaaccumError], str]:
+    """Class and text under which other ranks raise `problem`."""
+    if isinstance(problem, MegaaccumError):
+        return type(problem), str(problem)
+    return LaunchError, f"ended with {type(problem).__name__}: {problem}"
+
+
+def said_once[E: MegaaccumError](error: E) -> E:
+    """`error`, which every rank is about to raise, marked so that rank 0 alone prints it."""
+    error.said_by = "rank 0"
+    return error
+
+
+def describe(name: str, values: list) -> str:
+    """`ranks disagree about NAME (rank 0: 1; ranks 1, 2: 2)` for what each rank said, in rank order."""
+    said = "; ".join(f"{_ranks([r for r, x in enumerate(values) if x == v])}: {v}" for v in dict.fromkeys(values))
+    return f"ranks disagree about {name} ({said})"
+
+
+def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[str, object]]) -> str:
+    if name != "plan":
+        return describe(name, values)
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {key: str(value) for key, value in details().items()})
+    said = [each or {} for each in everyone]
+    keys = [key for key in dict.fromkeys(key for each in said for key in each) if len({e.get(key) for e in said}) > 1]
+    if not keys:
+        return describe("the plan", [f"digest {value:x}" for value in values])
+    texts = [describe(key, [each.get(key, "nothing") for each in said]) for key in keys[:MOST_SHOWN]]
+    more = f"; and about {len(keys) - MOST_SHOWN} more keys" if len(keys) > MOST_SHOWN else ""
+    return "; ".join(texts) + more + ". Start every rank with the same configuration and command line"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:MOST_SHOWN]))}" + (", ..." if len(ranks) > MOST_SHOWN else "")

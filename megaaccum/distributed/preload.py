@@ -1,0 +1,57 @@
+"""What a process does before its first line of training: find its tools, keep calm, import the libraries."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from megaaccum.distributed import quiet
+
+LIBRARIES = (
+    "torch",
+    "deepspeed",
+    "deepspeed.comm.torch",
+    "megatron.core.parallel_state",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.datasets.gpt_dataset",
+    "megaaccum.training.loop",
+)
+"""What every rank imports; five to ten seconds on an ordinary core."""
+
+
+def prepare() -> None:
+    """Call before torch is imported. Puts the tools of this Python environment on PATH and keeps known noise back.
+
+    DeepSpeed compiles its shared-memory operator by a command named `ninja`, which lies beside the Python that runs
+    megaaccum; that folder is on PATH only if the environment was activated.
+    """
+    folder = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "").split(os.pathsep)
+    if folder not in path:
+        os.environ["PATH"] = os.pathsep.join([folder, *filter(None, path)])
+    quiet.install()
+
+
+def libraries() -> None:
+    """Imports LIBRARIES in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread of ours."""
+    prepare()
+    from megaaccum import upstream
+    from megaaccum.distributed import cpu
+
+    cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    upstream.without_shared_memory_operator()
+    upstream.one_gloo_device()
+    keep()
+
+
+def keep() -> None:
+    """Take what is there now out of garbage collection: the libraries' million objects stay. A collection, which
+    DeepSpeed asks for at each start, then need not look at them, nor a forked rank copy their memory for it."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,32 @@
+"""The random states of this process: taken before a step, put back when it did not count, kept in checkpoints."""
+
+from __future__ import annotations
+
+import torch
+
+from megaaccum.distributed import cpu
+
+
+def snapshot() -> dict[str, torch.Tensor]:
+    """Copies of every state that dropout draws from, uint8 on the CPU: torch's ("cpu"), the device's ("cuda", where
+    there is one) and those of Megatron's tracker by their names. No kernel is waited for."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+    if cpu.has_accelerator():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: state.clone() for name, state in states.items()}
+
+
+def restore(states: dict[str, torch.Tensor]) -> None:
+    """Go back to what `snapshot` returned; an empty one leaves everything as it is."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    if not states:
+        return
+    own = {name: state.clone() for name, state in states.items()}
+    cuda = own.pop("cuda", None)
+    if cuda is not None and cpu.has_accelerator():
+        torch.cuda.set_rng_state(cuda)
+    torch.set_rng_state(own.pop("cpu"))
+    get_cuda_rng_tracker().set_states(own)

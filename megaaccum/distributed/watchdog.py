@@ -1,0 +1,79 @@
+"""A limit on a step's time: past it every rank says what it was doing, and the run ends.
+
+A collective that one rank does not reach makes all others wait, so the limit passes on every rank within a moment, and
+each tells of itself: the phase, the action, the last message between stages and the stack of every thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megaaccum.distributed.breadcrumbs import Trace
+
+EXIT_CODE = 124
+"""As the command `timeout` ends what took too long."""
+GRACE_SECONDS = 5.0
+"""Between a rank's words and its end, so that the launcher, which ends all ranks after the first, hears every one."""
+
+
+class Watchdog:
+    """Watches the steps of this rank. limit: seconds that one may take, 0 for no limit. folder: takes `rank_N.txt` with
+    what was said, beside standard error. trace: what this rank notes about itself."""
+
+    def __init__(self, limit: float, *, rank: int, folder: Path, trace: Trace):
+        self._limit = limit
+        self._rank = rank
+        self._folder = folder
+        self._trace = trace
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one step. Ends this process with EXIT_CODE when it takes longer than the limit."""
+        if self._limit <= 0:
+            yield
+            return
+        # A thread of Python needs the interpreter's lock, which a call that hangs may hold: faulthandler does not.
+        faulthandler.dump_traceback_later(self._limit + 2 * GRACE_SECONDS, exit=True)
+        timer = threading.Timer(self._limit, self._end, args=(number, time.monotonic()))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, number: int, started: float) -> None:
+        text = self.report(number, time.monotonic() - started)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"rank_{self._rank}.txt").write_text(text)
+        except OSError as error:
+            text += f"(not written to {self._folder}: {error.strerror or error})\n"
+        os.write(sys.stderr.fileno(), text.encode())  # one write: lines of other ranks stay out of it
+        time.sleep(GRACE_SECONDS)
+        os._exit(EXIT_CODE)
+
+    def report(self, number: int, seconds: float) -> str:
+        """What this rank has to say about step `number` after so many seconds."""
+        head = (
+            f"rank {self._rank}: step {number} takes {seconds:.0f} s, more than step_timeout_seconds {self._limit:g}."
+            f" {self._trace}. Stacks:\n"
+        )
+        return head + _stacks()
+
+
+def _stacks() -> str:
+    """The stack of every thread of this process."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

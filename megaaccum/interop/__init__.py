@@ -1,0 +1,1 @@
+"""Formats of other programs, read into megaaccum's keys: Megatron's flags and launch scripts, DeepSpeed's JSON."""

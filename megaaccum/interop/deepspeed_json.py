@@ -1,0 +1,313 @@
+"""A user's DeepSpeed JSON held against megaaccum's keys, and the JSON that megaaccum gives DeepSpeed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch_keys import SIZES
+from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.keys import all_keys
+from megaaccum.config.load import given
+from megaaccum.config.schema import Config
+from megaaccum.config.source import COMMAND_LINE
+from megaaccum.interop import deepspeed_keys as keys
+from megaaccum.interop.deepspeed_training import read_optimizer, read_scheduler
+
+ORIGIN = "deepspeed block"
+"""The origin of a key whose value was taken over from the JSON."""
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Holds values of the JSON against keys: takes over what nobody wrote, names what disagrees."""
+
+    config: Config
+    notes: list[str]
+    problems: list[str]
+
+    def same(self, path: str, value: object, key: str) -> None:
+        """`path` of the JSON and `key` mean the same thing. 'auto' leaves it to the key."""
+        if value is None or value == "auto":
+            return
+        item = all_keys()[key]
+        section = getattr(self.config, item.section)
+        try:
+            typed = coerce(value, item.annotation)
+        except NotOfType as error:
+            self.problems.append(f"deepspeed.{path} is {value!r}: it stands for {key}, which must be {error}.")
+            return
+        ours = getattr(section, key)
+        if not given(self.config, key):
+            if typed != ours:
+                self.notes.append(f"{key} {typed} is taken from deepspeed.{path}.")
+            setattr(section, key, typed)
+            self.config.origin[key] = ORIGIN
+        elif ours != typed and self.outranked(key):
+            self.notes.append(f"deepspeed.{path} {value} is set aside: the command line gives {key} {ours}.")
+        elif ours != typed:
+            self.problems.append(
+                f"deepspeed.{path} is {value} and {key} is {ours}: make them equal, or leave one of them out."
+            )
+
+    def outranked(self, key: str) -> bool:
+        """Whether `key` is from the command line and the JSON is not."""
+        origin = self.config.origin
+        return origin.get(key) == COMMAND_LINE != origin.get("deepspeed")
+
+    def refuse(self, path: str, value: object, instead: str) -> None:
+        """`path` is something that megaaccum does not do."""
+        self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
+
+
+def adopt(config: Config, notes: list[str]) -> list[str]:
+    """Take over, in place, what `config.deepspeed` says and no key of megaaccum's does.
+
+    Returns one text per key that disagrees with a key of megaaccum's, is unknown, or cannot be honoured. Batch sizes
+    that both give are compared once the batch is solved (`batch_problems`).
+    """
+    reconciler = Reconciler(config, notes, [])
+    for name, value in config.deepspeed.items():
+        if handler := _HANDLERS.get(name):
+            handler(reconciler, name, value)
+        elif name in keys.REFUSED:
+            if keys.is_on(value):
+                reconciler.refuse(name, value, keys.REFUSED[name])
+        elif name in keys.DROPPED:
+            notes.append(f"deepspeed.{name} is left out: {keys.DROPPED[name]}.")
+        elif name not in keys.TOP_LEVEL:
+            reconciler.problems.append(_unknown(name, name, keys.TOP_LEVEL))
+    _adopt_batch(reconciler)
+    return reconciler.problems
+
+
+def _adopt_batch(reconciler: Reconciler) -> None:
+    """Batch sizes of the JSON where the keys leave them open; DeepSpeed's micro-batch is a pipeline's micro-batch."""
+    config, block = reconciler.config, reconciler.config.deepspeed
+    written = {name for name in SIZES if getattr(config.batch, name) is not None}
+    if not written & {"global_batch_size", "grad_accum_steps"}:
+        reconciler.same("train_batch_size", block.get("train_batch_size"), "global_batch_size")
+    if not written & {"micro_batch_size", "num_chunks", "device_batch_size"}:
+        reconciler.same(
+            "train_micro_batch_size_per_gpu", block.get("train_micro_batch_size_per_gpu"), "micro_batch_size"
+        )
+    if not written and block.get("train_batch_size") in (None, "auto"):
+        steps = block.get("gradient_accumulation_steps")
+        reconciler.same("gradient_accumulation_steps", steps, "grad_accum_steps")
+
+
+def batch_problems(config: Config, batch: BatchPlan, notes: list[str]) -> list[str]:
+    """One text if the JSON's batch sizes are not those of `batch`, or a note if the command line outranks them.
+
+    DeepSpeed multiplies train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp. The first two may be what
+    its pipeline engine, its plain engine or megaaccum itself would call them: see `readings`.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    theirs = {name: value for name in names if (value := config.deepspeed.get(name)) not in (None, "auto")}
+    whole, micro, steps = (theirs.get(name) for name in names)
+    readings = [
+        (batch.micro_batch_size, batch.num_microbatches),
+        (batch.device_batch_size, batch.grad_accum_steps),
+        (batch.micro_batch_size * batch.num_microbatches, 1),
+    ]
+    agrees = any((micro in (None, m)) and (steps in (None, s)) for m, s in readings)
+    if agrees and whole in (None, batch.global_batch_size):
+        return []
+    said = ", ".join(f"{name} {value}" for name, value in theirs.items())
+    ours = ", ".join(f"{name} {getattr(batch, name)}" for name in SIZES)
+    if any(config.origin.get(name) == COMMAND_LINE for name in SIZES):
+        notes.append(f"deepspeed's {said} is set aside: with the command line the batch is {ours}.")
+        return []
+    pairs = " or ".join(f"{m} with {s}" for m, s in dict.fromkeys(readings))
+    return [
+        f"deepspeed.{said} disagrees with {ours}: set train_batch_size to {batch.global_batch_size} and"
+        f" train_micro_batch_size_per_gpu with gradient_accumulation_steps to {pairs}, or leave them out of the JSON."
+    ]
+
+
+def write(config: Config, batch: BatchPlan) -> dict[str, object]:
+    """What DeepSpeed is given; see `Plan.deepspeed_config`. `config` is a resolved one."""
+    user, sharding = config.deepspeed, config.sharding
+    zero_block = user.get("zero_optimization")
+    user_zero = zero_block if isinstance(zero_block, dict) else {}
+    zero: dict[str, object] = {name: value for name, value in user_zero.items() if name in keys.ZERO_PASSED}
+    zero |= {"stage": sharding.zero_stage, "reduce_bucket_size": sharding.reduce_bucket_size}
+    if sharding.zero_stage == 3:
+        # By default DeepSpeed gathers every parameter of up to 100,000 elements by itself, one collective for each, at
+        # the end of its step. The boundary gathers all of them in one, at the start of the next.
+        zero["stage3_param_persistence_threshold"] = 0
+    if sharding.offload_optimizer != "none":
+        block = user_zero.get("offload_optimizer")
+        zero["offload_optimizer"] = {**(block if isinstance(block, dict) else {}), "device": sharding.offload_optimizer}
+    in_bf16 = sharding.optimizer_dtype == "bf16"
+    settled: dict[str, object] = {name: value for name, value in user.items() if name in keys.PASSED}
+    return settled | {
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size * batch.num_microbatches,
+        "gradient_accumulation_steps": 1,
+        # megaaccum clips by the norm over all stages; DeepSpeed would clip a second time.
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": sharding.bf16, **_BF16_OPTIMIZER} if in_bf16 else {"enabled": sharding.bf16},
+        # The loss is scaled and gradients are unscaled outside DeepSpeed: a second scale of 1, that never moves.
+        "fp16": {"enabled": sharding.fp16, "loss_scale": 1.0},
+        "communication_data_type": sharding.grad_reduce_dtype,
+        "data_types": {"grad_accum_dtype": sharding.grad_accum_dtype},
+        # The optimizer is built by megaaccum, which DeepSpeed calls untested whatever it is.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _unknown(path: str, name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=2, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{hint}."
+
+
+def _short(value: object) -> str:
+    return "(a block)" if isinstance(value, dict) else str(value)
+
+
+def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    reconciler.problems.append(f"deepspeed.{name} is {value!r}: it must be a block.")
+    return {}
+
+
+_BF16_OPTIMIZER = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+def _precision(reconciler: Reconciler, name: str, value: object) -> None:
+    key = "fp16" if name == "fp16" else "bf16"
+    block = _mapping(reconciler, name, value)
+    reconciler.same(f"{name}.enabled", block.get("enabled"), key)
+    if any(block.get(inner) for inner in _BF16_OPTIMIZER):
+        reconciler.same(f"{name}.{next(iter(_BF16_OPTIMIZER))}", "bf16", "optimizer_dtype")
+    if name == "fp16" and block.get("enabled") is not False:
+        _loss_scale(reconciler, block)
+
+
+_LOSS_SCALE_KEYS = {
+    "loss_scale_window": "loss_scale_window",
+    "hysteresis": "hysteresis",
+    "min_loss_scale": "min_loss_scale",
+}
+
+
+def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """DeepSpeed's loss scale in megaaccum's keys: loss_scale 0 is a dynamic one, that starts at a power of two."""
+    if block.get("loss_scale") not in (None, "auto", 0):
+        reconciler.same("fp16.loss_scale", block["loss_scale"], "loss_scale")
+    power = block.get("initial_scale_power")
+    if isinstance(power, int):
+        reconciler.same("fp16.initial_scale_power", 2.0**power, "initial_loss_scale")
+    for inner, key in _LOSS_SCALE_KEYS.items():
+        reconciler.same(f"fp16.{inner}", block.get(inner), key)
+    for inner, instead in (
+        ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
+        ("auto_cast", "Megatron's layers take token numbers; leave it out"),
+        ("fp16_master_weights_and_grads", "master weights and sums of gradients are FP32; leave it out"),
+    ):
+        if block.get(inner):
+            reconciler.refuse(f"fp16.{inner}", block[inner], instead)
+
+
+def _zero(reconciler: Reconciler, name: str, value: object) -> None:
+    block = _mapping(reconciler, name, value)
+    for inner, item in block.items():
+        path = f"{name}.{inner}"
+        if inner in keys.ZERO_REFUSED:
+            if keys.is_on(item):
+                reconciler.refuse(path, item, keys.ZERO_REFUSED[inner])
+        elif inner in keys.ZERO_DROPPED:
+            reconciler.notes.append(f"deepspeed.{path} is left out: {keys.ZERO_DROPPED[inner]}.")
+        elif inner not in keys.ZERO:
+            reconciler.problems.append(_unknown(path, inner, keys.ZERO))
+    if block.get("stage") == 0:
+        reconciler.refuse(f"{name}.stage", 0, "set it to 1, 2 or 3, or leave the JSON out and write boundary: ddp")
+    else:
+        reconciler.same(f"{name}.stage", block.get("stage"), "zero_stage")
+    reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")
+    _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer"))
+    if block.get("reduce_scatter") is False:
+        reconciler.refuse(f"{name}.reduce_scatter", False, "gradients are reduce-scattered; leave it out")
+    if block.get("zero_hpz_partition_size") not in (None, "auto", 1):
+        path, size = f"{name}.zero_hpz_partition_size", block["zero_hpz_partition_size"]
+        reconciler.refuse(path, size, "parameters are gathered once per step; leave it out")
+
+
+def _offload(reconciler: Reconciler, path: str, value: object) -> None:
+    if value is None:
+        return
+    block = _mapping(reconciler, path, value)
+    if block.get("device") == "nvme":
+        reconciler.refuse(f"{path}.device", "nvme", "write offload_optimizer: cpu instead")
+    else:
+        reconciler.same(f"{path}.device", block.get("device"), "offload_optimizer")
+    for inner in ("super_offload", "zenflow"):
+        if block.get(inner):
+            reconciler.refuse(f"{path}.{inner}", block[inner], "leave it out")
+
+
+def _data_types(reconciler: Reconciler, name: str, value: object) -> None:
+    for inner, item in _mapping(reconciler, name, value).items():
+        if inner == "grad_accum_dtype":
+            reconciler.same(f"{name}.{inner}", item, "grad_accum_dtype")
+        elif item is not None:
+            reconciler.refuse(f"{name}.{inner}", item, "write params_dtype instead")
+
+
+_DIVISOR_DEFAULTS = {
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+}
+
+
+def _divisor(reconciler: Reconciler, name: str, value: object) -> None:
+    if value not in (None, "auto", _DIVISOR_DEFAULTS[name]):
+        reconciler.refuse(name, value, "the loss is divided once, by loss_norm; leave it out")
+
+
+def _activation_checkpointing(reconciler: Reconciler, name: str, value: object) -> None:
+    active = {k: v for k, v in _mapping(reconciler, name, value).items() if keys.is_on(v)}
+    if active:
+        reconciler.refuse(
+            name, ", ".join(sorted(active)), "write recompute_granularity: full or selective, which is Megatron's"
+        )
+
+
+def _monitor(reconciler: Reconciler, name: str, value: object) -> None:
+    block = _mapping(reconciler, name, value)
+    inner, key = _MONITORS[name]
+    if not block.get("enabled"):
+        return
+    if not block.get(inner) and not given(reconciler.config, key):
+        reconciler.problems.append(f"deepspeed.{name} is enabled without {inner}: write {key} instead.")
+    reconciler.same(f"{name}.{inner}", block.get(inner) or None, key)
+
+
+_MONITORS = {
+    "tensorboard": ("output_path", "tensorboard_dir"),
+    "csv_monitor": ("output_path", "csv_dir"),
+    "wandb": ("project", "wandb_project"),
+}
+
+_HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
+    "gradient_clipping": lambda r, name, value: r.same(name, value, "clip_grad"),
+    "communication_data_type": lambda r, name, value: r.same(name, value, "grad_reduce_dtype"),
+    "bf16": _precision,
+    "bfloat16": _precision,
+    "fp16": _precision,
+    "zero_optimization": _zero,
+    "data_types": _data_types,
+    **dict.fromkeys(_DIVISOR_DEFAULTS, _divisor),
+    "activation_checkpointing": _activation_checkpointing,
+    "optimizer": lambda r, name, value: read_optimizer(r, _mapping(r, name, value)),
+    "scheduler": lambda r, name, value: read_scheduler(r, _mapping(r, name, value)),
+    **dict.fromkeys(_MONITORS, _monitor),
+}

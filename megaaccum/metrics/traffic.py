@@ -1,0 +1,110 @@
+"""What crosses ranks in a step, counted where every collective passes. planner/footprint.py predicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaaccum.distributed.groups import Groups
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lane:
+    """What is counted together. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
+
+    collective: str
+    group: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.collective}/{self.group}/{self.dtype}"
+
+
+@dataclass(slots=True)
+class Count:
+    """calls; bytes that this rank receives (sends, for a `send`) from other ranks by the cheapest algorithm; seconds
+    that the host spent in the calls and in waiting for them, which on a GPU is less than they took."""
+
+    calls: int = 0
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+
+Traffic = dict[str, Count]
+"""By lane, as text `collective/group/dtype`."""
+
+
+def bytes_by_collective(traffic: Traffic) -> dict[str, float]:
+    """{`bytes_all_gather_dp_cp`: bytes, ...}, for the log: dtypes added up."""
+    totals: dict[str, float] = {}
+    for lane, count in traffic.items():
+        collective, group, _ = lane.split("/")
+        name = f"bytes_{collective}_{group}"
+        totals[name] = totals.get(name, 0.0) + count.num_bytes
+    return totals
+
+
+SHARE: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda k: (k - 1) / k,
+    "reduce_scatter": lambda k: (k - 1) / k,
+    "all_to_all": lambda k: (k - 1) / k,
+    "all_reduce": lambda k: 2 * (k - 1) / k,
+    "broadcast": lambda k: 1.0,
+    "reduce": lambda k: 1.0,
+    "gather": lambda k: (k - 1) / k,
+    "scatter": lambda k: (k - 1) / k,
+    "send": lambda k: 1.0,
+}
+"""Bytes that cross, per byte of the whole buffer, over k ranks (a ring's; Thakur et al., "Optimization of Collective
+Communication Operations in MPICH", 2005). A receive is counted where it is sent."""
+
+
+@dataclass
+class Meter:
+    """Counts this rank's collectives, over groups of more than one rank, while it is on."""
+
+    groups: Groups | None = None
+    most_receiving: int = 0
+    """Bytes of receive buffers that were posted and not taken yet, at most, while it was on last."""
+    _receiving: int = 0
+    _counts: dict[Lane, Count] = field(default_factory=dict)
+
+    @contextmanager
+    def counting(self) -> Iterator[Traffic]:
+        """The traffic of what runs inside, filled in at its end."""
+        from megaaccum import upstream
+
+        found: Traffic = {}
+        self._counts, self._receiving, self.most_receiving = {}, 0, 0
+        names = self._names()
+
+        def note(collective: str, group, tensor: torch.Tensor, seconds: float, *, calls: int = 1) -> None:
+            if collective == "recv":
+                self._receiving += tensor.nbytes if calls else -tensor.nbytes
+                self.most_receiving = max(self.most_receiving, self._receiving)
+                return
+            lane = Lane(collective, names.get(group.group_name, "other"), str(tensor.dtype).removeprefix("torch."))
+            count = self._counts.setdefault(lane, Count())
+            count.calls += calls
+            count.num_bytes += calls * SHARE[collective](group.size()) * tensor.numel() * tensor.element_size()
+            count.seconds += seconds
+
+        with upstream.watched_collectives(note):
+            yield found
+        found.update({str(lane): count for lane, count in sorted(self._counts.items())})
+
+    def _names(self) -> dict[str, str]:
+        import torch.distributed as dist
+
+        names: dict[str, str] = {dist.group.WORLD.group_name: "world"} if dist.group.WORLD is not None else {}
+        if self.groups is not None:
+            for name in ("tp", "cp", "ep", "pp", "dp", "dp_cp", "embd"):
+                group = getattr(self.groups.collection, name, None)
+                if group is not None:
+                    names[group.group_name] = name
+        return names

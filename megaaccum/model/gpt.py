@@ -1,0 +1,413 @@
+"""The Megatron GPT of a run: its TransformerConfig, this rank's chunks, layout-independent weights and global names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megaaccum.distributed import cpu, determinism
+from megaaccum.errors import ConfigError
+from megaaccum.model.flops import padded_vocab_size
+from megaaccum.model.local_norm import with_own_norms
+from megaaccum.precision import fp8
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# Fields of ModelConfig that a TransformerConfig holds under the same name and meaning.
+_SAME_NAME = (
+    "num_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups kv_channels normalization "
+    "add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std recompute_granularity "
+    "recompute_method recompute_num_layers recompute_modules moe_layer_freq moe_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size moe_router_topk moe_router_load_balancing_type moe_router_score_function "
+    "moe_router_dtype moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
+    "moe_router_enable_expert_bias moe_router_pre_softmax moe_aux_loss_coeff moe_z_loss_coeff "
+    "moe_token_dispatcher_type moe_grouped_gemm mtp_num_layers mtp_loss_scaling_factor"
+).split()
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_base")
+
+
+def uses_transformer_engine(plan: Plan) -> bool:
+    """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
+    wanted = plan.config.model.transformer_impl
+    if wanted == "auto":
+        if splits_backward(plan) and plan.config.quantization.fp8_format is None:
+            return False  # Megatron's own layers, whose backward megaaccum splits itself
+        from megatron.core.extensions import transformer_engine
+
+        return cpu.has_accelerator() and bool(getattr(transformer_engine, "HAVE_TE", False))
+    return wanted == "transformer_engine"
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the schedule is run by megaaccum's executor, which computes weight gradients apart."""
+    return plan.layout.schedule not in ("none", "1f1b", "interleaved")
+
+
+def transformer_config(plan: Plan) -> TransformerConfig:
+    """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
+    model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
+    dtype = DTYPES[sharding.params_dtype or "fp32"]
+    on_gpu = cpu.has_accelerator()
+    keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
+    keys |= dict(
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=_activation(model),
+        num_moe_experts=model.num_experts,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=plan.config.parallel.sequence_parallel,
+        num_layers_in_first_pipeline_stage=plan.config.parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=plan.config.parallel.decoder_last_pipeline_num_layers,
+        pipeline_model_parallel_layout=plan.config.parallel.pipeline_model_parallel_layout,
+        microbatch_group_size_per_vp_stage=plan.config.parallel.microbatch_group_size_per_vp_stage,
+        overlap_p2p_comm=bool(plan.config.parallel.overlap_p2p_comm),
+        batch_p2p_comm=bool(plan.config.parallel.batch_p2p_comm),
+        overlap_moe_expert_parallel_comm=plan.config.parallel.overlap_moe_expert_parallel_comm,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        # step/loss.py divides, and nothing else: this tells Megatron's schedules not to.
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        deterministic_mode=plan.config.sharding.deterministic,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        batch_p2p_sync=on_gpu,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=on_gpu and uses_transformer_engine(plan),
+        masked_softmax_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and not model.squared_relu,
+        bias_dropout_fusion=on_gpu,
+        attention_softmax_in_fp32=dtype is not torch.float64,
+    )
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    if model.multi_latent_attention:
+        # Megatron-core's default here is YaRN stretched by 40, whatever position_embedding_type says.
+        keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True, "rope_type": "rope"}
+    known = {field.name for field in fields(kind)}
+    assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
+    keys |= _fp8(plan)
+    try:
+        built = kind(**{name: value for name, value in keys.items() if value is not None})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"megatron-core refuses this model: {error}") from error
+    # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
+    # its own schedules (it wants overlap_moe_expert_parallel_comm).
+    built.delay_wgrad_compute = splits_backward(plan) and uses_transformer_engine(plan)
+    return built
+
+
+def _fp8(plan: Plan) -> dict[str, object]:
+    """Megatron's keys of FP8."""
+    keys = plan.config.quantization
+    if keys.fp8_format is None:
+        return {}
+    same = (field.name for field in fields(keys) if field.name != "fp8_format")
+    return {"fp8": keys.fp8_format} | {name: getattr(keys, name) for name in same}
+
+
+def _check_fp8(plan: Plan) -> None:
+    """What only this machine can tell of FP8: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
+    keys = plan.config.quantization
+    if keys.fp8_format is None:
+        return
+    capability = torch.cuda.get_device_capability() if cpu.has_accelerator() else None
+    if problem := fp8.device_problem(keys.fp8_recipe, capability, torch.version.cuda):
+        raise ConfigError(problem)
+    if not uses_transformer_engine(plan):
+        raise ConfigError(
+            f"fp8_format {keys.fp8_format} needs Transformer Engine, which is not installed (`megaaccum doctor` says"
+            " what is): install it (pip install 'megaaccum[te]'), or leave fp8_format out."
+        )
+
+
+def _check_local_layers(plan: Plan) -> None:
+    """What Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first run."""
+    model = plan.config.model
+    if uses_transformer_engine(plan):
+        return
+    here = (
+        "layers here are Megatron's local ones: no GPU was found, or Transformer Engine is not installed (`megaaccum "
+        "doctor` says which)"
+    )
+    problems = []
+    if model.multi_latent_attention:
+        problems.append(
+            f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
+            "or set multi_latent_attention to false."
+        )
+    if plan.layout.cp > 1:
+        problems.append(
+            f"context_parallel_size {plan.layout.cp} needs Transformer Engine's attention, and {here}. Run it on a "
+            "machine with both, or set context_parallel_size to 1."
+        )
+    if model.num_experts and model.add_bias_linear:
+        problems.append(
+            f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
+            "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _activation(model):
+    if model.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        return squared_relu
+    return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
+
+
+def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTModel]:
+    """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
+    `seed` and a parameter's global name alone: the same model under every layout.
+
+    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
+    the configuration asks for.
+    """
+    _check_fp8(plan)
+    _check_local_layers(plan)
+    determinism.apply(plan)
+    seed_dropout(groups, seed=plan.config.run.seed)
+    config = transformer_config(plan)
+    chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
+    for chunk in chunks:
+        chunk.to(cpu.device())
+        for param in chunk.parameters():
+            param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
+        initialize(chunk, groups, seed=plan.config.run.seed)
+        if config.params_dtype is torch.float64:
+            chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
+    return chunks
+
+
+def _cross_entropy_in_float64(
+    tp: torch.distributed.ProcessGroup, labels: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """Per-token losses [batch, sequence] of labels of that shape and logits [sequence, batch, vocabulary / tp].
+
+    Megatron's own cross entropy works in FP32 whatever it is given (megatron-core 0.19:
+    VocabParallelCrossEntropy.calculate_logits_max).
+    """
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole = gather_from_tensor_model_parallel_region(logits, tp)
+    return torch.nn.functional.cross_entropy(whole.permute(1, 2, 0), labels, reduction="none")
+
+
+def seed_dropout(groups: Groups, *, seed: int) -> None:
+    """Give every stage and data-parallel rank dropout of its own, and the ranks of a tp group what they must share
+    (Megatron's tracker keeps both kinds of random state)."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    own = seed + 10_007 * groups.pp.rank() + 100_003 * groups.dp_cp.rank()
+    torch.manual_seed(own)
+    model_parallel_cuda_manual_seed(own)
+
+
+def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
+    model = plan.config.model
+    stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
+    vp_stage = chunk if plan.layout.vpp > 1 else None
+    spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
+    mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
+    built = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(plan.config, vocab_size),
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=stage == 0,
+        post_process=stage == last,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        mtp_block_spec=mtp,
+        pg_collection=groups.collection_of(chunk),
+        vp_stage=vp_stage,
+    )
+    if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
+        # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
+        # a weight for the head all the same, which nothing reads, under what would be the same name.
+        built.output_layer.weight = None
+    return built
+
+
+def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
+    """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
+    with_te = uses_transformer_engine(plan)
+    spec = get_gpt_decoder_block_spec(
+        config, with_te, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+    )
+    return spec if with_te else with_own_norms(spec)
+
+
+def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
+    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
+    last layer, which may be on another stage."""
+    with_te = uses_transformer_engine(plan)
+    last = get_gpt_decoder_layer_specs(config, with_te, normalization=config.normalization)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, with_te, vp_stage=vp_stage)
+    return spec if with_te or spec is None else with_own_norms(spec)
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def global_name(chunk: GPTModel, local_name: str) -> str:
+    """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
+    ranks, and the head's copy of a tied embedding has the embedding's name."""
+    match = re.match(r"(.*)(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)", local_name)
+    if match:  # experts one by one, or the grouped ones of Transformer Engine
+        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
+        local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
+    if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    return over_stages(chunk, local_name)
+
+
+def over_stages(chunk: GPTModel, local_name: str) -> str:
+    """A name in a chunk with its layer numbered over all stages, and nothing else changed."""
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
+    if not match:
+        return local_name
+    layer = chunk.decoder.layers[int(match[1])]
+    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+
+
+def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(global name, parameter) of every parameter on this rank, in a fixed order."""
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            yield global_name(chunk, name), param
+
+
+def named_buffers(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, tensor) of what training changes beside parameters (expert biases), the same on all ranks of a
+    stage; in a fixed order."""
+    for chunk in chunks:
+        kept = chunk.state_dict(keep_vars=True).keys()
+        for name, buffer in chunk.named_buffers():
+            if name in kept:
+                yield global_name(chunk, name), buffer
+
+
+def is_tied_copy(param: torch.nn.Parameter) -> bool:
+    """Whether this is the last stage's copy of a tied embedding: it gets the same update as the first stage's
+    original, and is not counted again in a norm."""
+    return bool(getattr(param, "shared_embedding", False)) and bool(getattr(param, "shared", False))
+
+
+def tied_pair(chunks: list[GPTModel]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """(embedding, its copy in the head) where one rank holds both in two chunks: pipeline rank 0 of a V."""
+    params = [param for _, param in named_parameters(chunks) if is_tied(param)]
+    copies = [param for param in params if is_tied_copy(param)]
+    originals = [param for param in params if not is_tied_copy(param)]
+    return (originals[0], copies[0]) if copies and originals else None
+
+
+def is_tied(param: torch.nn.Parameter) -> bool:
+    """Whether the embedding and the head share this weight."""
+    return bool(getattr(param, "shared_embedding", False))
+
+
+def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
+    """Whether each tp rank holds a piece of its own of this matrix. Spread experts are not cut, each is on one rank
+    whole; Megatron marks them as if they were."""
+    return bool(getattr(param, "tensor_model_parallel", False)) and not is_expert(param)
+
+
+def is_same_over_tp(param: torch.nn.Parameter) -> bool:
+    """Whether all tp ranks hold the same numbers of this parameter."""
+    return not is_sharded_over_tp(param) and not is_expert(param)
+
+
+def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
+    """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
+    under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
+    return bool(getattr(param, "sequence_parallel", False)) or "q_layernorm" in name or "k_layernorm" in name
+
+
+def is_expert(param: torch.nn.Parameter) -> bool:
+    """Whether this is a parameter of routed experts with ranks of their own: spread over expert-parallel ranks, or not
+    cut over tp as the dense matrices are."""
+    return not getattr(param, "allreduce", True)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
+    """Draw every weight matrix from a generator seeded by (seed, global name).
+
+    Matrices are drawn whole in FP32 and sliced to this tp rank's part, so that the model is the same at every tp, pp
+    and vpp. Distributions are Megatron's (`init_method`, and `output_layer_init_method` for the projections that end a
+    residual branch); biases start at 0 and norms at 1.
+    """
+    config = chunk.config
+    for name, param in chunk.named_parameters():
+        leaf = name.rsplit(".", 1)[-1]
+        if param.dim() < 2:
+            param.fill_(1.0 if leaf.endswith("weight") and "norm" in name else 0.0)
+            continue
+        unique = global_name(chunk, name)
+        scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
+        init = config.output_layer_init_method if scaled else config.init_method
+        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups, _is_gated(config, name)))
+
+
+def _is_gated(config: TransformerConfig, name: str) -> bool:
+    return bool(config.gated_linear_unit) and "linear_fc1" in name
+
+
+def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
+    shape = list(param.shape)
+    if is_sharded_over_tp(param):
+        shape[param.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+    return shape
+
+
+def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
+    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it."""
+    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=param.device)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    devices = [param.device] if param.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        init(full)
+    return full
+
+
+def _own_part(full: torch.Tensor, param, groups: Groups, gated: bool) -> torch.Tensor:
+    """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
+    if not is_sharded_over_tp(param):
+        return full
+    axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
+    if gated and axis == 0:
+        gate, up = full.chunk(2, dim=0)
+        return torch.cat([gate.chunk(size, dim=0)[rank], up.chunk(size, dim=0)[rank]])
+    return full.chunk(size, dim=axis)[rank]

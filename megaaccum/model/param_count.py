@@ -1,0 +1,131 @@
+"""How many parameters a model has, in closed form, without building it.
+
+The shapes are those of megatron.core.models.gpt.GPTModel (megatron-core 0.19): a test builds it and counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaaccum.config.schema import Config, ModelConfig
+from megaaccum.model.flops import padded_vocab_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """Parameters of the whole model, over all ranks. Padded rows of the vocabulary count: they are stored."""
+
+    embedding: int
+    """Word table, and the position table where there is one."""
+    layers: tuple[int, ...]
+    """Each transformer layer, in model order."""
+    active_layers: tuple[int, ...]
+    """The same, counting of the routed experts only those that one token visits."""
+    prediction: int
+    """Multi-token-prediction layers."""
+    active_prediction: int
+    """The same for one token."""
+    head: int
+    """Final norm, and the output matrix unless it is the word table."""
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.embedding + sum(self.layers) + self.prediction + self.head
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token meets: all, but for the experts it does not visit."""
+        return self.embedding + sum(self.active_layers) + self.active_prediction + self.head
+
+
+def count_parameters(config: Config, vocab_size: int) -> ParameterCount:
+    """Parameters of a resolved configuration's model with `vocab_size` entries in the vocabulary before padding."""
+    model = config.model
+    rows = padded_vocab_size(config, vocab_size)
+    positions = (model.max_position_embeddings or 0) if model.position_embedding_type == "learned_absolute" else 0
+    is_moe = expert_layers(model)
+    extra = model.mtp_num_layers or 0
+    output = rows * model.hidden_size if model.untie_embeddings_and_output_weights else 0
+    return ParameterCount(
+        embedding=(rows + positions) * model.hidden_size,
+        layers=tuple(_layer(model, moe, model.num_experts) for moe in is_moe),
+        active_layers=tuple(_layer(model, moe, model.moe_router_topk) for moe in is_moe),
+        # An extra layer is shaped like the last one.
+        prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.num_experts)),
+        active_prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.moe_router_topk)),
+        head=_norm(model, model.hidden_size) + output,
+    )
+
+
+def expert_layers(model: ModelConfig) -> list[bool]:
+    """For each layer whether it holds experts: every n-th from the first, or as moe_layer_freq lists."""
+    if model.num_experts is None:
+        return [False] * model.num_layers
+    if isinstance(model.moe_layer_freq, int):
+        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
+    return [entry == 1 for entry in model.moe_layer_freq]
+
+
+def layer_parameters(model: ModelConfig, *, moe: bool) -> int:
+    """Parameters of one transformer layer, over all ranks; of one with experts if `moe`, all of them counted."""
+    return _layer(model, moe, model.num_experts)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Parameters of the routed experts of one layer, over all ranks."""
+    return (model.num_experts or 0) * _mlp(model, model.moe_ffn_hidden_size or 0)
+
+
+def _layer(model: ModelConfig, moe: bool, num_experts: int | None) -> int:
+    attention = _latent_attention(model) if model.multi_latent_attention else _attention(model)
+    mlp = _experts(model, num_experts or 0) if moe else _mlp(model, model.ffn_hidden_size or 0)
+    return attention + mlp + 2 * _norm(model, model.hidden_size)
+
+
+def _norm(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _attention(model: ModelConfig) -> int:
+    """Grouped-query attention: one QKV matrix, one output matrix, their biases, norms on queries and keys."""
+    channels = model.kv_channels or 0
+    queries = model.num_attention_heads * channels
+    qkv = queries + 2 * (model.num_query_groups or 0) * channels
+    biases = qkv * (model.add_bias_linear or model.add_qkv_bias) + model.hidden_size * model.add_bias_linear
+    norms = 2 * _norm(model, channels) if model.qk_layernorm else 0
+    return model.hidden_size * (qkv + queries) + biases + norms
+
+
+def _latent_attention(model: ModelConfig) -> int:
+    """Multi-latent attention: queries (through their latent, if any), the joint key/value latent, the output matrix."""
+    hidden, heads, rotated = model.hidden_size, model.num_attention_heads, model.qk_pos_emb_head_dim
+    query_width = heads * (model.qk_head_dim + rotated)
+    query_rank = model.q_lora_rank
+    queries = hidden * query_width if query_rank is None else query_rank * (hidden + query_width)
+    key_values = hidden * (model.kv_lora_rank + rotated)
+    key_values += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
+    output = heads * model.v_head_dim * hidden + hidden * model.add_bias_linear
+    norms = _norm(model, model.kv_lora_rank) + (0 if query_rank is None else _norm(model, query_rank))
+    return queries + key_values + output + (norms if model.qk_layernorm else 0)
+
+
+def _mlp(model: ModelConfig, width: int) -> int:
+    inner = width * (2 if model.swiglu else 1)
+    return model.hidden_size * (inner + width) + (inner + model.hidden_size) * model.add_bias_linear
+
+
+def _experts(model: ModelConfig, count: int) -> int:
+    """`count` of the routed experts, the router, which is there for all of them, and the shared experts."""
+    shared = _mlp(model, model.moe_shared_expert_intermediate_size or 0)
+    router = model.hidden_size * (model.num_experts or 0)
+    return (
+        count * _mlp(model, model.moe_ffn_hidden_size or 0)
+        + router
+        + (shared if model.moe_shared_expert_intermediate_size else 0)
+    )
+
+
+def _prediction_extra(model: ModelConfig) -> int:
+    """What a multi-token-prediction layer has beside a transformer layer: three norms, and a 2h x h matrix."""
+    return 3 * _norm(model, model.hidden_size) + 2 * model.hidden_size**2

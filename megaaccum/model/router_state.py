@@ -1,0 +1,52 @@
+"""What the routers of a mixture of experts keep between steps, apart from their weights.
+
+Aux-loss-free balancing (arXiv 2408.15664) gives each expert a bias that moves by a fixed rate towards the experts that
+had too few tokens in the last global batch. No gradient does that: Megatron's `finalize_model_grads` does, and a
+boundary that takes its place has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+
+
+def begin_step(chunks: Sequence[torch.nn.Module]) -> None:
+    """Forget the tokens that were counted for the bias, and for the global balancing loss, in an earlier step or in one
+    that was skipped."""
+    for chunk in chunks:
+        config: Any = chunk.config
+        if config.num_moe_experts:
+            reset_model_temporary_tensors(config, [chunk])
+
+
+def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
+    """Move each expert's bias by the tokens that it had in this step, summed over tp x dp x cp: every rank of a stage
+    comes to the same bias. Collective over that group. For a step that is taken; a skipped one leaves the bias."""
+    routers = [router for chunk in chunks for router in _routers(chunk)]
+    if not routers:
+        return
+    config: Any = chunks[0].config
+    updated = get_updated_expert_bias(
+        torch.stack([router.local_tokens_per_expert for router in routers]),
+        torch.stack([router.expert_bias for router in routers]),
+        config.moe_router_bias_update_rate,
+        tp_dp_cp_group=groups.collection.tp_dp_cp,
+    )
+    for router, bias in zip(routers, updated, strict=True):
+        router.expert_bias.copy_(bias)
+
+
+def _routers(chunk: torch.nn.Module) -> list:
+    """The routers of a chunk that keep a bias."""
+    config: Any = chunk.config
+    if not config.num_moe_experts:
+        return []
+    return [module for module in chunk.modules() if getattr(module, "expert_bias", None) is not None]

@@ -1,0 +1,251 @@
+"""What every policy would move and hold on a plan's layout, and which of them fits: `sync: auto`, and the refusal of a
+policy that does not. Numbers alone: no torch, no process group, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megaaccum.config import resolve
+from megaaccum.config.plan import Plan
+from megaaccum.data.sources import vocab_size
+from megaaccum.errors import ConfigError
+from megaaccum.planner import footprint
+from megaaccum.planner.footprint import Moved, Policy
+from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts, from_rows, row_of
+from megaaccum.planner.memory import MemoryModel
+from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of
+from megaaccum.planner.weights import Elements, rank_parameters
+from megaaccum.planner.workload import memory_model
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Memory that a rank can have, in bytes, and who says so."""
+
+    num_bytes: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a policy costs: bytes received per step by the rank with the most parameters, and bytes by kind
+    (planner/memory.py) of the rank that holds the most."""
+
+    policy: Policy
+    moved: Moved
+    memory: dict[str, float]
+
+    @property
+    def held(self) -> float:
+        """Bytes of all kinds together."""
+        return sum(self.memory.values())
+
+    def kinds(self) -> str:
+        """`parameters 1.0 GiB, gradients ...`, the largest first; kinds of nothing left out."""
+        largest = sorted(self.memory.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {amount(size)}" for kind, size in largest if size)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What policies cost on the layout of `plan`. vocab: entries of the vocabulary before padding. local: the layers
+    are Megatron's own, as on a CPU, whatever transformer_impl says; Transformer Engine's keep less for the backward."""
+
+    plan: Plan
+    vocab: int
+    local: bool = False
+
+    def every(self) -> list[Predicted]:
+        """Every policy, the one that the plan names among them."""
+        return [self.of(policy) for policy in footprint.every(self.plan)]
+
+    def of(self, policy: Policy) -> Predicted:
+        """What `policy` costs."""
+        at = self.plan.layout
+        ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
+        moved = max((self.moved(policy, rank) for rank in ranks), key=lambda each: each.total)
+        peak = self.model(policy).peak(self.layout(policy))
+        return Predicted(policy, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
+
+    def moved(self, policy: Policy, pp_rank: int) -> Moved:
+        """What a rank of pipeline rank `pp_rank` receives: experts are gathered and reduced over their own ranks."""
+        at, held = self.plan.layout, self.elements(pp_rank)
+        sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
+        live = float(np.max(self.model(policy).units(self.layout(policy), self.chunks(pp_rank)).kept))
+        plain = footprint.moved(policy, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live)
+        return plain + footprint.moved(policy, sharding, int(held.expert), at.edp, microbatches=m)
+
+    def elements(self, pp_rank: int) -> Elements:
+        """Parameters of a rank of pipeline rank `pp_rank`."""
+        at = self.plan.layout
+        return rank_parameters(self.plan.config.model, self.chunks(pp_rank), self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+
+    def chunks(self, pp_rank: int) -> list[Stage]:
+        """The stages of pipeline rank `pp_rank`."""
+        at = self.plan.layout
+        return chunks_of_rank(stages_of(self.plan.config), pp_rank, pp=at.pp, schedule=at.schedule)
+
+    def model(self, policy: Policy) -> MemoryModel:
+        """The planner's memory model of `policy`."""
+        model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
+        # Where nobody asks for others, the executor runs Megatron's own layers.
+        asked = in_fp8 or model.transformer_impl == "transformer_engine"
+        local = self.local or (not asked and self.plan.layout.schedule not in ("none", "1f1b", "interleaved"))
+        return memory_model(
+            replace(model, transformer_impl="local") if local else model,
+            self.plan.config.sharding,
+            self.vocab,
+            [policy],
+            stages=stages_of(self.plan.config),
+            in_fp8=in_fp8,
+        )
+
+    def layout(self, policy: Policy) -> Layouts:
+        """The layout of the plan as the planner's one row."""
+        return from_rows([row_of(self.plan) | dict(policy=POLICIES.index(policy.sync), zero_stage=policy.zero_stage)])
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
+    """The memory that the step has to fit into: `memory_gib`, else what the device has, else no limit."""
+    asked = plan.config.sharding.memory_gib
+    if asked is not None:
+        return Limit(asked * GIB, f"memory_gib {asked:g}")
+    return (
+        None if device_bytes is None else Limit(device_bytes, "free on the rank with the least; memory_gib outranks it")
+    )
+
+
+def settle(plan: Plan, device_bytes: float | None = None, *, local: bool = False) -> Plan:
+    """`plan` with the policy that it asks for, or, for `sync: auto`, that with the least bytes that fits; a note tells
+    the numbers. The same on every rank that is given the same.
+
+    device_bytes: memory of the smallest device, None where nobody knows. local: as Forecast's.
+
+    Raises:
+        ConfigError: nothing that was asked for fits. What it needs by kind, and what would fit.
+        DataError: there is a limit, and the vocabulary is not known.
+    """
+    limit, is_auto = limit_of(plan, device_bytes), _is_auto(plan)
+    if limit is None:
+        why = "sync auto: resident, as no limit of memory is known; memory_gib sets one."
+        return replace(plan, notes=[*plan.notes, why]) if is_auto else plan
+    if plan.layout.schedule not in SCHEDULES:
+        why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
+        return replace(plan, notes=[*plan.notes, why])
+    forecast = Forecast(plan, vocab_size_of(plan), local)
+    tried = [(each, replace(forecast, plan=each).of(footprint.chosen(each))) for each in _options(forecast, limit)]
+    for option, row in tried:
+        if row.held <= limit.num_bytes:
+            return replace(option, notes=[*option.notes, *_reason(tried, row, limit, is_auto)])
+    raise ConfigError(_refusal(forecast, [row for _, row in tried], limit))
+
+
+def vocab_size_of(plan: Plan) -> int:
+    """Entries of the vocabulary before padding. Raises DataError where there is neither a key nor a dataset."""
+    return plan.config.model.vocab_size or vocab_size(plan.config)
+
+
+def _is_auto(plan: Plan) -> bool:
+    return plan.written is not None and plan.written.sharding.sync == "auto"
+
+
+def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
+    """What may be chosen, from least to most bytes moved: the plan itself, and for `sync: auto` streaming where a rule
+    does not refuse it, with as many live parameters as fit."""
+    plan = forecast.plan
+    yield plan
+    if not _is_auto(plan):
+        return
+    try:
+        streaming = _with(plan, sync="streaming")
+    except ConfigError:
+        return
+    left = limit.num_bytes - replace(forecast, plan=streaming).of(footprint.chosen(streaming)).held
+    live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
+    if plan.config.sharding.boundary == "deepspeed" and live > 0:
+        yield _with(plan, sync="streaming", max_live_parameters=live)
+    else:
+        yield streaming
+
+
+def _with(plan: Plan, **keys: object) -> Plan:
+    """The plan of the same configuration with these keys of its sharding. Raises ConfigError where a rule refuses."""
+    assert plan.written is not None
+    written = replace(plan.written, sharding=replace(plan.written.sharding, **keys))  # type: ignore[arg-type]
+    return replace(resolve(written, world_size=plan.layout.world_size), written=plan.written)
+
+
+def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, is_auto: bool) -> list[str]:
+    """Why `row` was chosen; nothing where the user chose."""
+    if not is_auto:
+        return []
+    before = [
+        f"{other.policy.sync} would hold {amount(other.held)}" for _, other in tried if other.held > limit.num_bytes
+    ]
+    live = f" with max_live_parameters {row.policy.live}" if row.policy.live else ""
+    text = (
+        f"sync auto: {row.policy.sync}{live} holds {amount(row.held)} of {amount(limit.num_bytes)} ({limit.source}) and"
+        f" moves {amount(row.moved.total)} per step"
+    )
+    return ["; ".join([text, *before]) + "."]
+
+
+def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
+    """What does not fit, by kind, and what to change."""
+    lines = [
+        f"{row.policy} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
+        f" ({limit.source}): {row.kinds()}."
+        for row in tried
+    ]
+    return " ".join([*lines, _remedy(forecast, limit)])
+
+
+def _remedy(forecast: Forecast, limit: Limit) -> str:
+    """The policy that fits with the least bytes; else what makes any of them smaller."""
+    legal = [row for row in forecast.every() if _is_legal(forecast.plan, row.policy)]
+    if rows := [row for row in legal if row.held <= limit.num_bytes]:
+        best = min(rows, key=lambda row: row.moved.total)
+        return f"{best.policy} would hold {amount(best.held)}: set {', '.join(_keys(best.policy))}."
+    smallest = min(legal, key=lambda row: row.held)
+    return (
+        f"The smallest policy, {smallest.policy}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
+        " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
+        f" there is, at least {smallest.held / GIB:.3g}."
+    )
+
+
+def _is_legal(plan: Plan, policy: Policy) -> bool:
+    try:
+        _with(plan, **_values(policy))
+    except ConfigError:
+        return False
+    return True
+
+
+def _values(policy: Policy) -> dict[str, object]:
+    """The keys that name a policy."""
+    keys: dict[str, object] = {"boundary": policy.boundary, "sync": policy.sync, "max_live_parameters": policy.live}
+    if policy.boundary == "deepspeed":
+        keys["zero_stage"] = policy.zero_stage
+    return keys | {"data_parallel_replicas": policy.replicas}
+
+
+def _keys(policy: Policy) -> list[str]:
+    plain = {"max_live_parameters": 0, "data_parallel_replicas": 1}
+    return [f"{key} to {value}" for key, value in _values(policy).items() if plain.get(key) != value]
+
+
+def amount(num_bytes: float) -> str:
+    """`1.50 GiB`."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 2**10:.2f} KiB"

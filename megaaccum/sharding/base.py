@@ -1,0 +1,168 @@
+"""What a boundary is: the object that fills Megatron's five hooks for one way of sharding.
+
+A boundary decides when parameters are gathered, in which backward gradients are reduced, and what this rank's part of
+the reduced gradient is. It does not divide (step/loss.py), take norms (step/grad_norm.py) or judge a step (step/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from megaaccum.metrics.memory import HighWater
+from megaaccum.schedule.simulate import BY_MEGATRON
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+
+GradSync = Callable | list[Callable] | None
+"""Megatron takes one function, one per chunk, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradShard:
+    """This rank's part of one parameter's reduced gradient, after `finalize`.
+
+    name: the parameter's name in the whole model. grad: flat view, in the precision that the optimizer reads; writing
+    to it changes what the optimizer sees. start: offset of the part in the flattened parameter, in elements.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    grad: torch.Tensor
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """This rank's part of what training changes about one parameter.
+
+    name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}; writing to them and then `adopt_state`
+    changes the model.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    start: int
+    tensors: dict[str, torch.Tensor]
+
+
+class Boundary(Protocol):
+    """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group."""
+
+    reduction_divisor: int
+    """By how much the reduction divides the sum over ranks (data-parallel averaging); step/loss.py takes it back."""
+
+    replica: int
+    """Of the data-parallel ranks that hold the same part of the reduced gradient, which one this is; 0 counts it."""
+
+    loss_scale: float
+    """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
+
+    memory: HighWater
+    """The most bytes that it held since somebody asked, by kind."""
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """What it holds now, by kind (metrics/memory.py)."""
+
+    before_reduce: Callable[[str, torch.Tensor], None] | None
+    """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
+
+    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+        """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by
+        `begin_step` for every other schedule; a second call finds nothing to do."""
+
+    def no_sync_func(self) -> AbstractContextManager[None]:
+        """Around all but a chunk's last backward: gradients are only added up on this rank. Outside it, every gradient
+        that arrives is final. It is entered and left once per chunk, or, under a split backward, around each action."""
+
+    grad_sync_func: GradSync
+    """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
+    one per chunk, called when a chunk's gradients are all there."""
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        """After the flush: finish the reduction, then the sums over tp and over the two copies of a tied embedding."""
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
+
+    def begin_step(self) -> None:
+        """Parameters are whole after this on every rank, and gradients empty."""
+
+    def gather(self) -> None:
+        """Parameters are whole after this on every rank (evaluation)."""
+
+    def set_last_flush(self, last: bool) -> None:
+        """Whether the next flush is the step's last, the one whose last backward reduces."""
+
+    def shards(self) -> Iterator[GradShard]:
+        """This rank's parts of the reduced gradient."""
+
+    def step(self) -> None:
+        """Run the optimizer on the gradients as they are now."""
+
+    def discard(self) -> None:
+        """Drop the gradients of this step, leaving weights and optimizer state as they were."""
+
+    def state(self) -> Iterator[StatePiece]:
+        """This rank's parts of weights and optimizer state."""
+
+    def adopt_state(self, num_steps: int) -> None:
+        """Take what was written into `state` as the model after `num_steps` optimizer steps."""
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The optimizer's parameter groups, for the learning-rate schedule."""
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
+    return plan.layout.schedule not in BY_MEGATRON | {"none"}
+
+
+@runtime_checkable
+class FollowsSplit(Protocol):
+    """What a boundary that does something between the flush's first and last action hears of a split backward: its
+    input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
+    Megatron has no hook of this kind."""
+
+    def after_input_grad(self, chunk: int) -> None:
+        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+def note_held(boundary: Boundary) -> None:
+    """Note in `boundary.memory` what it holds now."""
+    boundary.memory.look(boundary.tensors())
+
+
+def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
+    """Put the boundary's five hooks into the chunks' Megatron configuration, and the boundary itself for the executor
+    where it follows a split backward."""
+
+    def finalize(*args, **kwargs) -> None:
+        note_held(boundary)
+        boundary.finalize_model_grads_func(*args, **kwargs)
+
+    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
+    for config in configs.values():
+        config.no_sync_func = boundary.no_sync_func
+        config.param_sync_func = boundary.param_sync_func
+        config.grad_sync_func = boundary.grad_sync_func
+        config.grad_scale_func = boundary.grad_scale_func
+        config.finalize_model_grads_func = finalize
+        config.follows_split = boundary if isinstance(boundary, FollowsSplit) else None

@@ -1,0 +1,148 @@
+"""Gradients of experts that few tokens reach, kept in host memory until they are reduced (`cold_expert_offload`).
+
+A whole FP32 gradient is as large for an expert that saw one token as for one that saw a million, and Megatron's experts
+get one, of zeros, for no token at all. An expert is cold in a step if fewer than `cold_expert_tokens` tokens came to it
+on this rank in the last `cold_expert_steps` steps. What a micro-batch adds to its gradients is taken off the device as
+it arrives and added up in host memory, by the same additions in the same order; what is all zero is dropped. Each
+gradient is back on the device when its turn in the reduction comes, so nothing that ranks do together changes, and each
+rank may find other experts cold.
+
+Counts are not part of a checkpoint: after a start or a resume no expert is cold for `cold_expert_steps` steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum import upstream
+from megaaccum.distributed import cpu
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+_OF_ONE_EXPERT = re.compile(r"local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+)$")
+"""Names inside an experts module: experts one by one, or the grouped ones of Transformer Engine."""
+
+
+@dataclass(eq=False)
+class ExpertLayer:
+    """One layer's routed experts on this rank, and the tokens that came to each.
+
+    params: by local expert. past: tokens by local expert of each of the last steps, int64, where Megatron counts them.
+    """
+
+    params: list[list[torch.nn.Parameter]]
+    past: deque[torch.Tensor]
+    _now: torch.Tensor | None = None
+
+    def count(self, experts: torch.nn.Module, args: tuple) -> None:
+        """A forward pre-hook of Megatron's experts, which are called with (tokens, tokens_per_expert, probs).
+        Evaluations do not count, nor does a forward that a backward computes again."""
+        if experts.training and not upstream.in_backward():
+            routed = args[1].to(torch.int64)
+            self._now = routed if self._now is None else self._now + routed
+
+    def forget(self) -> None:
+        """What was counted since the last `commit` belongs to no step."""
+        self._now = None
+
+    def commit(self) -> None:
+        """What was counted is a step's."""
+        self.past.append(torch.zeros(len(self.params), dtype=torch.int64) if self._now is None else self._now)
+        self._now = None
+
+    def with_fewer_than(self, tokens: int) -> list[list[torch.nn.Parameter]]:
+        """Parameters of the experts that had fewer in the last steps; none before there were that many steps."""
+        if len(self.past) < (self.past.maxlen or 0):
+            return []
+        sums = sum(each.cpu() for each in self.past)
+        return [params for params, count in zip(self.params, sums.tolist(), strict=True) if count < tokens]  # type: ignore[union-attr]
+
+
+class ColdExperts:
+    """The gradients of cold experts between their micro-batches. Local to this rank.
+
+    layers: of which experts may be cold; without any, nothing ever is. fewer_than: tokens.
+    """
+
+    def __init__(self, layers: list[ExpertLayer], *, fewer_than: int):
+        self._layers, self._fewer_than = layers, fewer_than
+        self._cold: set[int] = set()
+        self._sums: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, plan: Plan, chunks: list[torch.nn.Module]) -> ColdExperts:
+        """Those of a rank's chunks, as the configuration says; none without `cold_expert_offload`."""
+        sharding = plan.config.sharding
+        layers = _layers(chunks, sharding.cold_expert_steps) if sharding.cold_expert_offload else []
+        return cls(layers, fewer_than=sharding.cold_expert_tokens)
+
+    def begin_step(self) -> None:
+        """Find the cold experts by the steps before this one, whose counts the device has long finished, and drop what
+        an attempt that was given up has left."""
+        self._sums.clear()
+        self._cold.clear()
+        for layer in self._layers:
+            layer.forget()
+            self._cold |= {id(param) for params in layer.with_fewer_than(self._fewer_than) for param in params}
+
+    def end_step(self) -> None:
+        """The step's last forward is done. (A step that is attempted again counts as another.)"""
+        for layer in self._layers:
+            layer.commit()
+
+    def take(self, param: torch.nn.Parameter) -> None:
+        """If `param` is a cold expert's, move what a backward has left in its gradient to host memory. Waits for the
+        device, to see whether it is all zero."""
+        if id(param) in self._cold:
+            self._move(param)
+
+    @torch.no_grad()
+    def _move(self, param: torch.nn.Parameter) -> None:
+        grad, param.grad = param.grad, None
+        assert grad is not None, "called for a gradient that has come"
+        if not grad.any():
+            return
+        arrived = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=cpu.has_accelerator())
+        arrived.copy_(grad)
+        if id(param) in self._sums:
+            self._sums[id(param)].add_(arrived)
+        else:
+            self._sums[id(param)] = arrived
+
+    def bring_back(self, param: torch.nn.Parameter) -> None:
+        """Make the sum the parameter's gradient on its device; None stays where no token came."""
+        if (total := self._sums.pop(id(param), None)) is not None:
+            param.grad = total.to(param.device, non_blocking=True)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """What is in host memory now."""
+        return self._sums.values()
+
+
+def _layers(chunks: list[torch.nn.Module], steps: int) -> list[ExpertLayer]:
+    """Each layer of experts of the chunks, which from now on counts tokens over `steps` steps."""
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+
+    layers = []
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, SequentialMLP | TEGroupedMLP):
+            layers.append(ExpertLayer(_by_expert(module, module.num_local_experts), deque(maxlen=steps)))
+            module.register_forward_pre_hook(layers[-1].count)
+    return layers
+
+
+def _by_expert(experts: torch.nn.Module, count: int) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each of `count` local experts."""
+    params: list[list[torch.nn.Parameter]] = [[] for _ in range(count)]
+    for name, param in experts.named_parameters():
+        match = _OF_ONE_EXPERT.search(name)
+        assert match, f"{name} is not one expert's"
+        params[int(match[1] or match[2])].append(param)
+    return params

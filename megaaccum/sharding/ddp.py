@@ -1,0 +1,178 @@
+"""The boundary for torch DistributedDataParallel: nothing is sharded, gradients are all-reduced once per step.
+
+It keeps whatever precision the parameters have, float64 included, which makes it the lane in which the mathematics of
+schedule, divisor and sums is checked to 1e-12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from megaaccum import upstream
+from megaaccum.metrics.memory import HighWater
+from megaaccum.model import gpt
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.sharding.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+
+class DdpBoundary:
+    """Fills Megatron's five hooks for one torch DDP per chunk.
+
+    The schedules call the bare chunks; DDP contributes its reducer, which is told before a chunk's last backward that
+    the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
+    """
+
+    grad_sync_func: GradSync = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        self._groups = groups
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._buckets: dict[tuple[int, int], torch.Tensor] = {}
+        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
+        self._ddp = [DistributedDataParallel(c, process_group=groups.dp_cp) for c in chunks if _trainable(c)]
+        self._reduce_bucket = average_in_rank_order if plan.config.sharding.deterministic else allreduce_hook
+        for number, ddp in enumerate(self._ddp):
+            ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
+        self.reduction_divisor = groups.dp_cp.size()
+        self.replica = groups.dp_cp.rank()
+        self._last_flush, self._syncing = True, False
+        self._waiting: list[DistributedDataParallel] = []
+        self._arrived: set[int] = set()
+        if splits_backward(plan):
+            self.grad_sync_func = self._reduce_chunk
+        else:
+            for ddp in self._ddp:
+                for param in _trainable(ddp):
+                    param.register_hook(partial(self._before_gradient, ddp, param))
+
+    def param_sync_func(self, params) -> None:
+        """Nothing to do: parameters are whole."""
+
+    @contextmanager
+    def no_sync_func(self):
+        """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = self._last_flush
+
+    def _before_gradient(self, ddp: DistributedDataParallel, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """A chunk's first final gradient is about to be added: from now on each of its gradients is."""
+        if self._syncing:
+            self._arrived.add(id(param))
+            if ddp in self._waiting:
+                self._waiting.remove(ddp)
+                upstream.ddp_expect_gradients(ddp)
+
+    def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
+        """All-reduce a chunk whose gradients are all there.
+
+        Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
+        reducer takes one gradient per parameter once it expects any. So it is given them at the end, as zeros to add.
+        """
+        mine = {id(param) for param in params}
+        for ddp in self._ddp if self._last_flush else ():
+            if any(id(param) in mine for param in ddp.parameters()):
+                self._give_zeros(ddp)
+
+    def _give_zeros(self, ddp: DistributedDataParallel) -> None:
+        """Let DDP's reducer have a gradient of every parameter: of those that got none, zeros (they may have some of
+        earlier micro-batches). It sends its buckets in one order on all ranks, whichever of them lack some."""
+        if ddp in self._waiting:
+            self._waiting.remove(ddp)
+            upstream.ddp_expect_gradients(ddp)
+        missing = [param for param in _trainable(ddp) if id(param) not in self._arrived]
+        if missing:
+            torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        self._syncing = False
+        if not self._last_flush:
+            return
+        if self.grad_sync_func is None:
+            for ddp in self._ddp:
+                self._give_zeros(ddp)
+        assert not self._waiting, "a chunk was not reduced"
+        sum_over_tp(self, self._groups)
+        sum_tied_copies(self, self._groups)
+
+    def _look_and_reduce(self, place, bucket):
+        """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
+        the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
+        Without annotations: torch reads them and takes no strings."""
+        number, group = place
+        self._buckets[number, bucket.index()] = bucket.buffer()
+        if self.before_reduce is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self.before_reduce(self._names[id(param)], grad)
+        return self._reduce_bucket(group, bucket)
+
+    def begin_step(self) -> None:
+        self._waiting, self._syncing = list(self._ddp), False
+        self._arrived.clear()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def gather(self) -> None:
+        """Nothing to do: parameters are whole."""
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""
+        for name, param in gpt.named_parameters(self._chunks):
+            if not param.requires_grad:
+                continue
+            assert param.grad is not None, f"{name} has no gradient"
+            yield GradShard(name, param, param.grad.view(-1), 0)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> Iterator[StatePiece]:
+        for name, param in gpt.named_parameters(self._chunks):
+            views = upstream.adam_views(self._optimizer, param)
+            yield StatePiece(name, param, 0, views)
+
+    def adopt_state(self, num_steps: int) -> None:
+        upstream.set_adam_step(self._optimizer, [p for _, p in gpt.named_parameters(self._chunks)], num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
+        params = [param for _, param in gpt.named_parameters(self._chunks)]
+        grads = [param.grad for param in params if param.grad is not None]
+        return {
+            "parameters_whole": params,
+            "gradients_whole": [*grads, *self._buckets.values()],
+            "optimizer": upstream.optimizer_tensors(self._optimizer),
+        }
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self._optimizer.param_groups
+
+
+def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [param for param in module.parameters() if param.requires_grad]

@@ -1,0 +1,221 @@
+"""The boundary for DeepSpeed ZeRO-1, -2 and -3, policy `resident`.
+
+Parameters are gathered once per step and stay whole through the flush; gradients of all micro-batches are added up on
+the rank, in `grad_accum_dtype`, and reduced once: bucket by bucket, inside each chunk's last backward. The forward and
+backward go through the bare modules, never through `engine.forward` or `engine.backward`: both would divide
+(ours is step/loss.py) and would count micro-batches that the pipeline has interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from megaaccum import upstream
+from megaaccum.distributed.groups import Mpu
+from megaaccum.metrics.memory import HighWater
+from megaaccum.model import gpt
+from megaaccum.schedule import wgrad
+from megaaccum.sharding import experts
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece
+from megaaccum.sharding.cold_experts import ColdExperts
+from megaaccum.sharding.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+
+class DeepSpeedBoundary:
+    """Fills Megatron's five hooks for a DeepSpeed engine over all of this rank's chunks.
+
+    optimizer: a torch optimizer over the chunks' parameters (unsharded); DeepSpeed replaces them by its partitions.
+    Collective over the world. Raises what deepspeed.initialize raises.
+    """
+
+    grad_sync_func: GradSync = None
+    replica = 0
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        self._groups = groups
+        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
+        self._chunks = chunks
+        pair = gpt.tied_pair(chunks)
+        self._tied_pair = pair if pair and all(param.requires_grad for param in pair) else None
+        """Embedding and head's copy of it, where this rank trains both (a V)."""
+        experts.place(groups, chunks)
+        _mark_model_parallel(chunks, groups)
+        self._cold = ColdExperts.of(plan, chunks)
+        accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
+        self.engine, *_ = deepspeed.initialize(
+            model=torch.nn.ModuleList(chunks),
+            optimizer=optimizer,
+            config=upstream.zero1_config(plan.deepspeed_config(), next(chunks[0].parameters()).dtype),
+            mpu=Mpu(groups),
+            dist_init_required=False,
+        )
+        if plan.config.sharding.deterministic:
+            reducer = PartitionReducer.of(plan, groups)
+            self.parts: upstream.Zero3 | upstream.Zero12 = InRankOrder(
+                self.engine, reducer, plan.config.sharding.reduce_bucket_size
+            )
+            self.reduction_divisor = 1
+        else:
+            self.parts = upstream.deepspeed_parts(self.engine, accumulate_in)
+            self.reduction_divisor = groups.dp_cp.size()
+        # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
+        self._reduce_in_backward = plan.config.model.num_experts is None
+        self._syncing = self._reducing = False
+        self._last_flush = True
+        for param in self.parts.params:
+            if param.dtype != accumulate_in:
+                param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
+            upstream.on_gradient(param, self._on_gradient)
+
+    # --- Megatron's five hooks ---
+
+    def param_sync_func(self, params) -> None:
+        """All-gather a chunk's parameters over the data-parallel ranks, those that are not whole yet."""
+        self.parts.gather(list(params))
+
+    @contextmanager
+    def no_sync_func(self) -> Iterator[None]:
+        """Gradients of the backwards inside stay on this rank; the first backward after it reduces."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = self._last_flush and self._reduce_in_backward
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        """After the step's last flush: reduce what is left, then the sums that no data-parallel reduction makes."""
+        self._syncing = False
+        if not self._last_flush:
+            return
+        self._cold.end_step()
+        self._reduce_rest()
+        self.parts.finish_reduction()
+        self._reducing = False
+        self._sum_the_rest()
+
+    # --- the step ---
+
+    def begin_step(self) -> None:
+        self.gather()
+        self._syncing = self._reducing = False
+        self._cold.begin_step()
+        for param in self.parts.params:
+            param.grad = None
+
+    def gather(self) -> None:
+        """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
+        self.parts.gather(list(self.engine.module.parameters()))
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        for param, grad, start in self.parts.shards():
+            yield GradShard(self._names[id(param)], param, grad, start)
+
+    def step(self) -> None:
+        """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
+        self.engine.step()
+
+    def discard(self) -> None:
+        self.parts.discard()
+
+    def state(self) -> Iterator[StatePiece]:
+        for param, start, tensors in self.parts.state():
+            yield StatePiece(self._names[id(param)], param, start, tensors)
+
+    def adopt_state(self, num_steps: int) -> None:
+        self.parts.adopt_state(num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        held = self.parts.tensors()
+        return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.engine.optimizer.param_groups
+
+    # --- gradients ---
+
+    def _sum_the_rest(self) -> None:
+        """What no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
+        sum_over_tp(self, self._groups)
+        if isinstance(self.parts, upstream.Zero3):
+            sum_tied_copies(self, self._groups)
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        self._cold.take(param)
+        if not self._syncing:
+            return
+        comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
+        if not comes_again and not self._waits_for_its_copy(param):
+            self._reduce(param)
+
+    def _reduce(self, param: torch.nn.Parameter) -> None:
+        if not self._reducing:
+            self.parts.begin_reduction()
+            self._reducing = True
+        self._look_at(param)
+        self.parts.reduce(param)
+
+    def _look_at(self, param: torch.nn.Parameter) -> None:
+        if self.before_reduce is not None and param.grad is not None:
+            self.before_reduce(self._names[id(param)], param.grad)
+
+    def _reduce_rest(self) -> None:
+        """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
+        did not use (their gradient may be all zero) and, at ZeRO-1 and -2, tied embeddings."""
+        if self._tied_pair and not isinstance(self.parts, upstream.Zero3):
+            here, copy = self._tied_pair
+            self._look_at(here)
+            self._look_at(copy)
+            here.grad = here.grad + copy.grad  # type: ignore[operator]
+            copy.grad = here.grad.clone()
+        done = self.parts.handed_over() if self._reducing else set()
+        for param in self.parts.params:
+            if id(param) in done:
+                continue
+            self._cold.bring_back(param)
+            if param.grad is None:
+                param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
+            if self._waits_for_its_copy(param) and not self._tied_pair:
+                self._look_at(param)  # a copy that is not finite must not reach the other stage
+                dist.all_reduce(param.grad, group=self._groups.embedding)
+            self._reduce(param)
+
+    def _waits_for_its_copy(self, param: torch.nn.Parameter) -> bool:
+        """At ZeRO-1 and -2 the two copies of a tied embedding are cut at different places, so their gradients are
+        added whole, before the reduction."""
+        return self._has_copy(param) and not isinstance(self.parts, upstream.Zero3)
+
+    def _has_copy(self, param: torch.nn.Parameter) -> bool:
+        embedding = self._groups.embedding
+        elsewhere = embedding is not None and embedding.size() > 1
+        return gpt.is_tied(param) and (elsewhere or self._tied_pair is not None)
+
+
+def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
+    """Make DeepSpeed count each parameter once in the norm that it takes for itself.
+
+    It counts a parameter on ranks other than 0 of the model-parallel group (tp x pp) only if it is marked, so that
+    unmarked norms and biases of later stages would drop out.
+    """
+    for _, param in gpt.named_parameters(chunks):
+        counted = groups.tp.rank() == 0 or not gpt.is_same_over_tp(param)
+        param.model_parallel = counted and not gpt.is_tied_copy(param)  # type: ignore[attr-defined]

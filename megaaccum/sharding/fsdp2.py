@@ -1,0 +1,204 @@
+"""The boundary for torch's fully_shard (FSDP2), with HSDP, policies `resident` and `streaming`.
+
+resident: parameters are gathered once per step and gradients reduced in each chunk's last backward. streaming: layers
+are gathered for every forward and backward, and gradients reduce-scattered in every backward. With replicas (HSDP) the
+sum over replicas waits for the last backward under both. Parameters keep whatever precision they have, float64 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megaaccum import upstream
+from megaaccum.distributed import groups as process_groups
+from megaaccum.metrics.memory import HighWater
+from megaaccum.model import gpt
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.sharding.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+
+class Fsdp2Boundary:
+    """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, what is left another.
+
+    optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.
+    """
+
+    grad_sync_func: GradSync = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        sharding = plan.config.sharding
+        self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
+        self._streaming = sharding.sync == "streaming"
+        self._splits = splits_backward(plan)
+        self._last_flush = True
+        self._waiting: list[FSDPModule] = []
+        self.reduction_divisor = groups.dp_cp.size()
+        whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
+        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
+        self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+        for chunk in chunks:
+            self._shard(chunk, mesh, plan)
+        upstream.watch_fsdp2(self._roots, self.memory)
+        self._weight_grads = [upstream.Fsdp2WeightGrads(chunk) for chunk in chunks]
+        self._parameters = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+        """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
+        shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
+        for param in whole:
+            vars(shards[id(param)]).update(vars(param))
+        for group in optimizer.param_groups:
+            group["params"] = [shards[id(param)] for param in group["params"]]
+
+    def _shard(self, chunk: torch.nn.Module, mesh, plan: Plan) -> None:
+        """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
+        grad_reduce_dtype."""
+        sharding = plan.config.sharding
+        compute = next(chunk.parameters()).dtype
+        if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
+            chunk.float()
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute if compute in (torch.bfloat16, torch.float16) else None,
+            reduce_dtype=None if compute is torch.float64 else gpt.DTYPES[sharding.grad_reduce_dtype],
+            cast_forward_inputs=False,
+        )
+        kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
+        for layer in chunk.decoder.layers:  # type: ignore[union-attr, operator]
+            fully_shard(layer, **kept)  # type: ignore[call-overload]
+        root = fully_shard(chunk, **kept)  # type: ignore[call-overload]
+        root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
+        if sharding.deterministic:
+            for module in chunk.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(InRankOrderScatter())  # type: ignore[arg-type]  # its base is private
+
+    @property
+    def _roots(self) -> list[FSDPModule]:
+        return cast("list[FSDPModule]", self._chunks)
+
+    # --- Megatron's five hooks ---
+
+    def param_sync_func(self, params) -> None:
+        """Nothing to do: a unit's first forward gathers it."""
+
+    @contextmanager
+    def no_sync_func(self) -> Iterator[None]:
+        """Gradients of the backwards inside are not summed over ranks (streaming: over replicas). Chunks leave it one
+        by one, the last chunk first. (Under a split backward `before_weight_grad` says when a chunk's last comes.)"""
+        try:
+            yield
+        finally:
+            if self._last_flush and self._waiting and not self._splits:
+                self._expect_last_backward(self._waiting.pop())
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        if not self._last_flush:
+            return
+        assert not self._waiting, "a chunk's last backward ran without the reduction"
+        sum_over_tp(self, self._groups)
+        sum_tied_copies(self, self._groups)
+
+    # --- a backward in two parts ---
+
+    def after_input_grad(self, chunk: int) -> None:
+        """Nothing to do: a unit's own hooks took its I for its whole backward, added up what came and, with streaming,
+        let its parameters go."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        root, final = self._roots[chunk], last and self._last_flush
+        if final:
+            self._waiting.remove(root)
+            self._expect_last_backward(root)
+        elif self._streaming:
+            root.set_requires_gradient_sync(True)
+        self._in_w = self._weight_grads[chunk]
+        self._in_w.begin(reduce=final or self._streaming)
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        self._in_w.add(weight, grad)
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """With streaming, gradients that the next I brings wait for its W: one reduction of a unit per micro-batch."""
+        self._weight_grads[chunk].finish()
+        if self._streaming:
+            self._roots[chunk].set_requires_gradient_sync(False)
+
+    # --- the step ---
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._waiting = list(self._roots)
+        for root in self._roots:
+            upstream.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
+            root.set_is_last_backward(False)
+            root.set_reshard_after_backward(self._streaming)
+            root.set_requires_gradient_sync(self._streaming and not self._splits)
+            root.set_requires_all_reduce(False)
+
+    def _expect_last_backward(self, root: FSDPModule) -> None:
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        root.set_requires_gradient_sync(True)
+        root.set_requires_all_reduce(True)
+        for unit in upstream.fsdp2_units(cast("torch.nn.Module", root)):
+            upstream.fsdp2_even_out(unit)
+
+    def gather(self) -> None:
+        """Nothing to do: a unit's first forward gathers it."""
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        """Rows of each parameter: fully_shard cuts the first dimension."""
+        for name, param in self._parameters:
+            if not param.requires_grad:
+                continue
+            assert param.grad is not None, f"{name} has no gradient"
+            yield GradShard(name, param, _local(param.grad).view(-1), upstream.first_element(param))
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> Iterator[StatePiece]:
+        for name, param in self._parameters:
+            moments: dict[str, Any] = self._optimizer.state[param]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in moments:
+                    moments[moment] = torch.zeros_like(param)
+            tensors = {"param": param, **{moment: moments[moment] for moment in ("exp_avg", "exp_avg_sq")}}
+            views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
+            yield StatePiece(name, param, upstream.first_element(param), views)
+
+    def adopt_state(self, num_steps: int) -> None:
+        upstream.set_adam_step(self._optimizer, [param for _, param in self._parameters], num_steps)
+        for root in self._roots:
+            root.reshard()  # what an evaluation left gathered is of before
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        return upstream.fsdp2_tensors(self._roots) | {"optimizer": upstream.optimizer_tensors(self._optimizer)}
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self._optimizer.param_groups
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

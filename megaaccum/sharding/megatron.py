@@ -1,0 +1,184 @@
+"""The boundary for Megatron's own DistributedDataParallel with its distributed optimizer (ZeRO-1 in its terms).
+
+Gradients are added up in Megatron's contiguous buffers (`main_grad`) and reduce-scattered once per step, bucket by
+bucket in each chunk's last backward; each rank steps its share and gathers the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megaaccum import upstream
+from megaaccum.distributed import cpu
+from megaaccum.metrics.memory import HighWater
+from megaaccum.model import gpt
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+
+class MegatronBoundary:
+    """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks.
+
+    optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
+    """
+
+    grad_sync_func: GradSync = None
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
+    replica = 0
+    reduction_divisor = 1
+    """Megatron sums where the loss is per token, as it is told here."""
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        self.memory = HighWater()
+        self._groups, self._chunks = groups, chunks
+        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
+        upstream.megatron_plain_reduce_scatter()
+        self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
+        sharding = plan.config.sharding
+        settings = OptimizerConfig(
+            optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
+        )
+        with cpu.cuda_type_names():
+            self.optimizer = DistributedOptimizer(
+                optimizer,
+                settings,
+                grad_scaler=None,
+                init_state_fn=None,
+                model_chunks=self._ddp,
+                per_model_buffers={index: ddp.buffers for index, ddp in enumerate(self._ddp)},
+                data_parallel_group=groups.dp_cp,
+                data_parallel_group_gloo=None,
+                data_parallel_group_idx=0,
+                distributed_optimizer_instance_id=0,
+            )
+        self._last_flush = True
+        self._waiting: dict[DistributedDataParallel, ExitStack] = {}
+        if splits_backward(plan):
+            self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
+
+    @staticmethod
+    def _wrap(plan: Plan, groups: Groups, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
+        sharding = plan.config.sharding
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
+            # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
+            overlap_grad_reduce=plan.config.model.num_experts is None,
+            use_distributed_optimizer=True,
+            # An all-to-all and a sum in rank order.
+            reduce_scatter_with_fp32_accumulation=sharding.deterministic,
+            bucket_size=sharding.reduce_bucket_size,
+        )
+        bucketed = first and groups.pp.rank() == 0  # elsewhere Megatron's reduction is not on the critical path
+        layout = DistributedOptimizer.compute_full_param_layout(
+            [param for param in chunk.parameters() if param.requires_grad],
+            settings.bucket_size if bucketed else None,
+            groups.dp_cp.size(),
+            settings,
+        )
+        return DistributedDataParallel(
+            chunk.config,  # type: ignore[arg-type]
+            settings,
+            chunk,
+            # All of a chunk in one collective; one in rank order takes one bucket, and a tied embedding has its own.
+            disable_bucketing=not bucketed and not sharding.deterministic,
+            pg_collection=groups.collection,
+            full_param_layout=layout,
+        )
+
+    # --- Megatron's five hooks ---
+
+    def param_sync_func(self, params) -> None:
+        """Nothing to do: the new weights were gathered at the end of the last step."""
+
+    @contextmanager
+    def no_sync_func(self) -> Iterator[None]:
+        """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
+        try:
+            yield
+        finally:
+            if self._last_flush and self._waiting and self.grad_sync_func is None:
+                self._waiting.popitem()[1].close()
+
+    def _reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
+        """Start to reduce a chunk whose gradients are all there.
+
+        By itself Megatron sends a bucket when each of its parameters has had as many gradients since the last
+        micro-batch began as in the first step. Under a split backward a matrix' gradients of early micro-batches come
+        after a norm's last one, so that number would be another with each number of micro-batches.
+        """
+        if self._last_flush:
+            self._waiting.pop(ddp).close()
+            if ddp.ddp_config.overlap_grad_reduce:  # else `finish_grad_sync` does all of it
+                ddp.start_grad_sync()
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        if not self._last_flush:
+            return
+        assert not self._waiting, "a chunk's last backward ran without the reduction"
+        for ddp in self._ddp:
+            if ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
+                upstream.megatron_give_zeros(ddp)
+            ddp.finish_grad_sync()
+        sum_over_tp(self, self._groups)
+        # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
+        sum_tied_copies(self, self._groups)
+
+    # --- the step ---
+
+    def begin_step(self) -> None:
+        self._waiting = {ddp: ExitStack() for ddp in self._ddp}
+        for ddp, stack in self._waiting.items():
+            ddp.zero_grad_buffer()
+            stack.enter_context(ddp.no_sync())
+
+    def gather(self) -> None:
+        """Nothing to do: parameters are whole."""
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def shards(self) -> Iterator[GradShard]:
+        """This rank's run of each parameter that it owns a part of."""
+        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+            start, stop = upstream.megatron_share(self.optimizer, param)
+            if stop > start:
+                yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Megatron's step on this rank's share, then its all-gather of the new weights."""
+        self.optimizer.step()
+
+    def discard(self) -> None:
+        """Nothing to do: the next step empties the buffers."""
+
+    def state(self) -> Iterator[StatePiece]:
+        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+            start, stop = upstream.megatron_share(self.optimizer, param)
+            if stop > start:
+                yield StatePiece(name, param, start, upstream.megatron_state(self.optimizer, param))
+
+    def adopt_state(self, num_steps: int) -> None:
+        upstream.megatron_adopt(self.optimizer, num_steps)
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        return upstream.megatron_tensors(self.optimizer)
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.optimizer.param_groups

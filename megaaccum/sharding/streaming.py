@@ -1,0 +1,284 @@
+"""The boundary for DeepSpeed ZeRO-3, policy `streaming`: for stages that do not fit whole.
+
+Parameters are gathered unit by unit (the embedding, each layer, the final norm, the head) before each forward and each
+backward of a micro-batch and released after it; the next unit is gathered while this one computes. A unit's gradients
+are reduce-scattered as soon as its backward is done, and added to the FP32 partition that DeepSpeed's optimizer reads.
+Where a schedule splits the backward, those of norms, biases and embeddings go when the unit's I is done, and those of
+matrices when their turn in W comes, for which nothing is gathered: a weight's gradient does not need the weight.
+So at most two units' whole parameters and gradients exist at a time, however many micro-batches are in flight, and
+every micro-batch pays 2 gathers of the parameters and 1 reduction of the gradients. Parameters of the first units, up
+to max_live_parameters, stay gathered through the flush and are gathered once.
+
+DeepSpeed's own hooks count one micro-batch in flight and cannot serve here (design.md); these count per parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum import upstream
+from megaaccum.schedule import wgrad
+from megaaccum.sharding.deepspeed import DeepSpeedBoundary
+from megaaccum.sharding.reduction import PartitionReducer
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is gathered and released together. params: that its forward reads; own: those whose gradient is final when
+    its backward is done (a tied weight belongs to the embedding, and the head only reads it); chunk: which of the
+    rank's chunks it is a part of."""
+
+    module: torch.nn.Module
+    params: list[torch.nn.Parameter]
+    own: list[torch.nn.Parameter]
+    chunk: int = 0
+    kept: bool = False
+    before: Unit | None = field(default=None, repr=False)
+    after: Unit | None = field(default=None, repr=False)
+    arrived: int = 0
+
+    @property
+    def numel(self) -> int:
+        return sum(param.ds_numel for param in self.params)  # type: ignore[attr-defined]
+
+
+class StreamingBoundary(DeepSpeedBoundary):
+    """Fills the hooks for ZeRO-3 with parameters that come and go. Arguments as for DeepSpeedBoundary."""
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        super().__init__(plan, groups, chunks, optimizer)
+        assert isinstance(self.parts, upstream.Zero3), "streaming is a policy of ZeRO-3"
+        self._zero = self.parts
+        self.reduction_divisor = 1  # sums, where DeepSpeed's own reduction averages
+        self.units = [unit for number, chunk in enumerate(chunks) for unit in units_of(chunk, number)]
+        self._owner = {id(param): unit for unit in self.units for param in unit.own}
+        readers = Counter(id(param) for unit in self.units for param in unit.params)
+        self._read_elsewhere = {key for key, count in readers.items() if count > 1}
+        _keep_within(self.units, plan.config.sharding.max_live_parameters)
+        self._reducer = PartitionReducer.of(plan, groups)
+        self._holds: Counter[int] = Counter()
+        self._whole = 0
+        """Bytes of whole parameters now."""
+        self._ahead: tuple[Unit, Any] | None = None
+        self._in_backward: Unit | None = None
+        self._recomputed: Unit | None = None
+        self._splitting = False
+        self._in_w: list[list[torch.nn.Parameter]] = []
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
+            unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
+
+    # --- Megatron's hooks: the flush as a whole needs little ---
+
+    def param_sync_func(self, params) -> None:
+        """Nothing to do: each unit's forward gathers it."""
+
+    @contextmanager
+    def no_sync_func(self) -> Iterator[None]:
+        """Nothing to hold back: every micro-batch's gradients are reduced."""
+        yield
+
+    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+        """After each flush nothing is gathered or under way; after the last the optimizer gets its partitions."""
+        self._end_backward()
+        self._drop_ahead()
+        if not self._last_flush:
+            return
+        self._reducer.wait()
+        self._zero.finish_accumulation()
+        self._sum_the_rest()
+
+    def begin_step(self) -> None:
+        self._reducer.wait()  # sums of flushes that were for looking only
+        self._zero.begin_accumulation()
+        self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
+        for param in self._zero.params:
+            param.grad = None
+
+    def gather(self) -> None:
+        """Nothing to do: each unit's forward gathers it."""
+
+    # --- a unit's forward and backward ---
+
+    def _before_forward(self, unit: Unit) -> None:
+        self._end_backward()
+        if upstream.in_backward():  # activation recompute
+            self._drop_recomputed()
+            self._acquire(unit, unit.before)
+        else:
+            self._acquire(unit, unit.after)
+
+    def _after_forward(self, unit: Unit, output) -> None:
+        """Have the unit gathered again before its backward, and release it unless that comes next (recompute)."""
+        tensor = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._before_backward(unit))
+        if upstream.in_backward() and torch.is_grad_enabled():
+            self._recomputed = unit
+        else:
+            self._release(unit)
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._end_backward()
+        if self._recomputed is unit:
+            self._recomputed = None
+        else:
+            self._drop_recomputed()
+            self._acquire(unit, unit.before)
+        self._in_backward, self._splitting = unit, wgrad.is_splitting()
+        unit.arrived = 0
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        """Where every parameter has its gradient, none is read any more. A frozen one, or one whose gradient comes in
+        W, does not say when it was read last: that is known when the next unit's turn comes."""
+        unit = self._owner[id(param)]
+        unit.arrived += 1
+        if unit is self._in_backward and unit.arrived == len(unit.params):
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        """Reduce and release the unit whose backward ran last. Some of its parameters may have no gradient (an expert
+        without tokens); then only the next unit's turn says that it is done, at the same place on every rank."""
+        unit, self._in_backward = self._in_backward, None
+        if unit is None:
+            return
+        self._reduce_now([param for param in unit.own if not (self._splitting and wgrad.is_put_off(param))])
+        self._release(unit)
+
+    def _reduce_now(self, params: list[torch.nn.Parameter]) -> None:
+        for param in params:
+            self._look_at(param)
+        if params:
+            self._note_gradients(params)
+            self._reducer.add([(param, self._zero.accumulator(param)) for param in params])
+            self.memory.note("gradients_whole", 0)
+
+    def _note_gradients(self, params: list[torch.nn.Parameter]) -> None:
+        """Count the unit's whole gradients, of which no other unit has any now."""
+        grads = [param.grad.nbytes for param in params if param.grad is not None]
+        self.memory.note("gradients_whole", sum(grads))
+
+    def _drop_recomputed(self) -> None:
+        unit, self._recomputed = self._recomputed, None
+        if unit is not None:
+            self._release(unit)
+
+    # --- a backward in two parts ---
+
+    def after_input_grad(self, chunk: int) -> None:
+        """Nothing stays gathered for a W, which may be far away."""
+        self._end_backward()
+        self._drop_ahead()
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        self._in_w = self._put_off(chunk)
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """Take a gradient that W has computed. Those of a unit go out when the first of the next one comes."""
+        while id(weight) not in self._read_elsewhere and not any(weight is each for each in self._in_w[0]):
+            self._reduce_now(self._in_w.pop(0))
+        self._zero.add_gradient(weight, grad)
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """Reduce what is left of this W, in the order of all ranks: here a weight may have got no gradient."""
+        for params in self._in_w:
+            self._reduce_now(params)
+
+    def _put_off(self, chunk: int) -> list[list[torch.nn.Parameter]]:
+        """What a W of `chunk` computes, unit by unit in the order of a backward; a weight that several units read
+        comes last."""
+        units = [unit for unit in reversed(self.units) if unit.chunk == chunk]
+        own = [[param for param in unit.own if wgrad.is_put_off(param)] for unit in units]
+        alone = [[param for param in params if id(param) not in self._read_elsewhere] for params in own]
+        shared = [param for params in own for param in params if id(param) in self._read_elsewhere]
+        return [params for params in (*alone, shared) if params]
+
+    # --- parameters come and go ---
+
+    def _acquire(self, unit: Unit, then: Unit | None) -> None:
+        """Make the unit's parameters whole, and start to gather those of `then`, which comes next."""
+        if self._ahead is not None and self._ahead[0] is unit:
+            self._ahead[1].wait()
+            self._ahead = None
+        else:
+            self._drop_ahead()
+            self._gather(unit).wait()
+        if then is not None:
+            self._ahead = then, self._gather(then)
+
+    def _gather(self, unit: Unit):
+        missing = [param for param in unit.params if not self._holds[id(param)]]
+        for param in unit.params:
+            self._holds[id(param)] += 1
+        self._whole += _bytes([param for param in missing if not self._zero.is_whole(param)])
+        self.memory.note("parameters_whole", self._whole)
+        return self._zero.start_gather(missing)
+
+    def _release(self, unit: Unit) -> None:
+        free = []
+        for param in unit.params:
+            self._holds[id(param)] -= 1
+            if not self._holds[id(param)] and not unit.kept:
+                free.append(param)
+        self._whole -= _bytes(free)
+        self._zero.release(free)
+        self.memory.note("parameters_whole", self._whole)
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            unit, handle = self._ahead
+            self._ahead = None
+            handle.wait()
+            self._release(unit)
+
+
+def units_of(chunk, number: int = 0) -> list[Unit]:
+    """The units of a Megatron GPT chunk, this rank's chunk `number`, in the order of its forward. Raises AssertionError
+    for a parameter in none."""
+    modules = [getattr(chunk, "embedding", None), *chunk.decoder.layers, chunk.decoder.final_layernorm]
+    modules += [
+        *(chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []),
+        getattr(chunk, "output_layer", None),
+    ]
+    owned: set[int] = set()
+    units = []
+    for module in modules:
+        if module is None:
+            continue
+        params = list(module.parameters())
+        if module is getattr(chunk, "output_layer", None) and not params:
+            params = [chunk.shared_embedding_or_output_weight()]
+        own = [param for param in params if param.requires_grad and id(param) not in owned]
+        owned |= {id(param) for param in params}
+        if params:
+            units.append(Unit(module, params, own, number))
+    left = [name for name, param in chunk.named_parameters() if id(param) not in owned]
+    assert not left, f"parameters outside the embedding, the layers, the final norm and the head: {left}"
+    for before, after in itertools.pairwise(units):
+        before.after, after.before = after, before
+    return units
+
+
+def _bytes(params: list[torch.nn.Parameter]) -> int:
+    """Of the whole parameters, gathered or not; one that no other rank shares is its shard."""
+    shared = [param for param in params if param.ds_numel > param.partition_numel()]  # type: ignore[attr-defined]
+    return sum(param.ds_numel * param.element_size() for param in shared)  # type: ignore[attr-defined]
+
+
+def _keep_within(units: list[Unit], max_live_parameters: int) -> None:
+    """Let the first units stay gathered through the flush, as many as fit into `max_live_parameters` elements."""
+    live = 0
+    for unit in units:
+        live += unit.numel
+        unit.kept = live <= max_live_parameters

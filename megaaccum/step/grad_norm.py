@@ -1,0 +1,70 @@
+"""The norm of the model's gradient, the verdict on it, and clipping: over the whole model, each parameter once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.distributed import cpu
+from megaaccum.model import gpt
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding import Boundary, GradShard
+
+
+def global_norm(
+    boundary: Boundary, groups: Groups, *, along: Sequence[torch.Tensor] = (), overflow: torch.Tensor | None = None
+) -> tuple[float, list[float]]:
+    """(L2 norm of the whole model's gradient, sum of each of `along`): the same numbers on every rank; the norm is not
+    finite if any gradient is not.
+
+    Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
+    tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
+    along: float64 scalars of this rank that come along in the same all-reduce. overflow: 0, or inf where this rank
+    knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
+    """
+    grads = [shard.grad for shard in boundary.shards() if shard.grad.numel() and _counts_here(shard, boundary, groups)]
+    square = torch.zeros((), dtype=torch.float64)
+    if grads:
+        square = torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
+    if overflow is not None:
+        square = square.to(overflow.device) + overflow
+    device = grads[0].device if grads else cpu.device()
+    sums = torch.stack([each.to(device) for each in (square, *along)])
+    dist.all_reduce(sums)
+    total, *others = sums.tolist()
+    return total**0.5, others
+
+
+def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the same norm, of which none would round it to 16 bits: of a BF16 or FP16 gradient its norm."""
+    half = (torch.bfloat16, torch.float16)
+    return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
+
+
+def unscale(boundary: Boundary, loss_scale: float) -> None:
+    """Take the loss scale out of the reduced gradient, once, in the precision that the optimizer reads."""
+    if loss_scale != 1.0:
+        for shard in boundary.shards():
+            shard.grad.mul_(1.0 / loss_scale)
+
+
+def _counts_here(shard: GradShard, boundary: Boundary, groups: Groups) -> bool:
+    """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
+    if boundary.replica != 0:
+        return False
+    if gpt.is_tied_copy(shard.param):
+        return False
+    return groups.tp.rank() == 0 or not gpt.is_same_over_tp(shard.param)
+
+
+def clip(boundary: Boundary, norm: float, max_norm: float) -> None:
+    """Scale the gradient by max_norm / (norm + 1e-6) if the norm is larger (torch's and Megatron's rule); 0 is off."""
+    coefficient = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
+    if coefficient < 1.0:
+        for shard in boundary.shards():
+            shard.grad.mul_(coefficient)

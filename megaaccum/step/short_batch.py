@@ -1,0 +1,65 @@
+"""Ranks with too few micro-batches for a step, and the micro-batches of weight zero that stand in for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.distributed.agreement import describe
+from megaaccum.errors import RankDisagreement, StepError
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.step.train_step import Microbatch
+
+
+def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step: int) -> str:
+    """Which ranks have fewer micro-batches than planned, in words; empty where none has.
+
+    counts, dp_ranks: each rank's number of micro-batches and data-parallel rank, in rank order. Raises RankDisagreement
+    where ranks that share their sequences differ or a rank has too many, and StepError for `short_batch: error`.
+    """
+    wanted = plan.batch.num_microbatches
+    if all(count == wanted for count in counts):
+        return ""
+    told = describe("num_microbatches", list(counts))
+    for dp_rank in set(dp_ranks):
+        if len({count for count, owner in zip(counts, dp_ranks, strict=True) if owner == dp_rank}) > 1:
+            raise RankDisagreement(f"step {step}: {told}, and those of data-parallel rank {dp_rank} have to agree.")
+    if any(count > wanted for count in counts):
+        raise RankDisagreement(f"step {step}: {told}, and {wanted} are planned.")
+    short = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts) if count < wanted)
+    policy = plan.config.step.short_batch
+    if policy == "error":
+        raise StepError(
+            f"step {step} needs {wanted} micro-batches on every rank and {short}: set short_batch to pad or drop, or"
+            " end the run with the last whole batch (train_iters)."
+        )
+    return f"of {wanted} micro-batches {short} (short_batch: {policy})"
+
+
+def filled(microbatches: Sequence[Microbatch], plan: Plan) -> tuple[Sequence[Microbatch], frozenset[int]]:
+    """`microbatches` with dummies behind them up to the planned number, and the dummies' indices."""
+    count, wanted = len(microbatches), plan.batch.num_microbatches
+    if count == wanted:
+        return microbatches, frozenset()
+    dummy = dummy_of(microbatches[0]) if microbatches else _new_dummy(plan)
+    return [*microbatches, *[dummy] * (wanted - count)], frozenset(range(count, wanted))
+
+
+def dummy_of(microbatch: Microbatch) -> Microbatch:
+    """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
+    zeros = {name: torch.zeros_like(microbatch[name]) for name in ("tokens", "labels", "loss_mask")}
+    return {**microbatch, **zeros}
+
+
+def _new_dummy(plan: Plan) -> Microbatch:
+    rows, length = plan.batch.micro_batch_size, plan.batch.seq_length
+    zeros = torch.zeros(rows, length, dtype=torch.int64)
+    dummy = {"tokens": zeros, "labels": zeros, "loss_mask": zeros.float(), "position_ids": zeros}
+    if plan.config.data.reset_attention_mask:
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        dummy["attention_mask"] = later.expand(rows, 1, length, length)
+    return dummy

@@ -1,0 +1,1 @@
+"""What `megaaccum train` adds to a step: the loop, the optimizer, the learning rate."""

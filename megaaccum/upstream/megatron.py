@@ -1,0 +1,103 @@
+"""Megatron-core's linear layers, and its DistributedDataParallel and distributed optimizer (megatron-core 0.19.2)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megaaccum.upstream.adam import adam_views, optimizer_tensors, set_adam_step
+
+
+def check() -> list[str]:
+    """What `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    problems = []
+    for cls in (ColumnParallelLinear, RowParallelLinear):
+        source = inspect.getsource(cls.forward)
+        for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
+            if name not in source:
+                problems.append(f"{cls.__name__}.forward has no {name}")
+    return problems
+
+
+def is_parallel_linear(module: torch.nn.Module) -> bool:
+    """Whether this is one of Megatron-core's own (not Transformer Engine's) tensor-parallel linear layers."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear)
+
+
+def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+    """Let a parallel linear layer make its product by `forward`. Its own is a method that it calls with keywords
+    (megatron-core 0.19: `_forward_impl`); there is no public way to replace the product and keep the layer."""
+    module._forward_impl = forward  # type: ignore[assignment]
+
+
+def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
+    """Megatron-core's own product of a parallel linear layer."""
+    from megatron.core.tensor_parallel import layers
+
+    if not weight.requires_grad:
+        return layers.linear_with_frozen_weight(weight=weight, **arguments)
+    return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
+
+
+def megatron_plain_reduce_scatter() -> None:
+    """Have Megatron's DDPs that are built next use torch's reduce-scatter.
+
+    One that adds in rank order (megatron-core 0.19: reduce_scatter_with_fp32_accumulation) puts its own into a global
+    of the module and leaves it there; another one without would then not wait for the sum.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+
+
+def megatron_give_zeros(ddp) -> None:
+    """Give Megatron's DDP a gradient, zeros, of each parameter that got none in the last backward: it sends a bucket
+    when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and else fails."""
+    groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+    had = {param for group in groups for param in group.per_param_grad_ready_counts}
+    missing = [param for param in ddp.module.parameters() if param.requires_grad and param not in had]
+    if missing:
+        torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
+
+
+def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
+    """[start, stop) of the flattened parameter that this rank's distributed optimizer owns; empty if it owns none."""
+    if param not in optimizer.model_param_gbuf_map:
+        return 0, 0
+    share = optimizer._get_model_param_range_map(param)["param"]
+    return share.start, share.end
+
+
+def megatron_state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Flat views {"param": master weight, "exp_avg", "exp_avg_sq"} of this rank's share; moments are made as zeros."""
+    group, order = optimizer.model_param_group_index_map[param]
+    return adam_views(optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order])
+
+
+def megatron_tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
+    """What Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
+    parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
+    buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+    params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]
+    masters = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    return {
+        "parameters_whole": [*params, *(b.param_data for b in buffers if b.param_data is not None)],
+        "gradients_whole": [b.grad_data for b in buffers] + [p.grad for p in params if p.grad is not None],
+        "gradients_shard": [master.grad for master in masters if master.grad is not None],
+        "optimizer": [*masters, *optimizer_tensors(optimizer.optimizer)],
+    }
+
+
+def megatron_adopt(optimizer, num_steps: int) -> None:
+    """Take what was written into the shares as the weights, gathered over the data-parallel ranks."""
+    shares = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    set_adam_step(optimizer.optimizer, shares, num_steps)
+    optimizer._copy_main_params_to_model_params()
+    for ddp in optimizer.model_chunks:
+        ddp.start_param_sync(force_sync=True)
