@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 def _start(*, dry: bool) -> None:
     """Join the other ranks."""
     if dry:
-        from tests.fp8 import worker
+        from tests.support.fp8 import worker
 
         worker.prepare()
     import torch
@@ -126,7 +126,7 @@ def _case(model: str = "", *, lane: str = "bf16", batch: str = f"--num_chunks {M
     """A model over all ranks: two stages where there are two."""
     import torch
 
-    from tests.multiproc.parity import Case
+    from tests.support.parity import Case
 
     world = torch.distributed.get_world_size()
     layout = batch + (" --pp 2" if world % 2 == 0 and "micro_batch_size" not in batch else "")
@@ -139,7 +139,7 @@ class Run:
     def __init__(self, case, *, split: str = ""):
         from megaaccum.model import gpt as model
         from megaaccum.schedule.entry import get_forward_backward_func
-        from tests.multiproc.parity import assemble, make
+        from tests.support.parity import assemble, make
 
         with patch.object(model, "splits_backward", lambda plan: bool(split)):
             self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(case)
@@ -155,7 +155,7 @@ class Run:
         self.boundary.step = step
 
     def train(self, step: int):
-        from tests.multiproc.parity import stack
+        from tests.support.parity import stack
 
         size, count = self.plan.batch.micro_batch_size, self.plan.batch.num_microbatches
         batch = [stack(range(at * size, (at + 1) * size)) for at in range(count)]
@@ -218,7 +218,7 @@ def _skipped(run: Run) -> dict:
     """A NaN in a gradient on the last stage."""
     import torch
 
-    from tests.multiproc.faults import Fault, differences, injected, state_of
+    from tests.support.faults import Fault, differences, injected, state_of
 
     before, weights = run.state(), state_of(run.boundary)
     last = torch.distributed.get_world_size() - 1
@@ -229,8 +229,8 @@ def _skipped(run: Run) -> dict:
 
 
 def _evaluated(run: Run) -> dict:
-    from tests.multiproc.faults import differences
-    from tests.multiproc.parity import stack
+    from tests.support.faults import differences
+    from tests.support.parity import stack
 
     before = run.state()
     run.stepper.evaluate([stack([100 + index]) for index in range(run.plan.batch.num_microbatches)])
@@ -242,8 +242,8 @@ def _saved(run: Run, keys: str) -> dict:
     import torch
 
     from megaaccum.checkpoint import save_load
-    from tests.multiproc.faults import differences, state_of
     from tests.multiproc.test_checkpoint import SHAPE, progress
+    from tests.support.faults import differences, state_of
 
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc import whole_runs
 from tests.multiproc.test_launchers import BIN, ROOT, SCRIPT
-from tests.multiproc.whole_runs import config_file, losses, make_data
+from tests.support import whole_runs
+from tests.support.whole_runs import config_file, losses, make_data
 
 pytestmark = pytest.mark.multihost
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.multiproc.distance import problems
-from tests.multiproc.faults import differences, state_of
-from tests.multiproc.parity import Case, Gradient, assemble, make, microbatches
+from tests.support.distance import problems
+from tests.support.faults import differences, state_of
+from tests.support.parity import Case, Gradient, assemble, make, microbatches
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.multiproc.distance import check, problems
-from tests.multiproc.parity import Case, make, microbatches
+from tests.support.distance import check, problems
+from tests.support.parity import Case, make, microbatches
 
 PP = "--pipeline_model_parallel_size 2 "
 VPP = PP + "--virtual_pipeline_model_parallel_size 2 "
@@ -106,7 +106,7 @@ def kept_in(case: Case) -> set[str]:
     """Precisions of master weights and moments behind one step that moved every weight of this rank."""
     import torch
 
-    from tests.multiproc.faults import weights
+    from tests.support.faults import weights
 
     plan, built, chunks, bound, stepper = make(case)
     before = weights(bound, chunks)
@@ -131,7 +131,7 @@ def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dic
 
     import torch
 
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     torch.set_num_threads(threads)
     time.sleep(delays.get(torch.distributed.get_rank(), 0.0))
@@ -233,7 +233,7 @@ def test_streaming_holds_two_units_whatever_is_in_flight():
 def reduced_twice(case: Case):
     """A unit's gradients enter its partitions twice."""
     from megaaccum.sharding.reduction import PartitionReducer
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     add = PartitionReducer.add
 
@@ -251,7 +251,7 @@ def reduced_twice(case: Case):
 def replicas_forgotten(case: Case):
     """The sum over replicas is left out."""
     from megaaccum.sharding.fsdp2 import Fsdp2Boundary
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     expect = Fsdp2Boundary._expect_last_backward
 
@@ -282,7 +282,7 @@ def test_a_mistake_is_seen(mistake, case):
 def dropped_too_early(case: Case):
     """The unit is released before its backward."""
     from megaaccum.sharding.streaming import StreamingBoundary
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     StreamingBoundary._before_backward = lambda self, unit: setattr(self, "_in_backward", None)
     return gradient(case)

@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from megaaccum.testing import try_ranks
-from tests.multiproc.distance import check, problems
-from tests.multiproc.parity import Case
+from tests.support.distance import check, problems
+from tests.support.parity import Case
 
 PP = "--pipeline_model_parallel_size 2 --num_chunks 5 --grad_accum_steps 1 "
 EVERY_ROUND = "--grad_accum_steps 2 --num_chunks 4 --flush per_round "
@@ -77,7 +77,7 @@ def test_megatron():
 def last_weight_gradients_forgotten(case: Case):
     """What is left of a W when its last gradient has come is not reduced."""
     from megaaccum.sharding.streaming import StreamingBoundary
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     StreamingBoundary.after_weight_grad = lambda self, chunk: None
     return gradient(case)
@@ -86,7 +86,7 @@ def last_weight_gradients_forgotten(case: Case):
 def reduced_after_the_last_input_gradient(case: Case):
     """FSDP2 is left to its own hooks, which see no W."""
     from megaaccum import upstream
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     upstream.Fsdp2WeightGrads.finish = lambda self: None
     return gradient(case)
@@ -95,7 +95,7 @@ def reduced_after_the_last_input_gradient(case: Case):
 def both_chunks_when_one_is_done(case: Case):
     """Megatron's DDP reduces both chunks of a rank when the first of them has its gradients."""
     from megaaccum.sharding.megatron import MegatronBoundary
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     def reduce_all(self, ddp, params):
         for each in list(self._waiting):
@@ -109,7 +109,7 @@ def both_chunks_when_one_is_done(case: Case):
 def sums_of_two_precisions(case: Case):
     """Parameters of a unit that have no gradient in a W get zeros as torch makes them."""
     from megaaccum import upstream
-    from tests.multiproc.parity import gradient
+    from tests.support.parity import gradient
 
     upstream.fsdp2.fsdp2_even_out = upstream.fsdp2_even_out = lambda unit: None
     return gradient(case)

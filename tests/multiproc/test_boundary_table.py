@@ -4,8 +4,8 @@ ranks or, in a V, on one."""
 
 import pytest
 
-from tests.multiproc.distance import check
-from tests.multiproc.parity import Case
+from tests.support.distance import check
+from tests.support.parity import Case
 
 MODEL = "--num_layers 4 "
 POLICIES = {

@@ -11,7 +11,7 @@ import pytest
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
-from tests.multiproc.parity import Case, make, microbatches
+from tests.support.parity import Case, make, microbatches
 
 CASE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --num_chunks 2", "--num_layers 2 --clip_grad 1")
 BIASED = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.parity import Case, assemble, make, microbatches
+from tests.support.parity import Case, assemble, make, microbatches
 
 MODEL = (
     "--num_layers 2 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.parity import Case, make, microbatches
+from tests.support.parity import Case, make, microbatches
 
 DP = 2
 GATHER, SCATTER = "all-gather", "reduce-scatter"

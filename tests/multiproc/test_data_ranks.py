@@ -14,7 +14,7 @@ def first_step(folder: str) -> tuple[str, list[list[int]], list[int]]:
     """Digest of the data, and this rank's first tokens of each sample of one step, and of one evaluation."""
     from megaaccum.data.dataset import build_datasets
     from megaaccum.data.loader import MicrobatchLoader
-    from tests.unit.data_samples import make_plan
+    from tests.support.data_samples import make_plan
 
     world = int(os.environ["WORLD_SIZE"])
     data = build_datasets(make_plan(Path(folder), world_size=world, global_batch_size=8))
@@ -49,7 +49,7 @@ def with_a_bad_rank(folder: str) -> int | str:
     """Rank 1 is given a dataset that does not exist and returns the error; the others return the length of theirs."""
     from megaaccum.data.dataset import build_datasets
     from megaaccum.errors import DataError
-    from tests.unit.data_samples import counting_pair, make_plan
+    from tests.support.data_samples import counting_pair, make_plan
 
     rank = os.environ["RANK"]
     prefix = counting_pair(Path(folder) / rank / "corpus")

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check
-from tests.multiproc.parity import Case, gradient, make, microbatches
+from tests.support.distance import check
+from tests.support.parity import Case, gradient, make, microbatches
 
 MODEL = (
     "--num_layers 8 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check, problems
-from tests.multiproc.parity import Case, Gradient, gradient, make, microbatches
+from tests.support.distance import check, problems
+from tests.support.parity import Case, Gradient, gradient, make, microbatches
 
 MODEL = (
     "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "

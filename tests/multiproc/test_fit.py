@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from megaaccum import config
 from megaaccum.planner import footprint, sync_mode
-from tests.multiproc import whole_runs
-from tests.multiproc.whole_runs import VOCAB, flags, make_data, train
+from tests.support import whole_runs
+from tests.support.whole_runs import VOCAB, flags, make_data, train
 
 
 def test_a_policy_that_cannot_fit_is_refused_before_a_model_is_built(tmp_path):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check
-from tests.multiproc.faults import Fault, differences, injected, state_of, weights
-from tests.multiproc.parity import Case, make, microbatches
-from tests.unit.test_loss_scaler import of_torch, verdicts
+from tests.support.distance import check
+from tests.support.faults import Fault, differences, injected, state_of, weights
+from tests.support.parity import Case, make, microbatches
+from tests.unit.precision.test_loss_scaler import of_torch, verdicts
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
 TENSOR = "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --num_chunks 4 "

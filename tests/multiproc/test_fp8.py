@@ -1,6 +1,6 @@
 """FP8 on two ranks that see Transformer Engine's own modules, recipes and state manager (`make te` fetches them).
 
-The kernels are torch's (tests/fp8/te_on_cpu.py). The cases of tests/fp8/cases.py all run in one start of two ranks.
+The kernels are torch's (te_on_cpu.py in tests/support/fp8). The cases (cases.py there) all run in one start of two ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fp8 import te_on_cpu
+from tests.support.fp8 import te_on_cpu
 
 CASES = (
     "one_chunk_per_rank two_chunks_per_rank two_chunks_per_rank_left_alone recomputed_layers "
@@ -40,7 +40,7 @@ def told(tmp_path_factory) -> list[dict]:
     ranks = []
     for rank in (0, 1):
         env = os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-m", "tests.fp8.worker", str(folder / f"{rank}.json"), *CASES]
+        command = [sys.executable, "-m", "tests.support.fp8.worker", str(folder / f"{rank}.json"), *CASES]
         with (folder / f"{rank}.log").open("w") as log:
             root = Path(__file__).parents[2]
             ranks.append(subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=subprocess.STDOUT))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc import whole_runs
-from tests.multiproc.whole_runs import config_file, losses, make_data
+from tests.support import whole_runs
+from tests.support.whole_runs import config_file, losses, make_data
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "pretrain_gpt.py")

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import problems
-from tests.multiproc.parity import Case, Gradient, gradient
+from tests.support.distance import problems
+from tests.support.parity import Case, Gradient, gradient
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
 TENSOR = "--tensor_model_parallel_size 2 --sequence_parallel --grad_accum_steps 2 --num_chunks 4 "

@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.multiproc import no_gradient
-from tests.multiproc.distance import problems_with
-from tests.multiproc.parity import Case, Reference
+from tests.support import no_gradient
+from tests.support.distance import problems_with
+from tests.support.parity import Case, Reference
 
 SMALL = "--num_layers 4 "
 EXPERTS = (

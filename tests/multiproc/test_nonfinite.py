@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import problems
-from tests.multiproc.faults import Fault, differences, injected, state_of, weights
-from tests.multiproc.parity import Case, Gradient, assemble, make, microbatches
+from tests.support.distance import problems
+from tests.support.faults import Fault, differences, injected, state_of, weights
+from tests.support.parity import Case, Gradient, assemble, make, microbatches
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
 DDP = PIPELINE + "--boundary ddp --params_dtype fp64 "

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check
-from tests.multiproc.parity import Case, one_process, stack, whole_batch_loss
+from tests.support.distance import check
+from tests.support.parity import Case, one_process, stack, whole_batch_loss
 
 LAYOUTS = [(pp, dp, vpp) for pp in (1, 2, 4) for dp in (1, 2) for vpp in (1, 2) if pp > 1 or vpp == 1]
 """(pp, dp, vpp)."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.multiproc.distance import check
-from tests.multiproc.parity import Case
+from tests.support.distance import check
+from tests.support.parity import Case
 
 TP = "--tensor_model_parallel_size 2 "
 PP = "--pipeline_model_parallel_size 2 "

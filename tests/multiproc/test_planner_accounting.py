@@ -18,8 +18,8 @@ from megaaccum.planner.stages import chunks_of_rank, stages_of
 from megaaccum.planner.weights import rank_parameters
 from megaaccum.planner.workload import kernels_of
 from megaaccum.testing import run_ranks
-from tests.multiproc.accounting import Counted, count
-from tests.multiproc.parity import VOCAB, Case
+from tests.support.accounting import Counted, count
+from tests.support.parity import VOCAB, Case
 
 TOLERANCE = 0.02
 LLAMA = (

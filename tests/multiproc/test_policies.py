@@ -12,7 +12,7 @@ import pytest
 
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.testing import run_ranks
-from tests.multiproc.parity import SEQ, VOCAB, Case, make, microbatches
+from tests.support.parity import SEQ, VOCAB, Case, make, microbatches
 
 SMALL = "--num_layers 4 "
 PP = SMALL + "--pipeline_model_parallel_size 2 --num_chunks 2 --grad_accum_steps 2 "

@@ -9,7 +9,7 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.testing import run_ranks
-from tests.multiproc.parity import Case, make, microbatches, one_process
+from tests.support.parity import Case, make, microbatches, one_process
 
 EXPERTS = (
     "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "

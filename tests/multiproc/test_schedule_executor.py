@@ -6,7 +6,7 @@ import pytest
 
 from megaaccum.schedule import build, validate
 from megaaccum.testing import run_ranks
-from tests.multiproc import toy
+from tests.support import toy
 
 OWN = [("gpipe", 1, "loop"), ("1f1b", 1, "loop"), ("interleaved", 2, "loop"), ("zb-h1", 1, "loop"), ("zbv", 2, "v"),
        ("dualpipev", 2, "v")]  # fmt: skip

@@ -7,8 +7,8 @@ import pytest
 
 from megaaccum.schedule import build, write_csv
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check, one_process_reference, problems
-from tests.multiproc.parity import Case, make, microbatches
+from tests.support.distance import check, one_process_reference, problems
+from tests.support.parity import Case, make, microbatches
 
 OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
 UNTIED = "--untie_embeddings_and_output_weights "
@@ -54,7 +54,7 @@ def test_with_data_parallel_ranks(lane):
 def at_one_stage(at: Case):
     """The gradient under ZB-H1 of a pipeline of one, which a configuration would not ask for."""
     from megaaccum import get_forward_backward_func
-    from tests.multiproc import parity
+    from tests.support import parity
 
     made = make(at)
     made[4]._schedule = get_forward_backward_func("zb-h1", own=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.multiproc import split
+from tests.support import split
 
 
 def test_flops():

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import check, problems
-from tests.multiproc.faults import Fault
-from tests.multiproc.parity import Case, gradients
 from tests.multiproc.test_nonfinite import attempts
+from tests.support.distance import check, problems
+from tests.support.faults import Fault
+from tests.support.parity import Case, gradients
 
 # Coefficients large enough that a wrong one is far outside of rounding.
 MOE = (
@@ -85,8 +85,8 @@ def balanced() -> dict[str, object]:
     """What routers with statistics over a step do in three of them, the second one skipped."""
     import torch
 
-    from tests.multiproc.faults import injected
-    from tests.multiproc.parity import make, microbatches
+    from tests.support.faults import injected
+    from tests.support.parity import make, microbatches
 
     bias = MOE + "--moe_router_score_function sigmoid --moe_router_enable_expert_bias "
     seen: dict[str, object] = {"biases": [], "counts": []}

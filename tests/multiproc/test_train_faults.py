@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.multiproc import whole_runs
-from tests.multiproc.whole_runs import VOCAB, flags, losses, make_data, train
-from tests.unit.data_samples import write_pair
+from tests.support import whole_runs
+from tests.support.data_samples import write_pair
+from tests.support.whole_runs import VOCAB, flags, losses, make_data, train
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.multiproc.distance import FACTOR, own_part
-from tests.multiproc.parity import (
+from tests.support.distance import FACTOR, own_part
+from tests.support.parity import (
     Case,
     Cut,
     Gradient,

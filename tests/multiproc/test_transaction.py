@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.multiproc.faults import Fault, injected
+from tests.support.faults import Fault, injected
 
 SMALL = (
     "--num_layers 2 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 8 --lr 1e-2 "

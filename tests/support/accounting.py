@@ -1,0 +1,38 @@
+"""Bytes that a real step keeps, counted on a rank: what planner tests compare predictions with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.support.parity import Case
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes on one rank: whole parameters and gradients of its stage, and the peak of what autograd kept."""
+
+    pp_rank: int
+    parameters: int
+    gradients: int
+    activations: int
+
+
+def count(cases: list[Case]) -> list[Counted]:
+    """A gradient of every case by the project's own stepper, on this rank. Collective."""
+    return [_count(case) for case in cases]
+
+
+def _count(case: Case) -> Counted:
+    from tests.support.parity import make, microbatches
+
+    plan, groups, chunks, boundary, stepper = make(case)
+    batches = microbatches(plan, groups.dp.rank())
+    boundary.begin_step()
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    gradients: dict[int, int] = {}
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: gradients.update({id(p): p.grad.nbytes})) for p in params]
+    whole = sum(param.nbytes for param in params)
+    stepper.gradient(batches)
+    for hook in hooks:
+        hook.remove()
+    return Counted(groups.pp.rank(), whole, sum(gradients.values()), boundary.memory.take()["activations"])

@@ -1,0 +1,119 @@
+"""How far a layout's gradient is from that of one process in float64, and whether that is parity."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from megaaccum.testing import run_ranks
+from tests.support.parity import Case, Cut, Gradient, Reference, gradients, references
+
+EXACT = 1e-12
+"""Float64 lane: largest relative L2 error of any parameter's gradient."""
+FACTOR = 2.0
+"""Engine lane: how much farther from float64 than one process in the same precision."""
+SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}
+"""Largest relative error of loss and norm; in 16 bit the distance of 1 to the next number."""
+
+
+def check(cases: list[Case]) -> None:
+    """Run `cases` (all of one world size) on ranks and raise AssertionError with every problem of every case."""
+    (world_size,) = {case.world_size for case in cases}
+    by_rank = run_ranks(gradients, world_size, cases, timeout=60 + 10 * len(cases))
+    found = []
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        found += [f"{case}: {problem}" for problem in problems(case, list(ranks))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def problems(case: Case, ranks: list[Gradient], batch: tuple[int, ...] | None = None) -> list[str]:
+    """Why `ranks`, what each rank got, is not parity; empty if it is. batch: the sequences that count, if not all."""
+    return problems_with(case, ranks, *both_references(case, batch))
+
+
+def problems_with(case: Case, ranks: list[Gradient], exact: Reference, near: Reference) -> list[str]:
+    """The same against given references: one process in float64, and in the precision of the case's lane."""
+    found = _scalar_problems(case, ranks, exact.gradient)
+    missing = exact.gradient.parts.keys() - {name for rank in ranks for name in rank.parts}
+    found += [f"{name} is on no rank" for name in sorted(missing)]
+    if case.lane == "fp64":
+        return found + _parameter_problems(ranks, exact)
+    error, limit = total_error(ranks, exact), FACTOR * total_error([near.gradient], exact)
+    if not error <= limit:
+        found.append(f"error {error:.2e} > {limit:.2e}; {_worst(ranks, exact)}")
+    return found
+
+
+def both_references(case: Case, batch: int | tuple[int, ...] | None = None) -> tuple[Reference, Reference]:
+    """One process in float64, and in the precision of the case's lane, on the same global batch."""
+    batch = batch or case.plan().batch.global_batch_size
+    return one_process_reference(case.model, batch, "fp64"), one_process_reference(case.model, batch, case.lane)
+
+
+@cache
+def one_process_reference(model: str, global_batch: int | tuple[int, ...], dtype: str) -> Reference:
+    return run_ranks(references, 1, [(model, global_batch, dtype)])[0][0]
+
+
+def _scalar_problems(case: Case, ranks: list[Gradient], exact: Gradient) -> list[str]:
+    found = []
+    for rank, got in enumerate(ranks):
+        if got.num_tokens != exact.num_tokens:
+            found.append(f"rank {rank}: {got.num_tokens} tokens, not {exact.num_tokens}")
+        for name in ("loss", "norm"):
+            mine, true = getattr(got, name), getattr(exact, name)
+            if not abs(mine - true) <= SCALAR[case.lane] * abs(true):
+                found.append(f"rank {rank}: {name} {mine!r}, not {true!r}")
+    return found
+
+
+def _parameter_problems(ranks: list[Gradient], exact: Reference) -> list[str]:
+    found = []
+    for rank, got in enumerate(ranks):
+        for name, part in got.parts.items():
+            error = relative_error(part, own_part(name, part, got, exact))
+            if not error <= EXACT:
+                found.append(f"rank {rank}: {name} is off by {error:.2e}")
+    return found
+
+
+def own_part(name: str, part: torch.Tensor, rank: Gradient, exact: Reference) -> torch.Tensor:
+    """What `part` should be: the same cut of the reference's parameter `name`."""
+    full = exact.gradient.parts[name]
+    return full if full.shape == part.shape else _cut(full, exact.cuts[name], rank.tp_rank, part.shape)
+
+
+def _cut(full: torch.Tensor, cut: Cut, tp_rank: int, shape: torch.Size) -> torch.Tensor:
+    pieces = full.shape[cut.axis] // shape[cut.axis]
+    if cut.gated and cut.axis == 0:
+        return torch.cat([half.chunk(pieces)[tp_rank] for half in full.chunk(2)])
+    return full.chunk(pieces, dim=cut.axis)[tp_rank]
+
+
+def relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
+    """|got - true| / |true|, L2."""
+    return float((got - true).norm() / true.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def total_error(ranks: list[Gradient], exact: Reference) -> float:
+    """Relative L2 error over all parameters together; of several ranks that hold the same part, the worst counts."""
+    squares: dict[tuple[str, int], float] = {}
+    for got in ranks:
+        for name, part in got.parts.items():
+            true = own_part(name, part, got, exact)
+            key = (name, got.tp_rank if true.shape != exact.gradient.parts[name].shape else 0)
+            square = float((part - true).square().sum())
+            # Not max(): it would lose a nan.
+            squares[key] = square if not square <= squares.get(key, 0.0) else squares.get(key, 0.0)
+    return sum(squares.values()) ** 0.5 / exact.gradient.norm
+
+
+def _worst(ranks: list[Gradient], exact: Reference) -> str:
+    errors = [
+        (relative_error(part, own_part(name, part, got, exact)), rank, name)
+        for rank, got in enumerate(ranks)
+        for name, part in got.parts.items()
+    ]
+    error, rank, name = max(errors, key=lambda each: each[0] if each[0] == each[0] else float("inf"))
+    return f"worst {name} on rank {rank}: {error:.2e}"

@@ -1,0 +1,109 @@
+"""Models of which some parameters get no gradient: frozen ones, ones that nothing uses, experts that see no token.
+
+Every function here runs inside ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tests.support import parity
+from tests.support.parity import Case, Gradient
+
+Change = Callable[[list[torch.nn.Module]], None]
+"""What is done to a rank's chunks right after they are built."""
+
+
+def frozen(chunks) -> None:
+    """The embedding, the first layer and, in the third, what a backward reads last."""
+    for name, param in named(chunks):
+        first = name.startswith(("embedding.", "decoder.layers.0."))
+        if first or name.startswith(("decoder.layers.2.input_layernorm", "decoder.layers.2.self_attention.linear_qkv")):
+            param.requires_grad_(False)
+
+
+def unused(chunks) -> None:
+    """A parameter in each layer that no forward reads."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            layer.unread = torch.nn.Parameter(torch.ones(3, 5, dtype=next(chunk.parameters()).dtype))
+
+
+def skipping(chunks) -> None:
+    """Experts that are not called where they have no token, so that they get no gradient there."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SequentialMLP):
+                for expert in module.local_experts:
+                    expert.forward = partial(_unless_empty, expert.forward)
+
+
+def _unless_empty(forward, hidden, *args, **kwargs):
+    if len(hidden):
+        return forward(hidden, *args, **kwargs)
+    _skipped.append(True)
+    return torch.zeros_like(hidden), None
+
+
+_skipped: list[bool] = []
+
+
+def named(chunks):
+    from megaaccum.model import gpt
+
+    return list(gpt.named_parameters(chunks))
+
+
+def changed(change: Change) -> None:
+    """Have the models of this process changed as they are built."""
+    from megaaccum.model import gpt
+
+    build = gpt.build_chunks
+
+    def build_and_change(*args, **kwargs):
+        chunks = build(*args, **kwargs)
+        change(chunks)
+        return chunks
+
+    gpt.build_chunks = build_and_change
+
+
+def gradients(cases: list[Case], change: Change) -> list[Gradient]:
+    """`parity.gradients` of the changed model, of its second step: the first may leave something behind."""
+    changed(change)
+    found = [second_gradient(case) for case in cases]
+    assert _skipped or change is not skipping, "every expert had tokens in every micro-batch"
+    return found
+
+
+def second_gradient(case: Case) -> Gradient:
+    """As parity.gradient, after a step whose gradient was thrown away."""
+    plan, built, chunks, bound, stepper = parity.make(case)
+    seen: dict[str, torch.Tensor] = {}
+    bound.step = lambda: seen.update(parity.assemble(bound, built, chunks))
+    batch = parity.microbatches(plan, built.dp.rank())
+    stepper.train(batch, step=0)
+    bound.discard()
+    seen.clear()
+    result = stepper.train(batch, step=1)
+    trained = {name for name, param in named(chunks) if param.requires_grad}
+    parts = {name: part for name, part in seen.items() if name in trained}
+    return Gradient(parts, result.grad_norm, result.loss, result.num_tokens, built.tp.rank())
+
+
+def reference(model_flags: str, global_batch: int, dtype: str, change: Change) -> parity.Reference:
+    """`parity.reference` of the changed model: without what is frozen, and with zeros where nothing is used."""
+    changed(change)
+    chunk, plan = parity.one_process(model_flags, dtype)
+    batch = parity.stack(range(global_batch))
+    loss = sum(parity.scaled_backward(chunk, plan, batch, 1.0))
+    trained = [(name, param) for name, param in parity.named(chunk) if param.requires_grad]
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained}
+    grads = {name: grad.double() for name, grad in grads.items()}
+    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    return parity.Reference(Gradient(grads, norm, float(loss), int(batch["loss_mask"].sum())), {})

@@ -1,0 +1,195 @@
+"""`megaaccum check`: the plan as a reader sees it, and every error at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaaccum.cli import check
+from megaaccum.config import load, resolve
+from megaaccum.distributed.hostfile import read_hostfile
+from megaaccum.errors import ConfigError
+
+TINY = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
+
+RUN = """
+num_layers: 8
+hidden_size: 64
+num_attention_heads: 8
+seq_length: 64
+vocab_size: 1000
+train_iters: 100
+lr: 1.0e-3
+pipeline_model_parallel_size: 2
+micro_batch_size: 1
+num_chunks: 8
+global_batch_size: 32
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([run_yaml, "--world-size", "4"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "world_size = tp 1 * cp 1 * pp 2 * dp 2 = 4",
+        "global_batch_size = device_batch_size 8 * grad_accum_steps 2 * data_parallel_size 2 = 32 sequences",
+        "1 flush of 16 micro-batches per step",
+        "1F1B: pp 2, 1 model chunk per rank",
+        "layers by stage: 2 x 4",
+        "1 / 17 = 5.9%",
+        "vocabulary 1,000 (vocab_size)",
+        "ZeRO-3 over dp 2",
+    ):
+        assert words in text
+
+
+def test_what_the_command_line_recomputed_is_told(run_yaml: str) -> None:
+    text = check.run(run_yaml, ["--dbs", "4", "--grad_accum_steps", "8"], world_size=4)
+    assert "num_chunks 8 of the file is recomputed to 4" in text
+    assert "global_batch_size 32 of the file is recomputed to 64" in text
+
+
+def test_every_error_of_reading_and_resolving_at_once(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([run_yaml, "--world-size", "3", "--lr", "fast", "--hysteresis", "1", "--num_layers", "7"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert lines[0] == f"4 errors in {run_yaml}:"
+    assert len(lines) == 5
+    for words in ("lr must be a number", "world size 3", "num_layers 7", "hysteresis"):
+        assert any(words in line for line in lines[1:]), words
+
+
+def test_a_world_that_does_not_factor_is_told(run_yaml: str) -> None:
+    with pytest.raises(ConfigError, match=r"world size 5 is not divisible by .* 2: run on 4 or 6 ranks"):
+        check.run(run_yaml, world_size=5)
+
+
+def test_what_deepspeed_is_given_can_be_printed(run_yaml: str) -> None:
+    text = check.run(run_yaml, world_size=4, with_json=True)
+    block = json.loads(text[text.index("DeepSpeed is given") :].split("\n", 1)[1])
+    assert block == resolve(load(run_yaml), world_size=4).deepspeed_config()
+
+
+@pytest.mark.parametrize("words", [["--vpp", "2"], ["--boundary", "ddp"], ["--ep", "2", "--num_experts", "4"]])
+def test_other_layouts_are_described(run_yaml: str, words: list[str]) -> None:
+    text = check.run(run_yaml, words, world_size=4)
+    expected = {
+        "--vpp": "interleaved 1F1B: pp 2, 2 model chunks per rank",
+        "--boundary": "nothing is sharded",
+        "--ep": "experts: ep 2 * etp 1 * pp 2 * expert dp 1 = 4",
+    }
+    assert expected[words[0]] in text
+
+
+def test_the_bubble_shrinks_with_micro_batches_and_chunks() -> None:
+    assert check.bubble_fraction(pp=1, vpp=1, microbatches=8) == 0
+    assert check.bubble_fraction(pp=4, vpp=1, microbatches=9) == pytest.approx(0.25)
+    assert check.bubble_fraction(pp=4, vpp=3, microbatches=8) == pytest.approx(3 / 27)
+
+
+def test_a_dataset_that_is_not_here_leaves_only_the_parameters_open(tmp_path: Path, run_yaml: str) -> None:
+    path = tmp_path / "elsewhere.yaml"
+    path.write_text(RUN.replace("vocab_size: 1000", f"data_path: [{tmp_path}/absent]"))
+    assert "parameters: unknown before the vocabulary is" in check.run(str(path), world_size=4)
+
+
+# --- the world size --------------------------------------------------------------------------------------------------
+
+
+def test_the_world_size_comes_from_the_nearest_source(
+    run_yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=4\nb slots=4\n")
+    assert "world_size 2 (tp * cp * pp, the smallest" in check.run(run_yaml)
+    assert "world_size 4 (nproc_per_node)" in check.run(run_yaml, ["--nproc_per_node", "4"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "world_size 4 (WORLD_SIZE in the environment)" in check.run(run_yaml, ["--nproc_per_node", "2"])
+    assert "world_size 8 (2 hosts of" in check.run(run_yaml, hostfile=hosts)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ConfigError, match="WORLD_SIZE in the environment is 'many'"):
+        check.run(run_yaml)
+
+
+def test_a_hostfile_and_a_world_size_exclude_each_other(run_yaml: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check.main([run_yaml, "--hostfile", "h", "--world-size", "4"])
+    assert ended.value.code == 2
+
+
+def test_a_hostfile_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# our cluster\n\nworker-1 slots=8  # new\nworker-2   slots=4\n")
+    assert read_hostfile(path) == {"worker-1": 8, "worker-2": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("worker-1\n", "hosts:1: 'worker-1' must read 'host slots=N'"),
+        ("a slots=2\nb slots=x\n", "hosts:2: 'b slots=x' must read"),
+        ("a slots=2\na slots=2\n", "hosts:2: host a was already given"),
+        ("a slots=0\n", "hosts:1: a has slots=0"),
+        ("# nobody\n", "names no host"),
+    ],
+)
+def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(path)
+    assert expected in str(caught.value)
+
+
+def test_every_wrong_line_is_named_and_a_missing_hostfile_too(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a\nb\n")
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(path)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError, match="cannot read the hostfile"):
+        read_hostfile(tmp_path / "absent")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tiny_configuration_is_accepted_without_torch() -> None:
+    """In a process of its own: checking a plan must not load torch, DeepSpeed or Megatron."""
+    code = (
+        "import sys; from megaaccum.cli.check import main; code = main(sys.argv[1:]);"
+        " print([m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules]); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, TINY, "--world-size", "4"],
+        capture_output=True,
+        text=True,
+        cwd=Path(TINY).parents[1],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("[]\n")
+
+
+def test_help_tells_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--help"])
+    assert ended.value.code == 0
+    assert "--hostfile" in capsys.readouterr().out

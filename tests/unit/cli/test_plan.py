@@ -1,0 +1,136 @@
+"""`megaaccum plan` and `megaaccum calibrate` from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaaccum import cli
+from megaaccum.cli import calibrate
+from megaaccum.config import load, resolve
+from megaaccum.planner.hardware import load_hardware
+from megaaccum.planner.picture import pareto_front
+
+LLAMA = str(Path(__file__).parents[3] / "configs" / "llama3_8b.yaml")
+PLAN = ["plan", LLAMA, "--gpus", "64", "--gpu", "h100", "--max-cp", "1"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(list(argv))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *PLAN, "--top", "3")
+    assert code == 0
+    assert "legal layouts" in out
+    assert "64 x h100 (989.5 TFLOP/s, 79 GiB)" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["1", "2", "3"]
+    assert "NVIDIA H100 SXM datasheet" in out
+
+
+def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *PLAN, "--json", "--top", "2", "--rank", "time")
+    told: dict[str, Any] = json.loads(out)
+    assert [row["rank"] for row in told["layouts"]] == [1, 2]
+    first = told["layouts"][0]
+    assert sum(first["memory_bytes"].values()) == pytest.approx(first["memory_total_bytes"])
+    assert sum(first["seconds_by_part"].values()) == pytest.approx(first["seconds_per_step"])
+    assert first["headroom_bytes"] == pytest.approx(told["hbm_bytes"] - first["memory_total_bytes"])
+    assert 0.1 < first["mfu"] < 0.7
+    assert first["tokens_per_second"] == pytest.approx(told["tokens_per_step"] / first["seconds_per_step"])
+
+
+def test_explain_writes_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *PLAN, "--explain", "1")
+    assert "world_size = tp" in out
+    assert "global_batch_size = device_batch_size" in out
+    assert "arXiv 2205.05198" in out
+    assert "MFU" in out
+    code, _, err = run(capsys, *PLAN, "--explain", "99999")
+    assert code == 2
+    assert "give a number from 1 to" in err
+
+
+def test_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "num_attention_heads 32 is not divisible" in run(capsys, *PLAN, "--why-not", "tp=3")[1]
+
+
+def test_write_gives_a_configuration_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, picture = tmp_path / "new" / "out.yaml", tmp_path / "plan.png"
+    code, *_ = run(capsys, *PLAN, "--write", str(out), "--row", "2", "--picture", str(picture))
+    assert code == 0
+    assert resolve(load(out), world_size=64).layout.world_size == 64
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_hostfile_says_gpus_and_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=4\nb slots=4\n")
+    _, out, _ = run(capsys, "plan", LLAMA, "--hostfile", str(hosts), "--gpu", "h200", "--json", "--rank", "time")
+    told = json.loads(out)
+    assert told["gpus"] == 8
+    assert max(row["tp"] for row in told["layouts"]) <= 4
+    hosts.write_text("a slots=4\nb slots=8\n")
+    code, _, err = run(capsys, "plan", LLAMA, "--hostfile", str(hosts))
+    assert code == 2
+    assert "[4, 8] slots" in err
+
+
+def test_the_planner_imports_no_torch() -> None:
+    script = (
+        "import sys; from megaaccum import cli;"
+        f"cli.main({[*PLAN, '--top', '1']!r});"
+        "assert not {'torch', 'deepspeed', 'megatron'} & sys.modules.keys(), 'too much was imported'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_the_pareto_front_is_not_beaten() -> None:
+    rng = np.random.default_rng(0)
+    memory, seconds = rng.random(200), rng.random(200)
+    front = set(pareto_front(memory, seconds).tolist())
+    for i in range(200):
+        beaten = ((memory < memory[i]) & (seconds < seconds[i])).any()
+        assert beaten != (i in front)
+
+
+# --- calibrate -------------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_of_products_is_found_again() -> None:
+    rate, halves = 600e12, (120.0, 90.0, 60.0)
+    points = [
+        (m, n, k, rate / (1 + halves[0] / m + halves[1] / n + halves[2] / k))
+        for m in (256, 2048, 8192) for n in (256, 2048, 8192) for k in (256, 2048, 8192)
+    ]  # fmt: skip
+    found, sides = calibrate.fit_products(points)
+    assert found == pytest.approx(rate)
+    assert sides == pytest.approx(halves)
+
+
+def test_latency_and_bandwidth_are_found_again() -> None:
+    ranks, alpha, beta = 8, 12e-6, 40e9
+    points = [(s, (ranks - 1) * alpha + (ranks - 1) / ranks * s / beta) for s in calibrate.MESSAGES]
+    assert calibrate.fit_link(points, ranks) == pytest.approx((alpha, beta))
+
+
+def test_calibrate_writes_an_entry_that_plan_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "SIDES", (64, 128, 256))
+    file = tmp_path / "hardware.yaml"
+    assert run(capsys, "calibrate", "here", "--seconds", "0.002", "--output", str(file))[0] == 0
+    here = load_hardware("here", file=file)
+    assert 1e9 < here.device.peak < 1e14
+    assert here.device.efficiency.gemm < 1
+    code, out, _ = run(capsys, *PLAN[:-2], "--gpu", "h100", "--hardware", str(file), "--json", "--top", "1")
+    assert code == 0
+    assert json.loads(out)["gpu"] == "h100"

@@ -1,0 +1,65 @@
+"""The configuration's `schedule`: from a name or a file to chunks, placement, and errors before anything starts."""
+
+import pytest
+
+from megaaccum.cli.check import run
+from megaaccum.errors import ConfigError
+from megaaccum.schedule import build, write_csv
+from tests.support.configs import plan
+
+PP2 = dict(pipeline_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp", "placement"),
+    [("gpipe", 1, "loop"), ("zb-h1", 1, "loop"), ("zbv", 2, "v"), ("dualpipev", 2, "v"), ("1f1b", 1, "loop")],
+)
+def test_a_schedule_sets_chunks_and_placement(name, vpp, placement):
+    layout = plan(2, schedule=name, **PP2).layout
+    assert (layout.schedule, layout.vpp, layout.placement) == (name, vpp, placement)
+
+
+def test_a_table_in_a_file(tmp_path):
+    path = str(tmp_path / "mine.csv")
+    write_csv(build("zbv", pp=2, num_microbatches=6), path)
+    layout = plan(2, schedule=path, num_chunks=6, **PP2).layout
+    assert (layout.vpp, layout.placement) == (2, "v")
+    with pytest.raises(ConfigError, match="a schedule of pp 2 and 6 micro-batches, not of pp 2 and 8"):
+        plan(2, schedule=path, num_chunks=8, **PP2)
+
+
+def test_a_table_without_a_weight_gradient(tmp_path):
+    path = tmp_path / "mine.csv"
+    write_csv(build("zb-h1", pp=2, num_microbatches=4), path)
+    path.write_text(path.read_text().replace(",1W2", ""))
+    with pytest.raises(ConfigError, match=r"rank 1: 0W2 \(weight gradient, chunk 0, micro-batch 2\) is missing"):
+        plan(2, schedule=str(path), num_chunks=4, **PP2)
+
+
+def test_stages_that_are_placed_in_another_way(tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n")
+    with pytest.raises(ConfigError, match=r"2 \* pp - 1 - r"):
+        plan(2, schedule=str(tmp_path / "mine.csv"), **PP2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "zbv", "dualpipev"])
+def test_a_flush_has_two_microbatches_per_rank(name):
+    with pytest.raises(ConfigError, match="needs at least 2 \\* 4 = 8 micro-batches in a flush"):
+        plan(4, schedule=name, num_chunks=7, pipeline_model_parallel_size=4)
+
+
+def test_check_tells_what_the_schedule_costs(tmp_path):
+    text = run(
+        None,
+        (
+            "--num_layers 8 --hidden_size 64 --num_attention_heads 4 --seq_length 16 --train_iters 2 --lr 1e-3 "
+            "--pipeline_model_parallel_size 4 --num_chunks 8 --schedule dualpipev --vocab_size 64"
+        ).split(),
+        world_size=4,
+        hostfile=None,
+        with_json=False,
+    )
+    assert "DualPipeV: pp 4, 2 model chunks per rank" in text
+    assert "bubble = 5.9% of a flush" in text
+    assert "activations of 9 chunk passes" in text
+    assert "rank r holds r and 7 - r" in text

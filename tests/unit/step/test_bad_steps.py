@@ -1,0 +1,141 @@
+"""The guard of the norm, the limits on bad steps, and what short ranks are told: plain arithmetic, no ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from megaaccum.errors import RankDisagreement, StepError
+from megaaccum.precision.findings import Finding, Findings
+from megaaccum.precision.sanitize import BadSteps, ZeroNonFinite
+from megaaccum.step.norm_guard import NormGuard
+from megaaccum.step.short_batch import filled, too_few
+from tests.support.configs import plan
+
+
+def guard(action: str = "skip", **keys: object) -> NormGuard:
+    return NormGuard(plan(grad_norm_guard=action, **keys).config.step)
+
+
+def test_the_guard_is_silent_until_it_has_seen_a_window() -> None:
+    watch = guard(grad_norm_guard_window=5)
+    assert [watch.judge(norm) for norm in (1.0, 50.0, 1.0, 1.0, 100.0)] == [None] * 5
+    assert watch.limit < math.inf
+
+
+def test_the_averages_are_those_of_the_definition() -> None:
+    norms, weight = [1.0, 1.5, 0.7, 1.1, 0.9, 1.3], 2 / (3 + 1)
+    watch = guard(grad_norm_guard_window=3, grad_norm_guard_deviations=100.0)
+    for norm in norms:
+        watch.judge(norm)
+    # Weights of an exponential average that begins with the first value whole.
+    shares = [(1 - weight) ** (len(norms) - 1), *[weight * (1 - weight) ** (len(norms) - 1 - i) for i in range(1, 6)]]
+    mean = sum(share * norm for share, norm in zip(shares, norms, strict=True))
+    variance = sum(share * (norm - mean) ** 2 for share, norm in zip(shares, norms, strict=True))
+    assert watch.limit == pytest.approx(mean + 100 * math.sqrt(variance))
+
+
+def test_a_spike_is_told_with_its_numbers_and_only_learnt_when_it_passes() -> None:
+    usual = [1.0, 1.1, 0.9, 1.0, 1.05]
+    for action, learnt in (("skip", False), ("stop", False), ("warn", True)):
+        watch = guard(action, grad_norm_guard_window=5)
+        assert all(watch.judge(norm) is None for norm in usual)
+        before = watch.limit
+        text = watch.judge(100.0)
+        assert text is not None
+        assert "gradient norm 100 is above" in text
+        assert (watch.limit > before) == learnt
+        assert watch.judge(statistics.mean(usual)) is None
+
+
+def test_a_guard_that_is_off_says_nothing() -> None:
+    watch = guard("off")
+    assert [watch.judge(norm) for norm in [1.0] * 200 + [1e30]] == [None] * 201
+
+
+def test_a_resumed_guard_goes_on() -> None:
+    first, second = (guard(grad_norm_guard_window=4) for _ in range(2))
+    for norm in (1.0, 1.2, 0.8, 1.1):
+        first.judge(norm)
+    second.load_state_dict(first.state_dict())
+    assert second.limit == first.limit
+
+
+def test_limits_on_bad_steps() -> None:
+    bad = BadSteps(plan(max_bad_steps_in_a_row=3, max_bad_steps=4).config.step)
+    for number, is_bad in enumerate([True, True, False, True]):
+        bad.count(is_bad, step=number, why="reason")
+    with pytest.raises(StepError, match=r"step 9 .* of the run to 4 \(max_bad_steps 4\)\. reason\."):
+        bad.count(True, step=9, why="reason")
+    again = BadSteps(plan(max_bad_steps_in_a_row=3, max_bad_steps=0).config.step)
+    again.load_state_dict({"in_a_row": 2, "total": 1000})
+    with pytest.raises(StepError, match=r"in a row to 3 \(max_bad_steps_in_a_row 3\)"):
+        again.count(True, step=9, why="reason")
+
+
+def test_zero_counts_by_parameter() -> None:
+    zero = ZeroNonFinite()
+    good, bad = torch.ones(3), torch.tensor([1.0, math.inf, math.nan, -math.inf])
+    zero("good", good)
+    zero("bad", bad)
+    assert bad.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert float(zero.total()) == 3
+    assert zero.names() == {"bad": 3}
+    zero.clear()
+    assert float(zero.total()) == 0
+
+
+def finding(microbatch: int, *, backward: bool, distance: int, dp_rank: int = 0) -> Finding:
+    return Finding(
+        dp_rank=dp_rank,
+        microbatch=microbatch,
+        backward=backward,
+        distance=distance,
+        stage=0,
+        rank=0,
+        what=f"{distance}",
+    )
+
+
+def test_origins_are_the_first_of_the_forward_else_of_the_backward() -> None:
+    found = Findings(
+        [
+            finding(1, backward=True, distance=2),
+            finding(1, backward=True, distance=1),
+            finding(2, backward=True, distance=0),
+            finding(2, backward=False, distance=3),
+            finding(5, backward=False, distance=0),  # an output that did no harm
+        ]
+    )
+    assert found.bad_microbatches() == {0: [1, 2]}
+    assert [(f.microbatch, f.backward, f.distance) for f in found.origins()] == [(1, True, 1), (2, False, 3)]
+
+
+def test_many_bad_microbatches_are_counted_not_listed() -> None:
+    text = str(Findings([finding(index, backward=True, distance=0) for index in range(10)]))
+    assert text.count("micro-batch") == 4
+    assert text.endswith("and 6 more")
+
+
+def test_counts_of_microbatches() -> None:
+    whole = plan(2, num_chunks=4)
+    assert too_few([4, 4], [0, 1], plan=whole, step=1) == ""
+    with pytest.raises(StepError, match="rank 1 has 3"):
+        too_few([4, 3], [0, 1], plan=whole, step=1)
+    with pytest.raises(RankDisagreement, match="rank 1: 5"):
+        too_few([4, 5], [0, 1], plan=whole, step=1)
+    with pytest.raises(RankDisagreement, match="data-parallel rank 0 have to agree"):
+        too_few([4, 3], [0, 0], plan=plan(2, num_chunks=4, short_batch="pad"), step=1)
+
+
+def test_a_rank_without_any_microbatch_gets_whole_ones() -> None:
+    padded, dummies = filled([], plan(num_chunks=4, short_batch="pad", reset_attention_mask=True))
+    assert dummies == {0, 1, 2, 3}
+    assert {name: tuple(each.shape) for name, each in padded[0].items()} == {
+        "tokens": (1, 64), "labels": (1, 64), "loss_mask": (1, 64), "position_ids": (1, 64),
+        "attention_mask": (1, 1, 64, 64),
+    }  # fmt: skip
+    assert not padded[0]["loss_mask"].any()
