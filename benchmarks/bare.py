@@ -2,7 +2,7 @@
 
 No agreement between ranks, no token count, no verdict, no log, no learning-rate schedule: the least that makes the
 same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's own hooks do not run under a
-pipeline at all, so its reducer is driven through `megaaccum.upstream`, as by the boundary.
+pipeline at all, so its reducer is driven through `megaaccum.upstream`, as by the backend.
 """
 
 from __future__ import annotations

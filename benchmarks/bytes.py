@@ -1,4 +1,4 @@
-"""Bytes that one optimizer step moves between data-parallel ranks: every policy, and the stock loops of the libraries.
+"""Bytes that one optimizer step moves between data-parallel ranks: every sync mode, and the libraries' stock loops.
 
     python -m benchmarks bytes [--microbatches M] [--json F]
 
@@ -33,14 +33,14 @@ OURS = (
     "--sync streaming --max_live_parameters 120000",
     "--zero_stage 2",
     "--zero_stage 1",
-    "--boundary fsdp2",
-    "--boundary fsdp2 --sync streaming",
-    "--boundary fsdp2 --data_parallel_replicas 2",
-    "--boundary fsdp2 --data_parallel_replicas 2 --sync streaming",
-    "--boundary megatron",
-    "--boundary ddp",
+    "--backend fsdp2",
+    "--backend fsdp2 --sync streaming",
+    "--backend fsdp2 --data_parallel_replicas 2",
+    "--backend fsdp2 --data_parallel_replicas 2 --sync streaming",
+    "--backend megatron",
+    "--backend ddp",
 )
-"""Every boundary and policy, as the keys that name it."""
+"""Every backend and sync mode, as the keys that name it."""
 STOCK = ("stock DeepSpeed ZeRO-3", "stock FSDP2, naive", "stock DDP, naive")
 
 
@@ -56,24 +56,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(microbatches: int) -> dict:
-    """{"lower_bound": bytes, "rows": [{"policy", "keys", "counted", "calls", "predicted" or None}]}; bytes of rank 0,
+    """{"lower_bound": bytes, "rows": [{"sync", "keys", "counted", "calls", "predicted" or None}]}; bytes of rank 0,
     the most that any rank predicts."""
     rows = []
     for keys in OURS:
         plan = plan_of(keys.split(), microbatches)
         counted, calls, elements = run_ranks(ours, RANKS, keys.split(), microbatches, timeout=240)[0]
-        policy = footprint.chosen(plan)
-        predicted = sync_mode.Forecast(plan, VOCABULARY).of(policy).moved.total
-        live = f", {policy.live:,} live" if policy.live else ""
-        rows.append(
-            {"policy": f"{policy}{live}", "keys": keys, "counted": counted, "calls": calls, "predicted": predicted}
-        )
+        mode = footprint.chosen(plan)
+        predicted = sync_mode.Forecast(plan, VOCABULARY).of(mode).moved.total
+        live = f", {mode.live:,} live" if mode.live else ""
+        rows.append({"sync": f"{mode}{live}", "keys": keys, "counted": counted, "calls": calls, "predicted": predicted})
         bound = (RANKS - 1) / RANKS * elements * 4 * 2
     plan = plan_of([], microbatches)
     for name in STOCK:
         counted, calls, _ = run_ranks(stock, RANKS, name, microbatches, timeout=240)[0]
         rows.append(
-            {"policy": name, "keys": "", "counted": counted, "calls": calls, "predicted": stock_prediction(name, plan)}
+            {"sync": name, "keys": "", "counted": counted, "calls": calls, "predicted": stock_prediction(name, plan)}
         )
     return {"ranks": RANKS, "microbatches": microbatches, "lower_bound": bound, "rows": rows}
 
@@ -82,12 +80,12 @@ def report(figures: dict) -> str:
     lines = [
         f"{figures['ranks']} ranks, {figures['microbatches']} micro-batches, FP32; lower bound "
         f"{figures['lower_bound']:,.0f} bytes per rank and step",
-        f"{'policy':<42}{'counted':>14}{'predicted':>14}{'calls':>8}{'of the bound':>14}",
+        f"{'mode':<42}{'counted':>14}{'predicted':>14}{'calls':>8}{'of the bound':>14}",
     ]
     for row in figures["rows"]:
         predicted = "" if row["predicted"] is None else f"{row['predicted']:,.0f}"
         ratio = row["counted"] / figures["lower_bound"]
-        lines.append(f"{row['policy']:<42}{row['counted']:>14,.0f}{predicted:>14}{row['calls']:>8}{ratio:>13.2f}x")
+        lines.append(f"{row['sync']:<42}{row['counted']:>14,.0f}{predicted:>14}{row['calls']:>8}{ratio:>13.2f}x")
     return "\n".join(lines)
 
 
@@ -98,21 +96,21 @@ def ours(flags: list[str], microbatches: int) -> tuple[float, int, int]:
     """(bytes, calls, elements of the model) of the second step of megaaccum."""
     plan, groups, chunks = build(flags, microbatches)
     elements = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    stepper = stepper_of(plan, groups, chunks)
+    train_step = stepper_of(plan, groups, chunks)
     batches = [batch(index) for index in range(microbatches)]
-    stepper.train(batches, step=0)
-    traffic = stepper.train(batches, step=1).traffic
+    train_step.train(batches, step=0)
+    traffic = train_step.train(batches, step=1).traffic
     return *_large(traffic), elements
 
 
 def stepper_of(plan, groups, chunks):
-    """megaaccum's stepper over the boundary of `plan`."""
+    """megaaccum's train_step over the backend of `plan`."""
     from megaaccum import sharding
-    from megaaccum.step.train_step import Stepper
+    from megaaccum.step.train_step import TrainStep
     from megaaccum.training import optimizer
 
     bound = sharding.build(plan, groups, chunks, optimizer.build(plan, chunks))
-    return Stepper(plan, groups, chunks, bound)
+    return TrainStep(plan, groups, chunks, bound)
 
 
 def stock(name: str, microbatches: int) -> tuple[float, int, int]:
@@ -230,7 +228,7 @@ def _large(traffic) -> tuple[float, int]:
 
 
 def plan_of(flags: list[str], microbatches: int):
-    keys = [*MODEL, "--num_chunks", str(microbatches), "--data_path", "none", *flags]
+    keys = [*MODEL, "--pp_microbatches", str(microbatches), "--data_path", "none", *flags]
     return configuration.resolve(configuration.load(None, keys), world_size=RANKS)
 
 

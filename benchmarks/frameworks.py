@@ -10,7 +10,7 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.hardware import Hardware
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
+from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.memory import MemoryModel, StageSource, Usage
 from megaaccum.planner.stages import Stage, make_stages
 from megaaccum.planner.time import Software
@@ -86,10 +86,10 @@ def layout_of(row: Row) -> Layouts:
                 ep=row.whole("ep", 1),
                 dp=dp,
                 micro_batch_size=micro,
-                num_chunks=count,
+                pp_microbatches=count,
                 recompute=RECOMPUTE.index(_recompute(row)),
                 schedule=SCHEDULES.index(name),
-                policy=POLICIES.index("streaming" if is_fsdp(row) else "resident"),
+                sync=SYNC_MODES.index("streaming" if is_fsdp(row) else "resident"),
                 zero_stage=3 if is_fsdp(row) else 1,
                 sequence_parallel=int(tp > 1 and has_sequence_parallel(row)),
             )
@@ -174,7 +174,7 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
             vocab_size=vocab_size,
             kernels=kernels_of(row),
             usage=usage if on_device else replace(usage, runtime_bytes=0.0),
-            states={(int(layout.zero_stage[0]), int(layout.policy[0])): states_of(row)},
+            states={(int(layout.zero_stage[0]), int(layout.sync[0])): states_of(row)},
             buffer_bytes=buckets,
             # DeepSpeed's pipeline engine holds both ends of its stage for every micro-batch in flight.
             boundary_tensors=2.0 if row.text("framework") == "Megatron-DeepSpeed" else 0.0,

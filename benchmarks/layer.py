@@ -67,7 +67,7 @@ def _layer(hidden: int, tokens: int):
 
     flags = (
         f"--num_layers 1 --hidden_size {hidden} --num_attention_heads {hidden // 64} --seq_length {tokens} "
-        "--attention_dropout 0 --hidden_dropout 0 --train_iters 1 --lr 1e-3 --num_chunks 1 --boundary ddp "
+        "--attention_dropout 0 --hidden_dropout 0 --train_iters 1 --lr 1e-3 --pp_microbatches 1 --backend ddp "
         "--data_path none --swiglu --normalization RMSNorm --position_embedding_type rope"
     )
     plan = config.resolve(config.load(None, flags.split()), world_size=1)

@@ -194,15 +194,15 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
 
 def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
     """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
-    from megaaccum.step.transaction import StepTransaction
+    from megaaccum.step.transaction import Transaction
     from megaaccum.training import loop as train
 
     parts = _Parts(plan)
     log = train._open_log(plan, parts.data, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
-    schedule, stepper = parts.schedule_and_stepper()
+    schedule, train_step = parts.schedule_and_stepper()
     loader = train._loader(plan, parts.groups, parts.data, 0)
-    steps, watchdog = StepTransaction(plan, stepper, loader, schedule), train._watchdog(plan, stepper)
+    steps, watchdog = Transaction(plan, train_step, loader, schedule), train._watchdog(plan, train_step)
     return lambda: of(train._one_step(plan, steps, loader, log, watchdog, stop=False, problem=None).result)
 
 
@@ -273,11 +273,11 @@ class _Parts:
 
     def schedule_and_stepper(self):
         from megaaccum import sharding
-        from megaaccum.step.train_step import Stepper
+        from megaaccum.step.train_step import TrainStep
         from megaaccum.training import lr_schedule, optimizer
 
         bound = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
-        return lr_schedule.build(bound, self.plan.config), Stepper(self.plan, self.groups, self.chunks, bound)
+        return lr_schedule.build(bound, self.plan.config), TrainStep(self.plan, self.groups, self.chunks, bound)
 
 
 def _plan(path: str, overrides: list[str]):

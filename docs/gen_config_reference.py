@@ -39,8 +39,8 @@ Any key can be given on the command line too, where it outranks the file: `--lr 
 ## How the batch follows
 
 ```
-device_batch_size = micro_batch_size * num_chunks
-num_microbatches  = grad_accum_steps * num_chunks
+device_batch_size = micro_batch_size * pp_microbatches
+num_microbatches  = grad_accum_steps * pp_microbatches
 global_batch_size = device_batch_size * grad_accum_steps * data_parallel_size
 data_parallel_size = world / (tensor * context * pipeline_model_parallel_size)
 ```
@@ -50,8 +50,8 @@ accumulation step, and as many chunks as the rest asks for. Sizes of one file th
 
 A size on the command line outranks sizes in the file: `device_batch_size`, `grad_accum_steps` and `global_batch_size`
 say how large the batch is, and of the file's sizes those are kept that still fit, `micro_batch_size` first;
-`micro_batch_size` and `num_chunks` alone say how it is cut, and the file's `global_batch_size` stays. `check` tells
-which were recomputed.
+`micro_batch_size` and `pp_microbatches` alone say how it is cut, and the file's `global_batch_size` stays. `check`
+reports which were recomputed.
 
 ## The DeepSpeed block
 

@@ -9,11 +9,11 @@ from typing import Literal
 class MegaaccumError(Exception):
     """Base of every error that megaaccum raises for a user. The command line prints its text without a traceback.
 
-    `said_by` tells who prints it under a launcher that shows what all ranks say: every rank that raises it; the first
+    printed_by: who prints it under a launcher that shows the output of all ranks. Every rank that raises it; the first
     rank of each host, where all ranks of a host raise the same; or rank 0, where all ranks of the job do.
     """
 
-    said_by: Literal["every rank", "one rank per host", "rank 0"] = "every rank"
+    printed_by: Literal["every rank", "one rank per host", "rank 0"] = "every rank"
 
 
 class ConfigError(MegaaccumError, ValueError):

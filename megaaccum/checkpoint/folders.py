@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaaccum.data.files import sync
-from megaaccum.distributed.agreement import said_once, together
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 
 FORMAT = 1
@@ -23,7 +23,7 @@ FORMAT = 1
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
     lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors;
-    transaction: state of StepTransaction (skipped steps, loss scale, guards), empty in a checkpoint from before it."""
+    transaction: state of Transaction (skipped steps, loss scale, guards), empty in a checkpoint from before it."""
 
     step: int
     consumed_samples: int
@@ -87,7 +87,7 @@ class Files:
 
     def prepare(self) -> None:
         """Make `aside`, empty. Collective over the world; raises CheckpointError on every rank."""
-        together(_on_rank0, self._make_empty, f"cannot make the folder {self.aside}")
+        raise_on_all_ranks(_on_rank0, self._make_empty, f"cannot make the folder {self.aside}")
 
     def publish_on_rank0(self) -> None:
         """Make what was written current. Call it on every rank; raises CheckpointError on rank 0 alone."""
@@ -103,7 +103,7 @@ class Files:
             current = None
         still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
-        return said_once(CheckpointError(f"{what} ({self._space()}); {still}"))
+        return printed_once(CheckpointError(f"{what} ({self._space()}); {still}"))
 
     def _space(self) -> str:
         """What is free where checkpoints are written, as seen by this rank's host."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from megaaccum.checkpoint.folders import Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import said_once, together
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.model import gpt
 from megaaccum.model.flops import padded_vocab_size
@@ -35,7 +35,7 @@ from megaaccum.model.flops import padded_vocab_size
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import Boundary
+    from megaaccum.sharding import ShardingBackend
 
 __all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
 
@@ -66,7 +66,7 @@ that begin with fp8/ are those of amax histories and scales, which a checkpoint 
 
 def save(
     folder: str | os.PathLike,
-    boundary: Boundary,
+    backend: ShardingBackend,
     groups: Groups,
     progress: Progress,
     *,
@@ -80,8 +80,8 @@ def save(
     files = Files(Path(folder), progress, keep_last)
     try:
         files.prepare()
-        dcp.save(_written(boundary, groups, buffers), storage_writer=_Writer(files.aside))
-        together(files.publish_on_rank0)
+        dcp.save(_written(backend, groups, buffers), storage_writer=_Writer(files.aside))
+        raise_on_all_ranks(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
         raise files.given_up(error) from error
     return files.target
@@ -114,7 +114,7 @@ class BackgroundSave:
     def __init__(
         self,
         folder: str | os.PathLike,
-        boundary: Boundary,
+        backend: ShardingBackend,
         groups: Groups,
         progress: Progress,
         *,
@@ -130,7 +130,7 @@ class BackgroundSave:
         except CheckpointError as error:
             raise self._files.given_up(error) from error
         writing = dcp.async_save(
-            _written(boundary, groups, buffers),
+            _written(backend, groups, buffers),
             storage_writer=_Writer(self._files.aside),
             process_group=group,
             async_stager=_Copies(),
@@ -153,7 +153,7 @@ class BackgroundSave:
         """Wait until the checkpoint is current, and return its folder; collective over the world. Raises
         CheckpointError on every rank when any of them could not write; what was current before still is."""
         try:
-            together(self._result)
+            raise_on_all_ranks(self._result)
         except CheckpointError as error:
             raise self._files.given_up(error) from error
         return self._files.target
@@ -201,14 +201,14 @@ class _Copies(AsyncStager):
 
 
 def load(
-    current: Path, boundary: Boundary, groups: Groups, *, shape: dict[str, Any], buffers: Buffers | None = None
+    current: Path, backend: ShardingBackend, groups: Groups, *, shape: dict[str, Any], buffers: Buffers | None = None
 ) -> Progress:
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world.
 
     Raises CheckpointError on every rank when it is of another model (naming each number that differs), a piece is
     missing, a file cannot be read, or it holds what no checkpoint holds.
     """
-    progress, reader, wanted = together(_open, current, boundary, groups, shape, buffers or {})
+    progress, reader, wanted = raise_on_all_ranks(_open, current, backend, groups, shape, buffers or {})
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
     states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
@@ -218,18 +218,18 @@ def load(
         what = cause(error)
         if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file
             what = "one of its .distcp files is damaged"
-        raise said_once(CheckpointError(f"{current} cannot be read: {what}")) from error
-    _fill(boundary, groups, read)
+        raise printed_once(CheckpointError(f"{current} cannot be read: {what}")) from error
+    _fill(backend, groups, read)
     for name, buffer in (buffers or {}).items():
         if _BUFFER + name in read:
             _take(buffer, read[_BUFFER + name])
-    boundary.adopt_state(progress.num_updates)
+    backend.adopt_state(progress.num_updates)
     rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
     return progress
 
 
 def _open(
-    current: Path, boundary: Boundary, groups: Groups, shape: dict[str, Any], buffers: Buffers
+    current: Path, backend: ShardingBackend, groups: Groups, shape: dict[str, Any], buffers: Buffers
 ) -> tuple[Progress, CheckpointReader, list[str]]:
     """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
     progress = read_progress(current)
@@ -242,7 +242,7 @@ def _open(
         raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
     reader = CheckpointReader(current)
     stored = reader.read_metadata().state_dict_metadata
-    wanted = _overlapping(stored, boundary, groups) + _wanted_buffers(stored, buffers)
+    wanted = _overlapping(stored, backend, groups) + _wanted_buffers(stored, buffers)
     if missing := [key for key in wanted if key not in stored]:
         raise CheckpointError(f"{current} lacks {', '.join(missing)}")
     if wrong := [f"{key[len(_BUFFER) :]} {size}" for key, size in _other_sizes(stored, buffers)]:
@@ -279,11 +279,11 @@ def _take(buffer: torch.Tensor, value: torch.Tensor) -> None:
 _BUFFER, _RNG = "buffer/", "rng/"
 
 
-def _written(boundary: Boundary, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
+def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
     """All that this rank writes."""
     first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
     whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
-    return _pieces(boundary, groups) | whole | _rng(groups)
+    return _pieces(backend, groups) | whole | _rng(groups)
 
 
 def _prefix(name: str, kind: str, param, groups: Groups) -> str:
@@ -291,12 +291,12 @@ def _prefix(name: str, kind: str, param, groups: Groups) -> str:
     return f"{name}/{kind}/tp{rank}/"
 
 
-def _pieces(boundary: Boundary, groups: Groups) -> dict[str, torch.Tensor]:
+def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]:
     """What this rank writes: its pieces, without those that another rank writes too."""
     pieces = {}
-    for piece in boundary.state():
+    for piece in backend.state():
         twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-        if twice or boundary.replica > 0:
+        if twice or backend.replica > 0:
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
@@ -316,18 +316,18 @@ def _ranges(stored: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
     return {prefix: sorted(spans) for prefix, spans in found.items()}
 
 
-def _parts(boundary: Boundary, groups: Groups):
+def _parts(backend: ShardingBackend, groups: Groups):
     """(prefix, start, flat view) of every tensor that this rank holds."""
-    for piece in boundary.state():
+    for piece in backend.state():
         for kind, tensor in piece.tensors.items():
             yield _prefix(piece.name, kind, piece.param, groups), piece.start, tensor
 
 
-def _overlapping(stored: dict[str, Any], boundary: Boundary, groups: Groups) -> list[str]:
+def _overlapping(stored: dict[str, Any], backend: ShardingBackend, groups: Groups) -> list[str]:
     """Keys of the stored pieces that cover what this rank holds. Raises CheckpointError where they leave a hole."""
     ranges = _ranges(stored)
     keys: dict[str, None] = {}  # ordered, without repeats
-    for prefix, start, tensor in _parts(boundary, groups):
+    for prefix, start, tensor in _parts(backend, groups):
         position, stop = start, start + tensor.numel()
         for low, high in ranges.get(prefix, []):
             if low <= position < high and position < stop:
@@ -338,9 +338,9 @@ def _overlapping(stored: dict[str, Any], boundary: Boundary, groups: Groups) -> 
     return list(keys)
 
 
-def _fill(boundary: Boundary, groups: Groups, read: dict[str, torch.Tensor]) -> None:
+def _fill(backend: ShardingBackend, groups: Groups, read: dict[str, torch.Tensor]) -> None:
     ranges = _ranges({key: TensorStorageMetadata(None, t.size(), []) for key, t in read.items()})  # type: ignore[arg-type]
-    for prefix, start, tensor in _parts(boundary, groups):
+    for prefix, start, tensor in _parts(backend, groups):
         stop = start + tensor.numel()
         for low, high in ranges.get(prefix, []):
             first, last = max(low, start), min(high, stop)

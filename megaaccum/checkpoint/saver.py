@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum.checkpoint import save_load
 from megaaccum.distributed import groups
-from megaaccum.distributed.agreement import alike, said_once, together
+from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement
 from megaaccum.training.run_folder import checkpoint_folder
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.data.dataset import Datasets
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import Boundary
+    from megaaccum.sharding import ShardingBackend
     from megaaccum.training.lr_schedule import LrSchedule
 
 _WAIT_AFTER_AN_ERROR = 5.0
@@ -38,7 +38,7 @@ class Saver:
 
     plan: Plan
     places: Groups
-    boundary: Boundary
+    backend: ShardingBackend
     schedule: LrSchedule
     data: Datasets
     shape: dict
@@ -69,7 +69,7 @@ class Saver:
             return str(self._save_now(what))
         self._writing = save_load.BackgroundSave(
             self.folder,
-            self.boundary,
+            self.backend,
             self.places,
             what,
             keep_last=self.plan.config.run.keep_last,
@@ -93,7 +93,7 @@ class Saver:
 
         It is when all ranks raise the error together, in front of the next step: then they stand alike.
         """
-        everywhere = error.said_by == "rank 0" and not isinstance(error, RankDisagreement)
+        everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
         if not everywhere or not self.is_due(step, ends=True):
             return error
         texts = [str(error)]
@@ -104,7 +104,7 @@ class Saver:
             texts.append(f"nothing is lost: {path} holds the {step} steps before")
         except CheckpointError as second:
             texts.append(str(second))
-        return said_once(type(error)("\n".join(dict.fromkeys(texts))))
+        return printed_once(type(error)("\n".join(dict.fromkeys(texts))))
 
     def __enter__(self) -> Saver:
         return self
@@ -117,7 +117,7 @@ class Saver:
 
     def _save_now(self, what: Progress) -> Path:
         keep = self.plan.config.run.keep_last
-        return save_load.save(self.folder, self.boundary, self.places, what, keep_last=keep, buffers=self.buffers)
+        return save_load.save(self.folder, self.backend, self.places, what, keep_last=keep, buffers=self.buffers)
 
     def _progress(self, step: int, consumed_samples: int, transaction: dict) -> Progress:
         return save_load.Progress(
@@ -137,18 +137,20 @@ class Saver:
     def resume(self) -> tuple[int, int, dict]:
         """Take up the current checkpoint of `load` (default: `save`). Returns (step, consumed samples, state of the
         transaction), or (0, 0, {})."""
-        current = together(self._current)
+        current = raise_on_all_ranks(self._current)
         # Ranks that each resume from what their own host has would wait for each other for ever.
-        alike("the checkpoint to resume from; hosts have to share its folder", current.name if current else "none")
+        assert_same_on_ranks(
+            "the checkpoint to resume from; hosts have to share its folder", current.name if current else "none"
+        )
         if current is None:
             return 0, 0, {}
-        progress = save_load.load(current, self.boundary, self.places, shape=self.shape, buffers=self.buffers)
+        progress = save_load.load(current, self.backend, self.places, shape=self.shape, buffers=self.buffers)
         if progress.data != self.data.digest:
             text = (
                 f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
                 "global_batch_size have changed; set them back, or start afresh with --no_load"
             )
-            raise said_once(CheckpointError(text))
+            raise printed_once(CheckpointError(text))
         self.schedule.load_state_dict(progress.lr_schedule)
         if int(os.environ["RANK"]) == 0:
             print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)

@@ -95,7 +95,7 @@ def complain(error: BaseException, code: int) -> int:
     of them prints.
     """
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
-    speaker = {"rank 0": "RANK", "one rank per host": "LOCAL_RANK"}.get(getattr(error, "said_by", ""))
+    speaker = {"rank 0": "RANK", "one rank per host": "LOCAL_RANK"}.get(getattr(error, "printed_by", ""))
     if speaker is not None:
         if os.environ.get(speaker, "0") == "0":
             print(f"megaaccum: {text}", file=sys.stderr)

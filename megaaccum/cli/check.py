@@ -17,8 +17,7 @@ from megaaccum.data.sources import vocab_size
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.model.param_count import count_parameters
-from megaaccum.planner import footprint as policies
-from megaaccum.planner import sync_mode
+from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.schedule import Costs, build, simulate, validate
 
@@ -92,7 +91,7 @@ def run(
 
 
 def _settled(plan: Plan) -> Plan:
-    """The plan with the policy that fits; before there is a vocabulary nobody knows which does."""
+    """The plan with the sync mode that fits; before there is a vocabulary nobody knows which does."""
     return plan if _vocabulary(plan.config)[0] is None else sync_mode.settle(plan)
 
 
@@ -170,11 +169,11 @@ def _own_schedule(plan: Plan) -> list[str]:
     """What the simulator and the validator say of a schedule that megaaccum's executor runs."""
     at = plan.layout
     schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
-    footprint = validate(schedule)
+    proven = validate(schedule)
     idle = 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
     lines = [
         f"bubble = {idle:.1%} of a flush, simulated with equal stages and F = I = W",
-        f"activations of {max(footprint.in_flight)} chunk passes live on the fullest rank",
+        f"activations of {max(proven.in_flight)} chunk passes live on the fullest rank",
     ]
     if at.placement == "v":
         lines.append(f"stages in a V: rank r holds r and {2 * at.pp - 1} - r; embedding and head are on rank 0")
@@ -256,7 +255,7 @@ def _sharding(plan: Plan) -> _Section:
         "streaming": "parameters are gathered for each forward and backward of a layer, gradients reduced after each",
     }
     return "Sharding", [
-        who[sharding.boundary],
+        who[sharding.backend],
         f"sync {sharding.sync}: {when[sharding.sync]}",
         f"parameters {sharding.params_dtype}, gradients added in {sharding.grad_accum_dtype}"
         f" and reduced in {sharding.grad_reduce_dtype}",
@@ -290,7 +289,7 @@ def _fp8(plan: Plan) -> list[str]:
 
 
 def _policies(plan: Plan) -> list[str]:
-    """What the policies move and hold, on the rank with the most; nothing without a vocabulary."""
+    """What the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
     rows, _ = _vocabulary(plan.config)
     if rows is None or plan.layout.schedule not in SCHEDULES:
         return []
@@ -300,12 +299,12 @@ def _policies(plan: Plan) -> list[str]:
         f"{'activations':>13}{'rest':>12}",
     ]
     for row in sync_mode.Forecast(plan, rows).every():
-        mark = " (chosen)" if row.policy == policies.chosen(plan) else ""
+        mark = " (chosen)" if row.mode == footprint.chosen(plan) else ""
         shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
         cells = [sync_mode.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
         moved, held, *kinds, rest = cells
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
-        lines.append(f"  {row.policy!s:<28}{moved:>12}{held:>12} = {kept}{mark}")
+        lines.append(f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}")
     return lines
 
 

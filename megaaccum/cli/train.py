@@ -39,7 +39,7 @@ def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
         config = configuration.load(*_config_path(argv))
         return configuration.resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
     except ConfigError as error:
-        error.said_by = "one rank per host"  # they have read the same file and the same command line
+        error.printed_by = "one rank per host"  # they have read the same file and the same command line
         raise
 
 

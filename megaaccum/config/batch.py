@@ -22,7 +22,7 @@ class BatchPlan:
 
     micro_batch_size: int
     """Sequences in one pipeline micro-batch on one data-parallel rank."""
-    num_chunks: int
+    pp_microbatches: int
     """Pipeline micro-batches that one device batch is cut into."""
     grad_accum_steps: int
     """Device batches per optimizer step."""
@@ -40,12 +40,12 @@ class BatchPlan:
     @property
     def device_batch_size(self) -> int:
         """Sequences that a data-parallel rank takes in per accumulation step."""
-        return self.micro_batch_size * self.num_chunks
+        return self.micro_batch_size * self.pp_microbatches
 
     @property
     def num_microbatches(self) -> int:
         """Micro-batches per optimizer step on one data-parallel rank; the divisor of a mean over micro-batches."""
-        return self.grad_accum_steps * self.num_chunks
+        return self.grad_accum_steps * self.pp_microbatches
 
     @property
     def global_batch_size(self) -> int:
@@ -55,7 +55,7 @@ class BatchPlan:
     @property
     def microbatches_per_flush(self) -> int:
         """Micro-batches between the pipeline's filling and its draining: what one call of the schedule is given."""
-        return self.num_microbatches if self.flush == "merged" else self.num_chunks
+        return self.num_microbatches if self.flush == "merged" else self.pp_microbatches
 
     @property
     def num_flushes(self) -> int:
@@ -70,9 +70,9 @@ class BatchPlan:
     def describe(self) -> str:
         """The arithmetic, one equation a line, every factor with its name."""
         lines = [
-            f"device_batch_size = micro_batch_size {self.micro_batch_size} * num_chunks {self.num_chunks}"
+            f"device_batch_size = micro_batch_size {self.micro_batch_size} * pp_microbatches {self.pp_microbatches}"
             f" = {self.device_batch_size} sequences",
-            f"num_microbatches = grad_accum_steps {self.grad_accum_steps} * num_chunks {self.num_chunks}"
+            f"num_microbatches = grad_accum_steps {self.grad_accum_steps} * pp_microbatches {self.pp_microbatches}"
             f" = {self.num_microbatches}",
             f"global_batch_size = device_batch_size {self.device_batch_size} * grad_accum_steps"
             f" {self.grad_accum_steps} * data_parallel_size {self.data_parallel_size}"
@@ -89,7 +89,7 @@ class BatchPlan:
         *,
         data_parallel_size: int,
         micro_batch_size: int | None = None,
-        num_chunks: int | None = None,
+        pp_microbatches: int | None = None,
         device_batch_size: int | None = None,
         grad_accum_steps: int | None = None,
         global_batch_size: int | None = None,
@@ -99,7 +99,7 @@ class BatchPlan:
         Raises:
             ConfigError: a size is not positive, sizes contradict each other or do not divide.
         """
-        sizes = _Sizes(micro_batch_size, num_chunks, device_batch_size, grad_accum_steps, global_batch_size)
+        sizes = _Sizes(micro_batch_size, pp_microbatches, device_batch_size, grad_accum_steps, global_batch_size)
         sizes.check(data_parallel_size)
 
     @classmethod
@@ -110,7 +110,7 @@ class BatchPlan:
         pipeline_model_parallel_size: int = 1,
         seq_length: int,
         micro_batch_size: int | None = None,
-        num_chunks: int | None = None,
+        pp_microbatches: int | None = None,
         device_batch_size: int | None = None,
         grad_accum_steps: int | None = None,
         global_batch_size: int | None = None,
@@ -119,19 +119,19 @@ class BatchPlan:
     ) -> BatchPlan:
         """The plan that follows from any of the five sizes that were given.
 
-        What they leave open is chosen so: micro_batch_size 1; one accumulation step; and num_chunks whatever the
+        What they leave open is chosen so: micro_batch_size 1; one accumulation step; and pp_microbatches whatever the
         rest leaves (1 if nothing says how large the batch is, as Megatron-LM's default batch).
 
         Raises:
             ConfigError: a size is not positive, sizes contradict each other or do not divide, or a flush has too few
                 micro-batches for the pipeline. One text per broken rule.
         """
-        given = _Sizes(micro_batch_size, num_chunks, device_batch_size, grad_accum_steps, global_batch_size)
+        given = _Sizes(micro_batch_size, pp_microbatches, device_batch_size, grad_accum_steps, global_batch_size)
         given.check(data_parallel_size)
         micro, chunks, steps = given.split(data_parallel_size)
         plan = cls(
             micro_batch_size=micro,
-            num_chunks=chunks,
+            pp_microbatches=chunks,
             grad_accum_steps=steps,
             data_parallel_size=data_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -162,7 +162,7 @@ class _Sizes:
             raise ConfigError(problem)
 
     def _not_positive(self) -> Iterator[str]:
-        names = ("micro_batch_size", "num_chunks", "device_batch_size", "grad_accum_steps", "global_batch_size")
+        names = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
         for name, value in zip(names, (self.micro, self.chunks, self.device, self.steps, self.whole), strict=True):
             if value is not None and value < 1:
                 yield f"{name} is {value}: it must be at least 1."
@@ -174,10 +174,10 @@ class _Sizes:
             product = self.micro * self.chunks
             if self.device != product:
                 return (
-                    f"device_batch_size {self.device} contradicts micro_batch_size {self.micro} * num_chunks"
+                    f"device_batch_size {self.device} contradicts micro_batch_size {self.micro} * pp_microbatches"
                     f" {self.chunks} = {product}: set device_batch_size to {product}, or leave one of the three out."
                 )
-        for name, divisor in (("num_chunks", self.chunks), ("micro_batch_size", self.micro)):
+        for name, divisor in (("pp_microbatches", self.chunks), ("micro_batch_size", self.micro)):
             if divisor is not None and self.device % divisor:
                 return (
                     f"device_batch_size {self.device} is not divisible by {name} {divisor}: set device_batch_size to"
@@ -192,7 +192,7 @@ class _Sizes:
             return None
         inner = [("device_batch_size", self.device)]
         if self.device is None:
-            inner = [("micro_batch_size", self.micro), ("num_chunks", self.chunks)]
+            inner = [("micro_batch_size", self.micro), ("pp_microbatches", self.chunks)]
         factors = [*inner, ("grad_accum_steps", self.steps), ("data_parallel_size", dp)]
         known = [(name, value) for name, value in factors if value is not None]
         product = math.prod(value for _, value in known)
@@ -215,7 +215,7 @@ class _Sizes:
         return has_device and self.steps is not None
 
     def split(self, dp: int) -> tuple[int, int, int]:
-        """(micro_batch_size, num_chunks, grad_accum_steps) of sizes without problems."""
+        """(micro_batch_size, pp_microbatches, grad_accum_steps) of sizes without problems."""
         per_rank = None if self.whole is None else self.whole // dp
         device, micro, chunks, steps = self.device, self.micro, self.chunks, self.steps
         if device is None and per_rank is not None and steps is not None:
@@ -239,15 +239,15 @@ def pipeline_fill_problem(plan: BatchPlan) -> str | None:
     pp, m = plan.pipeline_model_parallel_size, plan.microbatches_per_flush
     if pp == 1 or m >= 2 * pp:
         return None
-    chunks, steps = plan.num_chunks, plan.grad_accum_steps
+    chunks, steps = plan.pp_microbatches, plan.grad_accum_steps
     chunks_needed = -(-2 * pp // steps) if plan.flush == "merged" else 2 * pp
-    remedies = [f"num_chunks to {chunks_needed} (device_batch_size {plan.micro_batch_size * chunks_needed})"]
+    remedies = [f"pp_microbatches to {chunks_needed} (device_batch_size {plan.micro_batch_size * chunks_needed})"]
     if plan.flush == "merged":
-        has = f"grad_accum_steps {steps} * num_chunks {chunks} = {m}"
+        has = f"grad_accum_steps {steps} * pp_microbatches {chunks} = {m}"
         remedies.append(f"grad_accum_steps to {-(-2 * pp // chunks)}")
         remedies.append(f"global_batch_size to {2 * pp * plan.micro_batch_size * plan.data_parallel_size}")
     else:
-        has = f"flush: per_round makes flushes of num_chunks {chunks}"
+        has = f"flush: per_round makes flushes of pp_microbatches {chunks}"
         if plan.num_microbatches >= 2 * pp:
             remedies.append(f"flush to merged (flushes of {plan.num_microbatches})")
     remedies.append(f"pipeline_model_parallel_size to {max(1, m // 2)}")

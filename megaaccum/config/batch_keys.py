@@ -7,10 +7,10 @@ from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError
 
-SIZES = ("micro_batch_size", "num_chunks", "device_batch_size", "grad_accum_steps", "global_batch_size")
+SIZES = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
 """The five sizes, in the order in which a file's are kept when the command line changes the size of the batch."""
 
-CUTS = ("global_batch_size", "micro_batch_size", "device_batch_size", "num_chunks", "grad_accum_steps")
+CUTS = ("global_batch_size", "micro_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps")
 """The same, in the order in which a file's are kept when the command line only changes how the batch is cut."""
 
 
@@ -19,7 +19,7 @@ def settle(config: Config, data_parallel_size: int, notes: list[str]) -> BatchPl
 
     Command-line sizes all count. A file's size counts as long as it fits with those and with the file's sizes kept
     before it, and is computed afresh where it does not, with a note. device_batch_size, grad_accum_steps and
-    global_batch_size on the command line say how large the batch is; micro_batch_size and num_chunks alone say how
+    global_batch_size on the command line say how large the batch is; micro_batch_size and pp_microbatches alone say how
     it is cut, and the file's global_batch_size stays.
 
     Raises:

@@ -28,7 +28,7 @@ ALIASES: dict[str, str] = {
     "ga": "grad_accum_steps",
     "gradient_accumulation_steps": "grad_accum_steps",
     "grad_accumulation_steps": "grad_accum_steps",
-    "pp_microbatches": "num_chunks",
+    "num_chunks": "pp_microbatches",
     "mbs": "micro_batch_size",
     "gbs": "global_batch_size",
     "save_every": "save_interval",
@@ -78,6 +78,7 @@ def canonical(name: str) -> str | None:
     """The key that `name` means (dashes or underscores, an alias, `section.key`), or None if there is none."""
     plain = name.replace("-", "_")
     section, _, rest = plain.partition(".")
+    rest = ALIASES.get(rest, rest)
     if section in SECTIONS and rest in all_keys() and all_keys()[rest].section == section:
         return rest
     plain = ALIASES.get(plain, plain)

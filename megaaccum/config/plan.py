@@ -67,7 +67,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     """What was derived or set aside in a way that a reader may want to know, one sentence each."""
     written: Config | None = None
-    """What it was made of, before anything was derived: `fit.settle` makes it again with another policy."""
+    """What it was made of, before anything was derived: `fit.settle` makes it again with another sync mode."""
 
     def digest(self) -> str:
         """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.

@@ -52,7 +52,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
     except ConfigError as error:
         problems += error.problems
         return None
-    for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "num_chunks", "grad_accum_steps"):
+    for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps"):
         setattr(config.batch, name, getattr(batch, name))
     parallel = config.parallel
     if parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size > 1:

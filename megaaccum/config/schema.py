@@ -175,21 +175,21 @@ class BatchConfig:
     """Sequences per optimizer step over all ranks."""
     device_batch_size: int | None = None
     """Sequences a data-parallel rank takes in per accumulation step (dbs)."""
-    num_chunks: int | None = None
-    """Pipeline micro-batches that one device batch is cut into (pp_microbatches)."""
+    pp_microbatches: int | None = None
+    """Pipeline micro-batches that one device batch is cut into (also num_chunks)."""
     grad_accum_steps: int | None = None
     """Device batches per optimizer step (ga)."""
     flush: Literal["merged", "per_round"] = "merged"
-    """One pipeline flush of ga * num_chunks micro-batches, or one flush per accumulation round."""
+    """One pipeline flush of ga * pp_microbatches micro-batches, or one flush per accumulation round."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Divide the loss by the step's unmasked tokens, or take the mean over ga * num_chunks micro-batches of means."""
+    """Divide the loss by the step's unmasked tokens, or take the mean over micro-batches of their means."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     """Who holds parameters, gradients and optimizer state, and in which precision."""
 
-    boundary: Literal["deepspeed", "fsdp2", "ddp", "megatron"] = "deepspeed"
+    backend: Literal["deepspeed", "fsdp2", "ddp", "megatron"] = "deepspeed"
     """What shards and reduces: a DeepSpeed engine, torch's fully_shard, torch DistributedDataParallel, or Megatron's
     with its distributed optimizer."""
     zero_stage: Literal[1, 2, 3] = 3
@@ -204,7 +204,7 @@ class ShardingConfig:
     """Memory (GiB) of a rank's device that a step has to fit into, by prediction: sync auto chooses by it, and what
     does not fit is refused at the start. Default: what is free on the GPU; no limit on a CPU."""
     data_parallel_replicas: int = 1
-    """With boundary fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
+    """With backend fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
     deterministic: bool = False
     """A run repeats to the bit: the ranks' gradients are added in rank order on any backend, and kernels are those that
     repeat (on a CPU, of one thread)."""
@@ -224,14 +224,14 @@ class ShardingConfig:
     fp16: bool = False
     """FP16 parameters and activations with loss scaling, FP32 master weights."""
     params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Another way to say it; fp64 only with the ddp and fsdp2 boundaries. Default fp32, or what bf16 / fp16 say."""
+    """Another way to say it; fp64 only with the ddp and fsdp2 backends. Default fp32, or what bf16 / fp16 say."""
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients of micro-batches are added."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients cross ranks."""
     optimizer_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of master weights and moments; bf16 rounds every update to 8 bits of mantissa, small ones to nothing
-    (boundary deepspeed at ZeRO-3, or fsdp2, with bf16)."""
+    (backend deepspeed at ZeRO-3, or fsdp2, with bf16)."""
 
 
 @dataclass(kw_only=True, slots=True)

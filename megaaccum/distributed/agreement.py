@@ -25,7 +25,7 @@ class Agreed:
     told: dict[str, list[int]]
 
 
-def agree(
+def check_agreement(
     digest: str,
     *,
     details: Callable[[], Mapping[str, object]] = dict,
@@ -54,20 +54,20 @@ def agree(
     differing = [name for name in facts if len(set(columns[name])) > 1]
     if differing:
         texts = [_disagreement(name, columns[name], details) for name in differing]
-        raise said_once(RankDisagreement("; ".join(texts)))
+        raise printed_once(RankDisagreement("; ".join(texts)))
     return Agreed(any(columns["stop"]), {name: columns[name] for name in told})
 
 
-def alike(what: str, value: str) -> None:
+def assert_same_on_ranks(what: str, value: str) -> None:
     """Raise RankDisagreement on every rank, saying who has which, unless all ranks have the same `value`; collective
     over the world."""
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     if len(set(everyone)) > 1:
-        raise said_once(RankDisagreement(describe(what, everyone)))
+        raise printed_once(RankDisagreement(describe(what, everyone)))
 
 
-def together[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `action` on every rank of the world and return this rank's result; if any rank fails, every rank raises.
 
     For work that can fail on some ranks and that other ranks do not wait for: the others would go on into a collective
@@ -98,7 +98,7 @@ def _raise_together(problem: BaseException | None) -> None:
         if each:
             said.setdefault(each[1], []).append(rank)
     texts = [text if len(ranks) == len(everyone) else f"{_ranks(ranks)}: {text}" for text, ranks in said.items()]
-    raise said_once(kind("\n".join(texts))) from problem
+    raise printed_once(kind("\n".join(texts))) from problem
 
 
 def _portable(problem: BaseException) -> tuple[type[MegaaccumError], str]:
@@ -108,9 +108,9 @@ def _portable(problem: BaseException) -> tuple[type[MegaaccumError], str]:
     return LaunchError, f"ended with {type(problem).__name__}: {problem}"
 
 
-def said_once[E: MegaaccumError](error: E) -> E:
+def printed_once[E: MegaaccumError](error: E) -> E:
     """`error`, which every rank is about to raise, marked so that rank 0 alone prints it."""
-    error.said_by = "rank 0"
+    error.printed_by = "rank 0"
     return error
 
 

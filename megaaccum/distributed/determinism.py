@@ -1,5 +1,5 @@
 """`deterministic: true`: kernels and libraries that give the same sums in every run. The order in which ranks are added
-is the boundary's (sharding/reduction.py)."""
+is the backend's (sharding/reduction.py)."""
 
 from __future__ import annotations
 

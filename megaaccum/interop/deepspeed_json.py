@@ -90,7 +90,7 @@ def _adopt_batch(reconciler: Reconciler) -> None:
     written = {name for name in SIZES if getattr(config.batch, name) is not None}
     if not written & {"global_batch_size", "grad_accum_steps"}:
         reconciler.same("train_batch_size", block.get("train_batch_size"), "global_batch_size")
-    if not written & {"micro_batch_size", "num_chunks", "device_batch_size"}:
+    if not written & {"micro_batch_size", "pp_microbatches", "device_batch_size"}:
         reconciler.same(
             "train_micro_batch_size_per_gpu", block.get("train_micro_batch_size_per_gpu"), "micro_batch_size"
         )
@@ -137,7 +137,7 @@ def write(config: Config, batch: BatchPlan) -> dict[str, object]:
     zero |= {"stage": sharding.zero_stage, "reduce_bucket_size": sharding.reduce_bucket_size}
     if sharding.zero_stage == 3:
         # By default DeepSpeed gathers every parameter of up to 100,000 elements by itself, one collective for each, at
-        # the end of its step. The boundary gathers all of them in one, at the start of the next.
+        # the end of its step. The backend gathers all of them in one, at the start of the next.
         zero["stage3_param_persistence_threshold"] = 0
     if sharding.offload_optimizer != "none":
         block = user_zero.get("offload_optimizer")
@@ -228,7 +228,7 @@ def _zero(reconciler: Reconciler, name: str, value: object) -> None:
         elif inner not in keys.ZERO:
             reconciler.problems.append(_unknown(path, inner, keys.ZERO))
     if block.get("stage") == 0:
-        reconciler.refuse(f"{name}.stage", 0, "set it to 1, 2 or 3, or leave the JSON out and write boundary: ddp")
+        reconciler.refuse(f"{name}.stage", 0, "set it to 1, 2 or 3, or leave the JSON out and write backend: ddp")
     else:
         reconciler.same(f"{name}.stage", block.get("stage"), "zero_stage")
     reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")

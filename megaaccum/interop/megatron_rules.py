@@ -260,7 +260,7 @@ def deepspeed(reading: Reading) -> None:
     if stage == 0:
         reading.problems.append(
             "--zero-stage 0: without sharding there is no DeepSpeed engine to use; write --zero-stage 1, 2 or 3, or"
-            " --boundary ddp for plain data parallelism."
+            " --backend ddp for plain data parallelism."
         )
     elif stage is not None:
         reading.put("zero_stage", str(stage), f"--zero-stage {stage}")

@@ -1,7 +1,7 @@
 """The most memory that a step held, by kind, on this rank. planner/footprint.py predicts it.
 
-What a boundary holds is looked at where it is most: when parameters are whole, when a chunk's last backward begins,
-before and after the reduction, and when the optimizer starts. Looking adds up the storages of the boundary's own
+What a backend holds is looked at where it is most: when parameters are whole, when a chunk's last backward begins,
+before and after the reduction, and when the optimizer starts. Looking adds up the storages of the backend's own
 tensors, which takes microseconds per parameter; layers that come and go count themselves. What autograd keeps is
 counted tensor by tensor in the first step, whose shapes are those of every step; on a GPU it is what the allocator held
 beyond everything else.
@@ -117,7 +117,7 @@ class Ledger:
 
     now, peak: bytes.
 
-    A parameter is kept by reference, since a boundary may release it between forward and backward: a saved alias would
+    A parameter is kept by reference, since a backend may release it between forward and backward: a saved alias would
     hold it. Modules tell which storages are parameters, right before they compute.
     """
 
@@ -183,7 +183,7 @@ class Ledger:
 
 
 class Activations:
-    """What a step's flushes hold beside the boundary's tensors, noted as `activations`.
+    """What a step's flushes hold beside the backend's tensors, noted as `activations`.
 
     On a CPU: what autograd keeps, counted in the first step only and noted in each; of experts, whose share of the
     tokens varies, it is the first step's. On a GPU, in each step: the allocator's peak less all that was looked at.

@@ -2,7 +2,7 @@
 
 Aux-loss-free balancing (arXiv 2408.15664) gives each expert a bias that moves by a fixed rate towards the experts that
 had too few tokens in the last global batch. No gradient does that: Megatron's `finalize_model_grads` does, and a
-boundary that takes its place has to.
+backend that takes its place has to.
 """
 
 from __future__ import annotations

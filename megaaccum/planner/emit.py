@@ -21,7 +21,7 @@ PLANNED = (
     "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "microbatch_group_size_per_vp_stage",
     "overlap_p2p_comm", "batch_p2p_comm", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "sequence_parallel", "schedule", "micro_batch_size", "global_batch_size", "device_batch_size", "num_chunks",
+    "sequence_parallel", "schedule", "micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches",
     "grad_accum_steps", "flush", "recompute_granularity", "recompute_method", "recompute_num_layers", "zero_stage",
     "sync", "nproc_per_node",
 )  # fmt: skip
@@ -37,11 +37,11 @@ def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
         sequence_parallel=at["tp"] > 1,
         schedule=at["schedule"],
         micro_batch_size=at["mbs"],
-        num_chunks=at["dbs"] // at["mbs"],
+        pp_microbatches=at["dbs"] // at["mbs"],
         grad_accum_steps=at["ga"],
         global_batch_size=workload.global_batch_size,
         zero_stage=at["zero"],
-        sync=at["policy"],
+        sync=at["sync"],
     )
     if workload.model.num_experts is not None:
         keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])

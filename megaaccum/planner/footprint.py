@@ -1,4 +1,4 @@
-"""The boundaries and policies: what each moves between ranks in a step, and what it keeps per parameter. Numbers, no
+"""The backends and sync modes: what each moves between ranks in a step, and what it keeps per parameter. Numbers, no
 torch. sync_mode.py puts both together for a plan; counters of real steps (metrics/) are held to them."""
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ShardingMode:
     """Who shards, over how much, and when it communicates: the keys of the configuration that say so."""
 
-    boundary: str
+    backend: str
     sync: str
     zero_stage: int = 3
-    """Of boundary deepspeed alone."""
+    """Of backend deepspeed alone."""
     replicas: int = 1
-    """Of boundary fsdp2 alone: groups of ranks that hold the whole sharded model each."""
+    """Of backend fsdp2 alone: groups of ranks that hold the whole sharded model each."""
     live: int = 0
     """max_live_parameters, in elements."""
 
     def __str__(self) -> str:
-        stage = f" zero-{self.zero_stage}" if self.boundary == "deepspeed" else ""
+        stage = f" zero-{self.zero_stage}" if self.backend == "deepspeed" else ""
         replicas = f" x{self.replicas}" if self.replicas > 1 else ""
-        return f"{self.boundary}{stage}{replicas} {self.sync}"
+        return f"{self.backend}{stage}{replicas} {self.sync}"
 
     @property
     def is_sharded(self) -> bool:
         """Whether a rank keeps less of the optimizer's state than of the parameters."""
-        return self.boundary != "ddp"
+        return self.backend != "ddp"
 
 
-def chosen(plan: Plan) -> Policy:
-    """The policy of a plan."""
+def chosen(plan: Plan) -> ShardingMode:
+    """The sync mode of a plan."""
     sharding = plan.config.sharding
-    return Policy(
-        boundary=sharding.boundary,
+    return ShardingMode(
+        backend=sharding.backend,
         sync=sharding.sync,
-        zero_stage=sharding.zero_stage if sharding.boundary == "deepspeed" else 3,
+        zero_stage=sharding.zero_stage if sharding.backend == "deepspeed" else 3,
         replicas=sharding.data_parallel_replicas,
         live=sharding.max_live_parameters,
     )
 
 
-def every(plan: Plan) -> Iterator[Policy]:
-    """Every policy by name, on the layout of `plan`: HSDP with its replicas, else with two where they divide the ranks;
-    with its max_live_parameters. Whether a schedule or a model can run it, the rules of the configuration say."""
+def every(plan: Plan) -> Iterator[ShardingMode]:
+    """Every sharding mode by name, on the layout of `plan`: HSDP with its replicas, else with two where they divide the
+    ranks; with its max_live_parameters. Whether a schedule or a model can run it is for config.rules to say."""
     mine, ranks = chosen(plan), plan.layout.dp * plan.layout.cp
     for sync in ("resident", "streaming"):
         live = mine.live if sync == "streaming" else 0
-        yield Policy(boundary="deepspeed", sync=sync, live=live)
-    yield from (Policy(boundary="deepspeed", sync="resident", zero_stage=stage) for stage in (2, 1))
+        yield ShardingMode(backend="deepspeed", sync=sync, live=live)
+    yield from (ShardingMode(backend="deepspeed", sync="resident", zero_stage=stage) for stage in (2, 1))
     replicas = max(mine.replicas, 2)
     for count in (1, replicas) if ranks % replicas == 0 and ranks > replicas else (1,):
-        yield from (Policy(boundary="fsdp2", sync=sync, replicas=count) for sync in ("resident", "streaming"))
-    yield from (Policy(boundary=name, sync="resident") for name in ("megatron", "ddp"))
+        yield from (ShardingMode(backend="fsdp2", sync=sync, replicas=count) for sync in ("resident", "streaming"))
+    yield from (ShardingMode(backend=name, sync="resident") for name in ("megatron", "ddp"))
 
 
 # --- bytes moved -----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Moved:
 
 
 def moved(
-    policy: Policy, sharding: ShardingConfig, elements: float, ranks: int, *, microbatches: int, live: float = 0
+    mode: ShardingMode, sharding: ShardingConfig, elements: float, ranks: int, *, microbatches: int, live: float = 0
 ) -> Moved:
     """What `elements` parameters that `ranks` ranks share cost: K ranks, R replicas of S = K / R ranks, P and G bytes
     of parameters and gradients, L of them `live` elements', m micro-batches per step.
@@ -99,15 +99,15 @@ def moved(
     and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
     """
     param, grad = BYTES[sharding.params_dtype or "fp32"], _reduce_bytes(sharding)
-    inner = ranks // policy.replicas
-    share, between = (inner - 1) / inner, (policy.replicas - 1) / policy.replicas
+    inner = ranks // mode.replicas
+    share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
     p, g = param * elements, grad * elements
-    if policy.boundary == "ddp":
+    if mode.backend == "ddp":
         return Moved(0.0, 2 * share * param * elements)
-    if policy.boundary == "deepspeed" and policy.zero_stage < 3:
+    if mode.backend == "deepspeed" and mode.zero_stage < 3:
         return Moved(share * p, 2 * share * g)
     replicas = 2 * between * g / inner
-    if policy.sync == "resident":
+    if mode.sync == "resident":
         return Moved(share * p, share * g + replicas)
     live *= param
     return Moved(share * (2 * (p - live) * microbatches + live), share * g * microbatches + replicas)
@@ -147,40 +147,40 @@ class StateBytes:
         return backward + (step > backward) * (step - backward)
 
 
-def state_bytes(policy: Policy, sharding: ShardingConfig) -> StateBytes:
-    """What a policy keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate it (counted by tests)."""
+def state_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+    """What a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate it (counted by tests)."""
     param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
-    if policy.boundary == "ddp":
+    if mode.backend == "ddp":
         # Gradients of the parameters' precision, and DDP's buckets of as many bytes; masters are the parameters.
         return StateBytes(param=param, grad=2 * param, optimizer=2 * param, optimizer_shard=0)
-    if policy.boundary == "megatron":
+    if mode.backend == "megatron":
         main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
         return StateBytes(param=param, grad=main, optimizer_shard=8 if param == 4 else 12)
-    if policy.boundary == "fsdp2":
-        return _fsdp2_bytes(policy, param, _reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
+    if mode.backend == "fsdp2":
+        return _fsdp2_bytes(mode, param, _reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
     state = 0.0 if sharding.offload_optimizer == "cpu" else BYTES[sharding.optimizer_dtype]
-    return _deepspeed_bytes(policy, param, grad, state)
+    return _deepspeed_bytes(mode, param, grad, state)
 
 
-def _fsdp2_bytes(policy: Policy, param: float, reduce: float, state: float) -> StateBytes:
+def _fsdp2_bytes(mode: ShardingMode, param: float, reduce: float, state: float) -> StateBytes:
     """Shards are the masters, in the optimizer's precision (or FP64). Whole gradients are added up in the
     reduction's."""
     master = max(param, state)
     shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=2 * master, grad_step=master)
-    if policy.sync == "resident":
+    if mode.sync == "resident":
         return StateBytes(param=param, grad=reduce, **shards)
     return StateBytes(param=0, grad=0, grad_shard=master, unit_param=param, unit_grad=param, **shards)
 
 
-def _deepspeed_bytes(policy: Policy, param: float, grad: float, state: float) -> StateBytes:
+def _deepspeed_bytes(mode: ShardingMode, param: float, grad: float, state: float) -> StateBytes:
     """A master and two moments of `state` bytes (0: offloaded) per element of the shard, and for the step a copy of its
     gradients in that precision: beside them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their
     place."""
     shards: dict[str, Any] = dict(optimizer_shard=3 * state, grad_step=grad + state)
-    if policy.zero_stage < 3:
+    if mode.zero_stage < 3:
         shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)
-    if policy.sync == "resident":
+    if mode.sync == "resident":
         return StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, alone=True, **shards)
     return StateBytes(
         param=0, param_shard=param, grad=0, grad_shard=grad, unit_param=param, unit_grad=grad, alone=True, **shards

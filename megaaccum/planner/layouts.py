@@ -18,8 +18,8 @@ RECOMPUTE = ("none", "selective", "full")
 """Codes of `Layouts.recompute`: nothing, core attention (Megatron's selective default), every layer."""
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
 """Codes of `Layouts.schedule`. zb-h2 is priced for comparison with published runs; no configuration can name it."""
-POLICIES = ("resident", "streaming")
-"""Codes of `Layouts.policy`."""
+SYNC_MODES = ("resident", "streaming")
+"""Codes of `Layouts.sync`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Layouts:
     """Ranks that see different sequences."""
     micro_batch_size: Column
     """Sequences in a micro-batch."""
-    num_chunks: Column
+    pp_microbatches: Column
     """Micro-batches of a device batch."""
     grad_accum_steps: Column
     """Device batches of a step."""
@@ -50,8 +50,8 @@ class Layouts:
     """Index into RECOMPUTE."""
     schedule: Column
     """Index into SCHEDULES."""
-    policy: Column
-    """Index into POLICIES."""
+    sync: Column
+    """Index into SYNC_MODES."""
     zero_stage: Column
     """DeepSpeed ZeRO stage: 1, 2 or 3; 0 where nothing is sharded."""
     sequence_parallel: Column
@@ -63,12 +63,12 @@ class Layouts:
     @property
     def num_microbatches(self) -> Column:
         """Micro-batches per step on one data-parallel rank."""
-        return self.num_chunks * self.grad_accum_steps
+        return self.pp_microbatches * self.grad_accum_steps
 
     @property
     def device_batch_size(self) -> Column:
         """Sequences that a data-parallel rank takes in per accumulation step."""
-        return self.micro_batch_size * self.num_chunks
+        return self.micro_batch_size * self.pp_microbatches
 
     @property
     def world_size(self) -> Column:
@@ -98,7 +98,7 @@ class Layouts:
             "ga": row["grad_accum_steps"],
             "recompute": RECOMPUTE[row["recompute"]],
             "schedule": SCHEDULES[row["schedule"]],
-            "policy": POLICIES[row["policy"]],
+            "sync": SYNC_MODES[row["sync"]],
             "zero": row["zero_stage"],
         }
 
@@ -113,9 +113,9 @@ class Layouts:
                 yield int(self.schedule[first]), int(self.pp[first]), int(self.vpp[first]), rows
 
 
-_DEFAULTS = dict.fromkeys(("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch_size", "num_chunks"), 1) | dict(
-    grad_accum_steps=1, recompute=0, schedule=0, policy=0, zero_stage=3, sequence_parallel=0
-)
+_DEFAULTS = dict.fromkeys(
+    ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch_size", "pp_microbatches"), 1
+) | dict(grad_accum_steps=1, recompute=0, schedule=0, sync=0, zero_stage=3, sequence_parallel=0)
 
 
 def from_rows(rows: Iterable[dict[str, int]]) -> Layouts:
@@ -137,11 +137,11 @@ def row_of(plan: Plan) -> dict[str, int]:
     return dict(
         **{axis: getattr(at, axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
         micro_batch_size=batch.micro_batch_size,
-        num_chunks=batch.num_chunks,
-        grad_accum_steps=batch.microbatches_per_flush // batch.num_chunks,
+        pp_microbatches=batch.pp_microbatches,
+        grad_accum_steps=batch.microbatches_per_flush // batch.pp_microbatches,
         recompute=RECOMPUTE.index(model.recompute_granularity or "none"),
         schedule=SCHEDULES.index(at.schedule),
-        policy=POLICIES.index(sharding.sync),
+        sync=SYNC_MODES.index(sharding.sync),
         zero_stage=sharding.zero_stage,
         sequence_parallel=int(plan.config.parallel.sequence_parallel),
     )

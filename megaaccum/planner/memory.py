@@ -14,7 +14,7 @@ from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.gather_units import Units, units_of
-from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts
+from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
 from megaaccum.planner.weights import Elements, rank_parameters
 
@@ -65,7 +65,7 @@ class MemoryModel:
     kernels: Kernels = field(default_factory=Kernels)
     usage: Usage = field(default_factory=Usage)
     states: dict[tuple[int, int], StateBytes] = field(default_factory=dict)
-    """By (ZeRO stage, index of the policy)."""
+    """By (ZeRO stage, index of the sync mode)."""
     buffer_bytes: float = 0.0
     """Bytes of buffers whose size nothing decides."""
     bucket_elements: float = 0.0
@@ -164,12 +164,12 @@ class MemoryModel:
         shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
         shard = params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
         shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
-        streams = at.policy == POLICIES.index("streaming")
+        streams = at.sync == SYNC_MODES.index("streaming")
         units = self.units(at, chunks) if streams.any() else Units(zero, zero)
         cache = self.weight_cache * self._of_layers(at, chunks) if self.weight_cache else zero
         totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
-        for (stage, policy), per in self.states.items():
-            here = (at.zero_stage == stage) & (at.policy == policy)
+        for (stage, mode), per in self.states.items():
+            here = (at.zero_stage == stage) & (at.sync == mode)
             gathered = per.param * whole + per.unit_param * units.params
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)

@@ -46,8 +46,8 @@ def table(ranked: Ranked, rows: int, *, title: str) -> Table:
     out = Table(title=title, title_justify="left", header_style="bold")
     moe = ranked.workload.model.num_experts is not None
     axes = ["tp", "cp", "pp", "vpp", *(["ep"] if moe else []), "dp", "mbs", "dbs", "ga"]
-    for name in ["#", *axes, "recompute", "schedule", "policy"]:
-        out.add_column(name, justify="left" if name in ("recompute", "schedule", "policy") else "right", no_wrap=True)
+    for name in ["#", *axes, "recompute", "schedule", "sync"]:
+        out.add_column(name, justify="left" if name in ("recompute", "schedule", "sync") else "right", no_wrap=True)
     for name in [*_SHORT.values(), "rest", "GiB", "free", "s/step", "bubble", "comm", "MFU", "tokens/s"]:
         out.add_column(name, justify="right", no_wrap=True)
     for index in range(min(rows, len(ranked))):
@@ -57,7 +57,7 @@ def table(ranked: Ranked, rows: int, *, title: str) -> Table:
             *(str(at[axis]) for axis in axes),
             at["recompute"],
             at["schedule"],
-            at["policy"],
+            at["sync"],
             *_memory_cells(ranked, index),
             *_time_cells(ranked, index),
         )

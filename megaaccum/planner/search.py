@@ -98,7 +98,7 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
         ConfigError: it accepts none; the text is its own on the first.
     """
     kinds = np.stack(
-        [layouts.schedule, layouts.policy, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
+        [layouts.schedule, layouts.sync, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
          layouts.vpp > 1, layouts.tp > 1, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
          workload.model.num_layers % (layouts.pp * layouts.vpp) == 0], axis=1
     )  # fmt: skip

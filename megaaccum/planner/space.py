@@ -10,20 +10,20 @@ from typing import Any, get_args, get_type_hints
 
 from megaaccum.config.schema import ModelConfig, ParallelConfig, ShardingConfig
 from megaaccum.errors import ConfigError, either, nearest_multiples
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
+from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.stages import V_SHAPED, split_layers
 from megaaccum.schedule.build import interleaved_problems
 
 LARGEST_MICRO_BATCH = 64
 """Sequences of a micro-batch beyond which no layout is looked at."""
-AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule policy zero".split()
+AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
 """What --fix and --why-not may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the user holds fixed or bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
-    policy)."""
+    mode)."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     max_tp: int | None = None
@@ -78,15 +78,15 @@ class Space:
                         )
 
     def _choices(self, row: dict[str, int]) -> Iterator[dict[str, int]]:
-        """The row under every recompute and policy."""
+        """The row under every recompute and mode."""
         stage = int(self.limits.fixed.get("zero", self.zero_stage))
         row |= dict(zero_stage=stage, sequence_parallel=int(row["tp"] > 1))
         for recompute in self._recomputes():
             if not self.limits.allows("recompute", recompute):
                 continue
-            for policy in policies(stage):
-                if self.limits.allows("policy", policy):
-                    yield row | dict(recompute=RECOMPUTE.index(recompute), policy=POLICIES.index(policy))
+            for mode in modes(stage):
+                if self.limits.allows("sync", mode):
+                    yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
 
     def _recomputes(self) -> tuple[str, ...]:
         """Recomputing only the scores saves nothing where attention is fused and keeps none."""
@@ -156,10 +156,10 @@ class Space:
                 continue
             for chunks in self._device_batches(count, pp, micro):
                 if self.limits.allows("ga", count // chunks):
-                    yield dict(micro_batch_size=micro, num_chunks=chunks, grad_accum_steps=count // chunks)
+                    yield dict(micro_batch_size=micro, pp_microbatches=chunks, grad_accum_steps=count // chunks)
 
     def _device_batches(self, count: int, pp: int, micro: int) -> list[int]:
-        """num_chunks: as many as fill the pipeline (2 * pp), unless the device batch or ga is fixed."""
+        """pp_microbatches: as many as fill the pipeline (2 * pp), unless the device batch or ga is fixed."""
         if "dbs" in self.limits.fixed:
             chunks, rest = divmod(int(self.limits.fixed["dbs"]), micro)
             return [chunks] if not rest and chunks and count % chunks == 0 else []
@@ -220,10 +220,10 @@ def schedules() -> tuple[str, ...]:
 
 
 @cache
-def policies(zero_stage: int) -> tuple[str, ...]:
-    """The ZeRO policies that a configuration can name at this stage: streaming is ZeRO-3's."""
+def modes(zero_stage: int) -> tuple[str, ...]:
+    """The ZeRO sync modes that a configuration can name at this stage: streaming is ZeRO-3's."""
     legal = _named(get_type_hints(ShardingConfig)["sync"])
-    return tuple(name for name in POLICIES if name in legal and (name == "resident" or zero_stage == 3))
+    return tuple(name for name in SYNC_MODES if name in legal and (name == "resident" or zero_stage == 3))
 
 
 def _named(annotation: Any) -> set[Any]:

@@ -1,5 +1,5 @@
-"""What every policy would move and hold on a plan's layout, and which of them fits: `sync: auto`, and the refusal of a
-policy that does not. Numbers alone: no torch, no process group, the same on every rank."""
+"""Bytes that every sharding mode would move and hold on a plan's layout, and which of them fits: `sync: auto`, and the
+refusal of a mode that does not. Numbers alone: no torch, no process group, the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megaaccum.config.plan import Plan
 from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError
 from megaaccum.planner import footprint
-from megaaccum.planner.footprint import Moved, Policy
-from megaaccum.planner.layouts import POLICIES, SCHEDULES, Layouts, from_rows, row_of
+from megaaccum.planner.footprint import Moved, ShardingMode
+from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
 from megaaccum.planner.memory import MemoryModel
 from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of
 from megaaccum.planner.weights import Elements, rank_parameters
@@ -33,10 +33,10 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a policy costs: bytes received per step by the rank with the most parameters, and bytes by kind
+    """What a sync mode costs: bytes received per step by the rank with the most parameters, and bytes by kind
     (planner/memory.py) of the rank that holds the most."""
 
-    policy: Policy
+    mode: ShardingMode
     moved: Moved
     memory: dict[str, float]
 
@@ -53,7 +53,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What policies cost on the layout of `plan`. vocab: entries of the vocabulary before padding. local: the layers
+    """What sync modes cost on the layout of `plan`. vocab: entries of the vocabulary before padding. local: the layers
     are Megatron's own, as on a CPU, whatever transformer_impl says; Transformer Engine's keep less for the backward."""
 
     plan: Plan
@@ -61,24 +61,24 @@ class Forecast:
     local: bool = False
 
     def every(self) -> list[Predicted]:
-        """Every policy, the one that the plan names among them."""
-        return [self.of(policy) for policy in footprint.every(self.plan)]
+        """Every sync mode, the one that the plan names among them."""
+        return [self.of(mode) for mode in footprint.every(self.plan)]
 
-    def of(self, policy: Policy) -> Predicted:
-        """What `policy` costs."""
+    def of(self, mode: ShardingMode) -> Predicted:
+        """What `mode` costs."""
         at = self.plan.layout
         ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
-        moved = max((self.moved(policy, rank) for rank in ranks), key=lambda each: each.total)
-        peak = self.model(policy).peak(self.layout(policy))
-        return Predicted(policy, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
+        moved = max((self.moved(mode, rank) for rank in ranks), key=lambda each: each.total)
+        peak = self.model(mode).peak(self.layout(mode))
+        return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
 
-    def moved(self, policy: Policy, pp_rank: int) -> Moved:
+    def moved(self, mode: ShardingMode, pp_rank: int) -> Moved:
         """What a rank of pipeline rank `pp_rank` receives: experts are gathered and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
-        live = float(np.max(self.model(policy).units(self.layout(policy), self.chunks(pp_rank)).kept))
-        plain = footprint.moved(policy, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live)
-        return plain + footprint.moved(policy, sharding, int(held.expert), at.edp, microbatches=m)
+        live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
+        plain = footprint.moved(mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live)
+        return plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m)
 
     def elements(self, pp_rank: int) -> Elements:
         """Parameters of a rank of pipeline rank `pp_rank`."""
@@ -90,8 +90,8 @@ class Forecast:
         at = self.plan.layout
         return chunks_of_rank(stages_of(self.plan.config), pp_rank, pp=at.pp, schedule=at.schedule)
 
-    def model(self, policy: Policy) -> MemoryModel:
-        """The planner's memory model of `policy`."""
+    def model(self, mode: ShardingMode) -> MemoryModel:
+        """The planner's memory model of `mode`."""
         model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
         # Where nobody asks for others, the executor runs Megatron's own layers.
         asked = in_fp8 or model.transformer_impl == "transformer_engine"
@@ -100,14 +100,14 @@ class Forecast:
             replace(model, transformer_impl="local") if local else model,
             self.plan.config.sharding,
             self.vocab,
-            [policy],
+            [mode],
             stages=stages_of(self.plan.config),
             in_fp8=in_fp8,
         )
 
-    def layout(self, policy: Policy) -> Layouts:
+    def layout(self, mode: ShardingMode) -> Layouts:
         """The layout of the plan as the planner's one row."""
-        return from_rows([row_of(self.plan) | dict(policy=POLICIES.index(policy.sync), zero_stage=policy.zero_stage)])
+        return from_rows([row_of(self.plan) | dict(sync=SYNC_MODES.index(mode.sync), zero_stage=mode.zero_stage)])
 
 
 # --- what fits -------------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
 
 
 def settle(plan: Plan, device_bytes: float | None = None, *, local: bool = False) -> Plan:
-    """`plan` with the policy that it asks for, or, for `sync: auto`, that with the least bytes that fits; a note tells
-    the numbers. The same on every rank that is given the same.
+    """`plan` with the sync mode that it asks for, or, for `sync: auto`, the one that fits with the fewest bytes; a note
+    gives the numbers. The same on every rank that is given the same.
 
     device_bytes: memory of the smallest device, None where nobody knows. local: as Forecast's.
 
@@ -170,7 +170,7 @@ def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
         return
     left = limit.num_bytes - replace(forecast, plan=streaming).of(footprint.chosen(streaming)).held
     live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
-    if plan.config.sharding.boundary == "deepspeed" and live > 0:
+    if plan.config.sharding.backend == "deepspeed" and live > 0:
         yield _with(plan, sync="streaming", max_live_parameters=live)
     else:
         yield streaming
@@ -188,11 +188,11 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, i
     if not is_auto:
         return []
     before = [
-        f"{other.policy.sync} would hold {amount(other.held)}" for _, other in tried if other.held > limit.num_bytes
+        f"{other.mode.sync} would hold {amount(other.held)}" for _, other in tried if other.held > limit.num_bytes
     ]
-    live = f" with max_live_parameters {row.policy.live}" if row.policy.live else ""
+    live = f" with max_live_parameters {row.mode.live}" if row.mode.live else ""
     text = (
-        f"sync auto: {row.policy.sync}{live} holds {amount(row.held)} of {amount(limit.num_bytes)} ({limit.source}) and"
+        f"sync auto: {row.mode.sync}{live} holds {amount(row.held)} of {amount(limit.num_bytes)} ({limit.source}) and"
         f" moves {amount(row.moved.total)} per step"
     )
     return ["; ".join([text, *before]) + "."]
@@ -201,7 +201,7 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, i
 def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
     """What does not fit, by kind, and what to change."""
     lines = [
-        f"{row.policy} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
+        f"{row.mode} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
         f" ({limit.source}): {row.kinds()}."
         for row in tried
     ]
@@ -209,38 +209,38 @@ def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
 
 
 def _remedy(forecast: Forecast, limit: Limit) -> str:
-    """The policy that fits with the least bytes; else what makes any of them smaller."""
-    legal = [row for row in forecast.every() if _is_legal(forecast.plan, row.policy)]
+    """The sync mode that fits with the least bytes; else what makes any of them smaller."""
+    legal = [row for row in forecast.every() if _is_legal(forecast.plan, row.mode)]
     if rows := [row for row in legal if row.held <= limit.num_bytes]:
         best = min(rows, key=lambda row: row.moved.total)
-        return f"{best.policy} would hold {amount(best.held)}: set {', '.join(_keys(best.policy))}."
+        return f"{best.mode} would hold {amount(best.held)}: set {', '.join(_keys(best.mode))}."
     smallest = min(legal, key=lambda row: row.held)
     return (
-        f"The smallest policy, {smallest.policy}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
+        f"The smallest sync mode, {smallest.mode}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
         " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
         f" there is, at least {smallest.held / GIB:.3g}."
     )
 
 
-def _is_legal(plan: Plan, policy: Policy) -> bool:
+def _is_legal(plan: Plan, mode: ShardingMode) -> bool:
     try:
-        _with(plan, **_values(policy))
+        _with(plan, **_values(mode))
     except ConfigError:
         return False
     return True
 
 
-def _values(policy: Policy) -> dict[str, object]:
-    """The keys that name a policy."""
-    keys: dict[str, object] = {"boundary": policy.boundary, "sync": policy.sync, "max_live_parameters": policy.live}
-    if policy.boundary == "deepspeed":
-        keys["zero_stage"] = policy.zero_stage
-    return keys | {"data_parallel_replicas": policy.replicas}
+def _values(mode: ShardingMode) -> dict[str, object]:
+    """The keys that name a sync mode."""
+    keys: dict[str, object] = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
+    if mode.backend == "deepspeed":
+        keys["zero_stage"] = mode.zero_stage
+    return keys | {"data_parallel_replicas": mode.replicas}
 
 
-def _keys(policy: Policy) -> list[str]:
+def _keys(mode: ShardingMode) -> list[str]:
     plain = {"max_live_parameters": 0, "data_parallel_replicas": 1}
-    return [f"{key} to {value}" for key, value in _values(policy).items() if plain.get(key) != value]
+    return [f"{key} to {value}" for key, value in _values(mode).items() if plain.get(key) != value]
 
 
 def amount(num_bytes: float) -> str:

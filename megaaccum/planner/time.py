@@ -15,7 +15,7 @@ from megaaccum.planner.activations import tokens as tokens_of
 from megaaccum.planner.comm import Group
 from megaaccum.planner.compute import Gemm
 from megaaccum.planner.hardware import Hardware
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts
+from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.planner.memory import StageSource
 from megaaccum.planner.stages import Stage, rank_kinds
 from megaaccum.planner.weights import rank_parameters
@@ -248,7 +248,7 @@ class TimeModel:
     def _under_gathers(self, at: Layouts, one: Pass, *, moe: bool) -> Pass:
         """Under `streaming` a layer is gathered for its forward and its backward, and its gradient reduced, each
         behind the compute of the layer next to it: the longer of the two counts."""
-        streams = at.policy == POLICIES.index("streaming")
+        streams = at.sync == SYNC_MODES.index("streaming")
         if not streams.any():
             return one
         unit = Stage(0, 1) if moe else Stage(1, 0)
@@ -285,7 +285,7 @@ class TimeModel:
         step. Under `streaming` both are in the layers."""
         soft, links = self.software, self.hardware.links
         params, experts = self._most_parameters(at, pp, vpp, name)
-        once = at.policy != POLICIES.index("streaming")
+        once = at.sync != SYNC_MODES.index("streaming")
         groups = ((params, self._dp_group(at)), (experts, self._edp_group(at)))
         collective = comm.gather if soft.sharded else comm.all_reduce
         reduce = sum(collective(count * soft.grad_bytes, group, links) for count, group in groups)

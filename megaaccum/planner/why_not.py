@@ -25,7 +25,7 @@ _KEYS = {
     "ep": ("parallel", "expert_model_parallel_size"),
     "etp": ("parallel", "expert_tensor_parallel_size"),
     "schedule": ("parallel", "schedule"),
-    "policy": ("sharding", "sync"),
+    "sync": ("sharding", "sync"),
     "zero": ("sharding", "zero_stage"),
     "mbs": ("batch", "micro_batch_size"),
     "dbs": ("batch", "device_batch_size"),
@@ -44,7 +44,7 @@ def parse_axes(text: str) -> dict[str, Any]:
         name, equals, value = part.partition("=")
         if not equals or name not in AXES or not value:
             raise ConfigError(f"{part!r} must read axis=value, with an axis of {', '.join(AXES)}.")
-        if name in ("recompute", "schedule", "policy"):
+        if name in ("recompute", "schedule", "sync"):
             wanted[name] = value
         elif value.isdecimal() and int(value) >= 1:
             wanted[name] = int(value)

@@ -12,9 +12,9 @@ from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.interop.deepspeed_json import adopt
 from megaaccum.planner.activations import Kernels
-from megaaccum.planner.footprint import BYTES, Policy, state_bytes
+from megaaccum.planner.footprint import BYTES, ShardingMode, state_bytes
 from megaaccum.planner.hardware import Hardware
-from megaaccum.planner.layouts import POLICIES
+from megaaccum.planner.layouts import SYNC_MODES
 from megaaccum.planner.memory import MemoryModel, Usage
 from megaaccum.planner.space import Limits, Space
 from megaaccum.planner.stages import Stage
@@ -63,8 +63,8 @@ class Workload:
         )
 
     def memory_model(self) -> MemoryModel:
-        """Bytes per rank as megaaccum's own boundary keeps them, for every layout."""
-        kept = policies_of(self.sharding)
+        """Bytes per rank as megaaccum's own backend keeps them, for every layout."""
+        kept = modes_of(self.sharding)
         return memory_model(
             self.model, self.sharding, self.vocab_size, kept, usage=self.hardware.usage, in_fp8=self.in_fp8
         )
@@ -81,7 +81,7 @@ class Workload:
                 precision="fp8" if self.in_fp8 else "16 bit",
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
-                sharded=self.sharding.boundary == "deepspeed",
+                sharded=self.sharding.backend == "deepspeed",
                 offloaded=self.sharding.offload_optimizer == "cpu",
             ),
         )
@@ -146,11 +146,11 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig, *, in_fp8: bool = F
     return replace(kernels, logit_bytes=2 * element + 4.0)
 
 
-def policies_of(sharding: ShardingConfig) -> list[Policy]:
-    """The policies that a layout can name with this boundary: those of its ZeRO stages and syncs that there are."""
-    name = sharding.boundary
-    resident = [Policy(boundary=name, sync="resident", zero_stage=stage) for stage in (1, 2, 3)]
-    streaming = [Policy(boundary=name, sync="streaming")] if name in ("deepspeed", "fsdp2") else []
+def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
+    """The sync modes that a layout can name with this backend: those of its ZeRO stages and syncs that there are."""
+    name = sharding.backend
+    resident = [ShardingMode(backend=name, sync="resident", zero_stage=stage) for stage in (1, 2, 3)]
+    streaming = [ShardingMode(backend=name, sync="streaming")] if name in ("deepspeed", "fsdp2") else []
     return resident + streaming
 
 
@@ -158,24 +158,24 @@ def memory_model(
     model: ModelConfig,
     sharding: ShardingConfig,
     vocab_size: int,
-    policies: Sequence[Policy],
+    modes: Sequence[ShardingMode],
     *,
     usage: Usage | None = None,
     stages: Sequence[Stage] | None = None,
     in_fp8: bool = False,
 ) -> MemoryModel:
-    """Bytes per rank under `policies`, which are of one boundary and are told apart by ZeRO stage and sync. stages:
+    """Bytes per rank under `modes`, which are of one backend and are told apart by ZeRO stage and sync. stages:
     those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
     layers' weights in FP8 too."""
-    first, reduce = policies[0], BYTES[sharding.grad_reduce_dtype]
+    first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
     # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
-    bucket = float(sharding.reduce_bucket_size) if first.boundary == "deepspeed" else 0.0
+    bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
     return MemoryModel(
         model=model,
         vocab_size=vocab_size,
         kernels=kernels_of(model, sharding, in_fp8=in_fp8),
         usage=usage or Usage(),
-        states={(each.zero_stage, POLICIES.index(each.sync)): state_bytes(each, sharding) for each in policies},
+        states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding) for each in modes},
         buffer_bytes=bucket * reduce,
         bucket_elements=bucket,
         bucket_bytes=reduce,
@@ -183,6 +183,6 @@ def memory_model(
         replicas=first.replicas,
         live_elements=first.live,
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
-        joined_units=first.boundary == "fsdp2",
+        joined_units=first.backend == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),
     )

@@ -66,7 +66,7 @@ class Probe:
         self._inside.enter_context(at_once())
         for name, param in _whole_parameters(self._chunks):
             if param.requires_grad:
-                # Before the gradient is added to others or handed to a boundary, each of which takes it from the param.
+                # Before the gradient is added to others or handed to a backend, each of which takes it from the param.
                 handle = param.register_hook(lambda grad, name=name: self._look_at(grad, name))  # type: ignore[misc]
                 self._inside.callback(handle.remove)
         return self

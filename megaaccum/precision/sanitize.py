@@ -11,7 +11,7 @@ from megaaccum.errors import StepError
 
 if TYPE_CHECKING:
     from megaaccum.config.schema import StepConfig
-    from megaaccum.sharding import Boundary
+    from megaaccum.sharding import ShardingBackend
 
 MOST_SHOWN = 6
 """Parameters that a message names."""
@@ -20,7 +20,7 @@ MOST_SHOWN = 6
 class ZeroNonFinite:
     """`nonfinite: zero`. Replaces by 0, in place, what is not finite in a rank's own gradients before they are reduced.
 
-    Called by the boundary with each whole local gradient. Counts stay on the device: nothing waits in a good step.
+    Called by the backend with each whole local gradient. Counts stay on the device: nothing waits in a good step.
     """
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ def describe(zero: ZeroNonFinite) -> str:
     )
 
 
-def install(boundary: Boundary, step: StepConfig) -> ZeroNonFinite | None:
-    """Give the boundary the sanitizer that `nonfinite: zero` asks for; None, and nothing is done, for every other."""
+def install(backend: ShardingBackend, step: StepConfig) -> ZeroNonFinite | None:
+    """Give the backend the sanitizer that `nonfinite: zero` asks for; None, and nothing is done, for every other."""
     if step.nonfinite != "zero":
         return None
     zero = ZeroNonFinite()
-    boundary.before_reduce = zero
+    backend.before_reduce = zero
     return zero

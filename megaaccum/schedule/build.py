@@ -267,7 +267,7 @@ def zbv(pp: int, num_microbatches: int) -> Table:
     if num_microbatches < 2 * pp - 1:
         raise ScheduleError(
             f"schedule zbv at pp {pp} needs at least 2 * {pp} - 1 = {2 * pp - 1} micro-batches in a flush, not"
-            f" {num_microbatches}: raise num_chunks or grad_accum_steps"
+            f" {num_microbatches}: raise pp_microbatches or grad_accum_steps"
         )
     return [_zbv_rank(pp, rank, num_microbatches) for rank in range(pp)]
 
@@ -311,7 +311,7 @@ def dualpipev(pp: int, num_microbatches: int) -> Table:
     if num_microbatches < 2 * pp:
         raise ScheduleError(
             f"schedule dualpipev at pp {pp} needs at least 2 * {pp} = {2 * pp} micro-batches in a flush, not"
-            f" {num_microbatches}: raise num_chunks or grad_accum_steps"
+            f" {num_microbatches}: raise pp_microbatches or grad_accum_steps"
         )
     return [_dualpipev_rank(pp, rank, num_microbatches) for rank in range(pp)]
 
@@ -381,7 +381,7 @@ def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) 
     if m < pp:
         yield (
             f"the interleaved schedule needs at least pipeline_model_parallel_size {pp} micro-batches in a flush, not"
-            f" {m}: raise num_chunks or grad_accum_steps until their product is at least {pp}."
+            f" {m}: raise pp_microbatches or grad_accum_steps until their product is at least {pp}."
         )
     elif not pp <= n <= m:
         yield (
@@ -394,5 +394,5 @@ def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) 
         yield (
             f"{m} micro-batches in a flush leave a last group of {m} % {key} {n} = {m % n}, which must be 0 or at"
             f" least pipeline_model_parallel_size {pp}: make it {either(counts)} micro-batches (grad_accum_steps *"
-            f" num_chunks), or set {key} to {either(groups)}."
+            f" pp_microbatches), or set {key} to {either(groups)}."
         )

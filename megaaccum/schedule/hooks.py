@@ -59,7 +59,7 @@ class Hooks:
             self._split.before_weight_grad(action.chunk, last)
 
     def after_weight_grad(self, action: Action) -> None:
-        """After a chunk's last weight gradient its gradients are whole: hand them over, if the boundary asks for it."""
+        """After a chunk's last weight gradient its gradients are whole: hand them over, if the backend asks for it."""
         if self._split is not None:
             self._split.after_weight_grad(action.chunk)
         if self._grad_sync is not None and self._last_weight_grad[action.chunk] == action.microbatch:
@@ -72,7 +72,7 @@ class Hooks:
         self._leave()
 
     def _expect(self, *, final: bool) -> None:
-        # With a grad_sync_func the boundary takes gradients when they are all there, not one by one.
+        # With a grad_sync_func the backend takes gradients when they are all there, not one by one.
         if final and self._grad_sync is None:
             self._leave()
         else:

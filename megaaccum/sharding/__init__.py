@@ -1,11 +1,11 @@
-"""Boundaries: what reduces the gradients of an accumulated step, and when."""
+"""Sharding backends: what reduces the gradients of an accumulated step, and when."""
 
 from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING
 
-from megaaccum.sharding.base import Boundary, GradShard, fill_hooks, note_held
+from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, note_held
 
 if TYPE_CHECKING:
     import torch
@@ -13,27 +13,29 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
-__all__ = ["Boundary", "GradShard", "batch_statistics", "build", "fill_hooks", "note_held"]
+__all__ = ["GradShard", "ShardingBackend", "batch_statistics", "build", "fill_hooks", "note_held"]
 
 
-def build(plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer) -> Boundary:
-    """The boundary that `plan.config.sharding.boundary` names, its hooks filled into the chunks' configuration."""
-    if plan.config.sharding.boundary == "ddp":
-        from megaaccum.sharding.ddp import DdpBoundary as kind
-    elif plan.config.sharding.boundary == "fsdp2":
-        from megaaccum.sharding.fsdp2 import Fsdp2Boundary as kind  # type: ignore[assignment]
-    elif plan.config.sharding.boundary == "megatron":
-        from megaaccum.sharding.megatron import MegatronBoundary as kind  # type: ignore[assignment]
+def build(
+    plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer
+) -> ShardingBackend:
+    """The backend that `plan.config.sharding.backend` names, its hooks filled into the chunks' configuration."""
+    if plan.config.sharding.backend == "ddp":
+        from megaaccum.sharding.ddp import DdpBackend as kind
+    elif plan.config.sharding.backend == "fsdp2":
+        from megaaccum.sharding.fsdp2 import Fsdp2Backend as kind  # type: ignore[assignment]
+    elif plan.config.sharding.backend == "megatron":
+        from megaaccum.sharding.megatron import MegatronBackend as kind  # type: ignore[assignment]
     elif plan.config.sharding.sync == "streaming":
-        from megaaccum.sharding.streaming import StreamingBoundary as kind  # type: ignore[assignment]
+        from megaaccum.sharding.streaming import StreamingBackend as kind  # type: ignore[assignment]
     else:
-        from megaaccum.sharding.deepspeed import DeepSpeedBoundary as kind  # type: ignore[assignment]
+        from megaaccum.sharding.deepspeed import DeepSpeedBackend as kind  # type: ignore[assignment]
     for text in batch_statistics(chunks):
         warnings.warn(text, stacklevel=2)
-    boundary = kind(plan, groups, chunks, optimizer)
-    fill_hooks(boundary, chunks)
-    optimizer.register_step_pre_hook(lambda *_: note_held(boundary))
-    return boundary
+    backend = kind(plan, groups, chunks, optimizer)
+    fill_hooks(backend, chunks)
+    optimizer.register_step_pre_hook(lambda *_: note_held(backend))
+    return backend
 
 
 def batch_statistics(chunks: list[torch.nn.Module]) -> list[str]:

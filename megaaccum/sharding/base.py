@@ -1,6 +1,6 @@
-"""What a boundary is: the object that fills Megatron's five hooks for one way of sharding.
+"""What a backend is: the object that fills Megatron's five hooks for one way of sharding.
 
-A boundary decides when parameters are gathered, in which backward gradients are reduced, and what this rank's part of
+A backend decides when parameters are gathered, in which backward gradients are reduced, and what this rank's part of
 the reduced gradient is. It does not divide (step/loss.py), take norms (step/grad_norm.py) or judge a step (step/).
 """
 
@@ -53,7 +53,7 @@ class StatePiece:
     tensors: dict[str, torch.Tensor]
 
 
-class Boundary(Protocol):
+class ShardingBackend(Protocol):
     """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group."""
 
     reduction_divisor: int
@@ -128,7 +128,7 @@ def splits_backward(plan: Plan) -> bool:
 
 @runtime_checkable
 class FollowsSplit(Protocol):
-    """What a boundary that does something between the flush's first and last action hears of a split backward: its
+    """What a backend that does something between the flush's first and last action hears of a split backward: its
     input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
     Megatron has no hook of this kind."""
 
@@ -145,24 +145,24 @@ class FollowsSplit(Protocol):
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
 
 
-def note_held(boundary: Boundary) -> None:
-    """Note in `boundary.memory` what it holds now."""
-    boundary.memory.look(boundary.tensors())
+def note_held(backend: ShardingBackend) -> None:
+    """Note in `backend.memory` what it holds now."""
+    backend.memory.look(backend.tensors())
 
 
-def fill_hooks(boundary: Boundary, chunks: list[torch.nn.Module]) -> None:
-    """Put the boundary's five hooks into the chunks' Megatron configuration, and the boundary itself for the executor
+def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
+    """Put the backend's five hooks into the chunks' Megatron configuration, and the backend itself for the executor
     where it follows a split backward."""
 
     def finalize(*args, **kwargs) -> None:
-        note_held(boundary)
-        boundary.finalize_model_grads_func(*args, **kwargs)
+        note_held(backend)
+        backend.finalize_model_grads_func(*args, **kwargs)
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
-        config.no_sync_func = boundary.no_sync_func
-        config.param_sync_func = boundary.param_sync_func
-        config.grad_sync_func = boundary.grad_sync_func
-        config.grad_scale_func = boundary.grad_scale_func
+        config.no_sync_func = backend.no_sync_func
+        config.param_sync_func = backend.param_sync_func
+        config.grad_sync_func = backend.grad_sync_func
+        config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
-        config.follows_split = boundary if isinstance(boundary, FollowsSplit) else None
+        config.follows_split = backend if isinstance(backend, FollowsSplit) else None

@@ -1,4 +1,4 @@
-"""The boundary for torch DistributedDataParallel: nothing is sharded, gradients are all-reduced once per step.
+"""The backend for torch DistributedDataParallel: nothing is sharded, gradients are all-reduced once per step.
 
 It keeps whatever precision the parameters have, float64 included, which makes it the lane in which the mathematics of
 schedule, divisor and sums is checked to 1e-12.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class DdpBoundary:
+class DdpBackend:
     """Fills Megatron's five hooks for one torch DDP per chunk.
 
     The schedules call the bare chunks; DDP contributes its reducer, which is told before a chunk's last backward that

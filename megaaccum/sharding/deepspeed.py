@@ -1,4 +1,4 @@
-"""The boundary for DeepSpeed ZeRO-1, -2 and -3, policy `resident`.
+"""The backend for DeepSpeed ZeRO-1, -2 and -3, sync mode `resident`.
 
 Parameters are gathered once per step and stay whole through the flush; gradients of all micro-batches are added up on
 the rank, in `grad_accum_dtype`, and reduced once: bucket by bucket, inside each chunk's last backward. The forward and
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class DeepSpeedBoundary:
+class DeepSpeedBackend:
     """Fills Megatron's five hooks for a DeepSpeed engine over all of this rank's chunks.
 
     optimizer: a torch optimizer over the chunks' parameters (unsharded); DeepSpeed replaces them by its partitions.

@@ -1,4 +1,4 @@
-"""The boundary for torch's fully_shard (FSDP2), with HSDP, policies `resident` and `streaming`.
+"""The backend for torch's fully_shard (FSDP2), with HSDP, sync modes `resident` and `streaming`.
 
 resident: parameters are gathered once per step and gradients reduced in each chunk's last backward. streaming: layers
 are gathered for every forward and backward, and gradients reduce-scattered in every backward. With replicas (HSDP) the
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class Fsdp2Boundary:
+class Fsdp2Backend:
     """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, what is left another.
 
     optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.

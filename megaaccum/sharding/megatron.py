@@ -1,4 +1,4 @@
-"""The boundary for Megatron's own DistributedDataParallel with its distributed optimizer (ZeRO-1 in its terms).
+"""The backend for Megatron's own DistributedDataParallel with its distributed optimizer (ZeRO-1 in its terms).
 
 Gradients are added up in Megatron's contiguous buffers (`main_grad`) and reduce-scattered once per step, bucket by
 bucket in each chunk's last backward; each rank steps its share and gathers the new weights.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class MegatronBoundary:
+class MegatronBackend:
     """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks.
 
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.

@@ -15,7 +15,7 @@ from megaaccum.model import gpt
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding.base import Boundary
+    from megaaccum.sharding.base import ShardingBackend
 
 Share = tuple[torch.nn.Parameter, torch.Tensor]
 """A parameter with a whole gradient, and this rank's flat partition (padded: equally long on all ranks) of its sum."""
@@ -158,16 +158,16 @@ def _sum_in_rank_order(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     return total
 
 
-def sum_over_tp(boundary: Boundary, groups: Groups) -> None:
+def sum_over_tp(backend: ShardingBackend, groups: Groups) -> None:
     """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
     if groups.tp.size() > 1:
-        all_reduce_together([s.grad for s in boundary.shards() if gpt.is_partial_over_tp(s.name, s.param)], groups.tp)
+        all_reduce_together([s.grad for s in backend.shards() if gpt.is_partial_over_tp(s.name, s.param)], groups.tp)
 
 
-def sum_tied_copies(boundary: Boundary, groups: Groups) -> None:
+def sum_tied_copies(backend: ShardingBackend, groups: Groups) -> None:
     """Add up the gradients of the two copies of a tied embedding, where both are cut alike: on the first and the last
     stage, or both on this rank (a V)."""
-    tied = [shard for shard in boundary.shards() if gpt.is_tied(shard.param)]
+    tied = [shard for shard in backend.shards() if gpt.is_tied(shard.param)]
     copies = [shard.grad for shard in tied if gpt.is_tied_copy(shard.param)]
     originals = [shard.grad for shard in tied if not gpt.is_tied_copy(shard.param)]
     if copies and originals:

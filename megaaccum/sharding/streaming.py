@@ -1,4 +1,4 @@
-"""The boundary for DeepSpeed ZeRO-3, policy `streaming`: for stages that do not fit whole.
+"""The backend for DeepSpeed ZeRO-3, sync mode `streaming`: for stages that do not fit whole.
 
 Parameters are gathered unit by unit (the embedding, each layer, the final norm, the head) before each forward and each
 backward of a micro-batch and released after it; the next unit is gathered while this one computes. A unit's gradients
@@ -25,7 +25,7 @@ import torch
 
 from megaaccum import upstream
 from megaaccum.schedule import wgrad
-from megaaccum.sharding.deepspeed import DeepSpeedBoundary
+from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.reduction import PartitionReducer
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ class Unit:
         return sum(param.ds_numel for param in self.params)  # type: ignore[attr-defined]
 
 
-class StreamingBoundary(DeepSpeedBoundary):
-    """Fills the hooks for ZeRO-3 with parameters that come and go. Arguments as for DeepSpeedBoundary."""
+class StreamingBackend(DeepSpeedBackend):
+    """Fills the hooks for ZeRO-3 with parameters that come and go. Arguments as for DeepSpeedBackend."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks, optimizer)
-        assert isinstance(self.parts, upstream.Zero3), "streaming is a policy of ZeRO-3"
+        assert isinstance(self.parts, upstream.Zero3), "streaming is a sync mode of ZeRO-3"
         self._zero = self.parts
         self.reduction_divisor = 1  # sums, where DeepSpeed's own reduction averages
         self.units = [unit for number, chunk in enumerate(chunks) for unit in units_of(chunk, number)]

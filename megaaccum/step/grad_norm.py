@@ -13,11 +13,15 @@ from megaaccum.model import gpt
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import Boundary, GradShard
+    from megaaccum.sharding import GradShard, ShardingBackend
 
 
 def global_norm(
-    boundary: Boundary, groups: Groups, *, along: Sequence[torch.Tensor] = (), overflow: torch.Tensor | None = None
+    backend: ShardingBackend,
+    groups: Groups,
+    *,
+    along: Sequence[torch.Tensor] = (),
+    overflow: torch.Tensor | None = None,
 ) -> tuple[float, list[float]]:
     """(L2 norm of the whole model's gradient, sum of each of `along`): the same numbers on every rank; the norm is not
     finite if any gradient is not.
@@ -27,7 +31,7 @@ def global_norm(
     along: float64 scalars of this rank that come along in the same all-reduce. overflow: 0, or inf where this rank
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
-    grads = [shard.grad for shard in boundary.shards() if shard.grad.numel() and _counts_here(shard, boundary, groups)]
+    grads = [shard.grad for shard in backend.shards() if shard.grad.numel() and _counts_here(shard, backend, groups)]
     square = torch.zeros((), dtype=torch.float64)
     if grads:
         square = torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
@@ -46,25 +50,25 @@ def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
 
 
-def unscale(boundary: Boundary, loss_scale: float) -> None:
+def unscale(backend: ShardingBackend, loss_scale: float) -> None:
     """Take the loss scale out of the reduced gradient, once, in the precision that the optimizer reads."""
     if loss_scale != 1.0:
-        for shard in boundary.shards():
+        for shard in backend.shards():
             shard.grad.mul_(1.0 / loss_scale)
 
 
-def _counts_here(shard: GradShard, boundary: Boundary, groups: Groups) -> bool:
+def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> bool:
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
-    if boundary.replica != 0:
+    if backend.replica != 0:
         return False
     if gpt.is_tied_copy(shard.param):
         return False
     return groups.tp.rank() == 0 or not gpt.is_same_over_tp(shard.param)
 
 
-def clip(boundary: Boundary, norm: float, max_norm: float) -> None:
+def clip(backend: ShardingBackend, norm: float, max_norm: float) -> None:
     """Scale the gradient by max_norm / (norm + 1e-6) if the norm is larger (torch's and Megatron's rule); 0 is off."""
     coefficient = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
     if coefficient < 1.0:
-        for shard in boundary.shards():
+        for shard in backend.shards():
             shard.grad.mul_(coefficient)

@@ -4,7 +4,7 @@ The schedules are told to divide nothing (`calculate_per_token_loss`), DeepSpeed
 averaging is taken back here. So the gradient of a step is
 
     loss_norm token:       sum over all unmasked tokens of d loss_token, divided by their number in the whole step
-    loss_norm microbatch:  mean over all ga * num_chunks * dp micro-batches of d (mean loss of the micro-batch)
+    loss_norm microbatch:  mean over all ga * pp_microbatches * dp micro-batches of d (mean loss of the micro-batch)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepLoss:
 
     masks: loss mask of each of this rank's micro-batches, [micro_batch_size, seq_length], whole sequences also under
     context parallelism, 1 where a token counts; on the CPU. Collective over dp: one all-reduce of two integers.
-    `reduction_divisor`: by how much the boundary's reduction divides the sum over ranks. `dummies`: indices of this
+    `reduction_divisor`: by how much the backend's reduction divides the sum over ranks. `dummies`: indices of this
     rank's micro-batches that stand for none; no token of theirs may be unmasked, and they count in no mean.
 
     `num_tokens` is the number of unmasked tokens of the step over all ranks. A step without any has no gradient;

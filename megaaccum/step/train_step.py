@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megaaccum.distributed import cpu, rng
-from megaaccum.distributed.agreement import agree
+from megaaccum.distributed.agreement import check_agreement
 from megaaccum.distributed.breadcrumbs import Clock, Trace, traced
 from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.metrics.memory import Activations, Memory
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.errors import MegaaccumError
-    from megaaccum.sharding import Boundary
+    from megaaccum.sharding import ShardingBackend
 
 Microbatch = dict[str, torch.Tensor]
 """tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape, on the CPU."""
@@ -96,11 +96,11 @@ class _Verdict:
     note: str = ""
 
 
-class Stepper:
-    """Runs steps of one model over one boundary. Every method is collective over the world.
+class TrainStep:
+    """Runs steps of one model over one backend. Every method is collective over the world.
 
     scaler: the loss scale of an FP16 run, else None. trace: what this rank is doing. What a checkpoint has to hold of a
-    stepper is `state_dict`.
+    train_step is `state_dict`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Stepper:
         plan: Plan,
         groups: Groups,
         chunks: list[torch.nn.Module],
-        boundary: Boundary,
+        backend: ShardingBackend,
         low_precision: fp8.Fp8 | None = None,
     ):
         """low_precision: what fp8.build made of these chunks, where a checkpoint has been read into it already."""
@@ -116,14 +116,14 @@ class Stepper:
         self._fp8 = low_precision or fp8.build(plan, chunks)
         self._groups = groups
         self._chunks = chunks
-        self._boundary = boundary
+        self._backend = backend
         self.trace = Trace()
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
         self._digest = plan.digest()
         self._keys = plan.config.step
         self.scaler = loss_scaler.build(plan)
-        self._zero = sanitize.install(boundary, self._keys)
+        self._zero = sanitize.install(backend, self._keys)
         self._guard = NormGuard(self._keys)
         self._bad_steps = sanitize.BadSteps(self._keys)
         self._probe: Probe | None = None
@@ -146,8 +146,8 @@ class Stepper:
         """
         with self._meter.counting() as traffic:
             result = self._step(microbatches, step=step, stop=stop, problem=problem)
-        memory = self._boundary.memory
-        note_held(self._boundary)
+        memory = self._backend.memory
+        note_held(self._backend)
         memory.note("p2p", self._meter.most_receiving)
         return replace(result, traffic=traffic, memory=memory.take())
 
@@ -174,7 +174,7 @@ class Stepper:
             num_tokens=attempt.loss.num_tokens,
             grad_norm=attempt.norm,
             skipped=verdict.skip,
-            loss_scale=self._boundary.loss_scale,
+            loss_scale=self._backend.loss_scale,
             sanitized=attempt.num_zeroed + attempt.num_dropped,
             note=". ".join(filter(None, (short, verdict.note))),
             stop=stop,
@@ -193,15 +193,15 @@ class Stepper:
                 part.load_state_dict(state[name])
 
     def gradient(self, microbatches: Sequence[Microbatch]) -> StepLoss:
-        """Everything up to the reduced gradient, which the boundary's `shards` then show (tests, diagnosis)."""
+        """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
         return self._attempt(microbatches, Clock(self.trace, "gather")).loss
 
     def evaluate(self, microbatches: Sequence[Microbatch], problem: MegaaccumError | None = None) -> tuple[float, int]:
         """Mean loss of one global batch and its unmasked tokens, without gradients or dropout; the same on every
         rank. A `problem` of any rank is raised on every rank."""
-        agree(self._digest, num_microbatches=len(microbatches), problem=problem)
+        check_agreement(self._digest, num_microbatches=len(microbatches), problem=problem)
         loss = self._divisor(microbatches)
-        self._boundary.gather()
+        self._backend.gather()
         before = self._fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
         self._fp8.begin_attempt()
         for chunk in self._chunks:
@@ -221,7 +221,7 @@ class Stepper:
             masks,
             batch=self._plan.batch,
             groups=self._groups,
-            reduction_divisor=self._boundary.reduction_divisor,
+            reduction_divisor=self._backend.reduction_divisor,
             dummies=dummies,
         )
         self._scale_side_losses(loss, rows=masks[0].numel())
@@ -231,8 +231,8 @@ class Stepper:
         """Give Megatron the scale of the losses that it differentiates on the side (MoE balancing, MTP)."""
         configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in self._chunks}
         for config in configs.values():
-            config.moe_grad_scale_func = lambda: loss.aux_scale(rows) * self._boundary.loss_scale
-            config.mtp_grad_scale_func = lambda: loss.scale * self._boundary.loss_scale
+            config.moe_grad_scale_func = lambda: loss.aux_scale(rows) * self._backend.loss_scale
+            config.mtp_grad_scale_func = lambda: loss.scale * self._backend.loss_scale
 
     def _run_flushes(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool = True
@@ -241,7 +241,7 @@ class Stepper:
         size, count = self._plan.batch.microbatches_per_flush, self._plan.batch.num_flushes
         reports: list[torch.Tensor] = []
         for flush in range(count):
-            self._boundary.set_last_flush(reduce and flush == count - 1)
+            self._backend.set_last_flush(reduce and flush == count - 1)
             reports += self._flush(microbatches[flush * size : (flush + 1) * size], flush * size, loss)
         return reports
 
@@ -250,7 +250,7 @@ class Stepper:
         last stage reports, one scalar per micro-batch; elsewhere an empty list."""
         indexed = list(enumerate(microbatches, start=first))
         forward_step = _ForwardStep(
-            loss, self._groups, self._chunks, self.trace, self._probe, partial(note_held, self._boundary), self._fp8
+            loss, self._groups, self._chunks, self.trace, self._probe, partial(note_held, self._backend), self._fp8
         )
         # Who looks at single micro-batches needs each forward and backward for itself.
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
@@ -282,7 +282,7 @@ class Stepper:
         planned = (batch.micro_batch_size, batch.seq_length)
         shapes = [tuple(each["tokens"].shape) for each in microbatches]
         rows, length = next((shape for shape in shapes if shape != planned), planned)
-        agreed = agree(
+        agreed = check_agreement(
             self._digest,
             details=self._plan.facts,
             tell={"num_microbatches": len(microbatches), "dp_rank": self._groups.dp.rank()},
@@ -307,21 +307,21 @@ class Stepper:
     ) -> _Attempt:
         """The gradient of `microbatches`, reduced, unscaled and measured."""
         loss = self._divisor(microbatches, dummies)
-        self._boundary.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
-        self._boundary.begin_step()
+        self._backend.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
+        self._backend.begin_step()
         self._fp8.begin_attempt()
-        note_held(self._boundary)
+        note_held(self._backend)
         router_state.begin_step(self._chunks)
         clock.lap("forward_backward")
         if self._zero is not None:
             self._zero.clear()
-        with self._activations.watching(self._boundary.memory):
+        with self._activations.watching(self._backend.memory):
             reports = self._run_flushes(microbatches, loss)
         clock.lap("norm")
-        grad_norm.unscale(self._boundary, self._boundary.loss_scale)
+        grad_norm.unscale(self._backend, self._backend.loss_scale)
         along = [loss.share(reports, self._groups), *([] if self._zero is None else [self._zero.total()])]
         overflow = self._fp8.overflow()
-        norm, (total, *zeroed) = grad_norm.global_norm(self._boundary, self._groups, along=along, overflow=overflow)
+        norm, (total, *zeroed) = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=overflow)
         clock.lap("verdict")
         return _Attempt(loss, loss.mean(total), norm, int(sum(zeroed)))
 
@@ -364,8 +364,8 @@ class Stepper:
 
     def _look(self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: _Before) -> Findings:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
-        self._boundary.discard()
-        self._boundary.begin_step()
+        self._backend.discard()
+        self._backend.begin_step()
         self._fp8.begin_attempt()
         router_state.begin_step(self._chunks)
         self._go_back(before)
@@ -374,7 +374,7 @@ class Stepper:
             self._run_flushes(microbatches, loss, reduce=False)
             findings = self._probe.gather()
         self._probe = None
-        self._boundary.begin_step()
+        self._backend.begin_step()
         return findings
 
     def _attempt_without(self, microbatches, dummies: frozenset[int], findings: Findings, before: _Before) -> _Attempt:
@@ -391,11 +391,11 @@ class Stepper:
     def _update(self, verdict: _Verdict, before: _Before) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
         if verdict.skip:
-            self._boundary.discard()
+            self._backend.discard()
             self._go_back(before)
         else:
-            grad_norm.clip(self._boundary, verdict.attempt.norm, self._plan.config.optimizer.clip_grad)
-            self._boundary.step()
+            grad_norm.clip(self._backend, verdict.attempt.norm, self._plan.config.optimizer.clip_grad)
+            self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         if self.scaler is not None:
             self.scaler.update(verdict.overflow)

@@ -11,7 +11,7 @@ from megaaccum.errors import MegaaccumError, StepError
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.data.loader import MicrobatchLoader
-    from megaaccum.step.train_step import Stepper, StepResult
+    from megaaccum.step.train_step import StepResult, TrainStep
     from megaaccum.training.lr_schedule import LrSchedule
 
 
@@ -29,7 +29,7 @@ class Committed:
     result: StepResult
 
 
-class StepTransaction:
+class Transaction:
     """Takes steps, each of which commits as a whole. Every method is collective over the world.
 
     | committed together | a step that counts | a skipped one, `consumed` | a skipped one, `retried` |
@@ -51,7 +51,7 @@ class StepTransaction:
     def __init__(
         self,
         plan: Plan,
-        stepper: Stepper,
+        train_step: TrainStep,
         loader: MicrobatchLoader,
         schedule: LrSchedule,
         *,
@@ -61,7 +61,7 @@ class StepTransaction:
         """Go on behind step `step`. `last_good` words the last good checkpoint, for the text of an error."""
         self._batch = plan.batch
         self._retry = plan.config.step.skipped_samples == "retried"
-        self._stepper = stepper
+        self._stepper = train_step
         self._loader = loader
         self._schedule = schedule
         self._last_good = last_good
@@ -69,7 +69,7 @@ class StepTransaction:
         self.skipped_steps = 0
 
     def run(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> Committed:
-        """Attempt the next step. Raises StepError, with the last good checkpoint named, and what `Stepper.train`
+        """Attempt the next step. Raises StepError, with the last good checkpoint named, and what `TrainStep.train`
         raises: a `problem` of one rank, or one with its data, on every rank, before any of them begins."""
         number, lr = self.step + 1, self._schedule.lr
         microbatches, unreadable = self._loader.try_next_step(self._batch.num_microbatches)
@@ -101,11 +101,11 @@ class StepTransaction:
         return {
             "num_updates": self.num_updates,
             "skipped_steps": self.skipped_steps,
-            "stepper": self._stepper.state_dict(),
+            "train_step": self._stepper.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; {} (a checkpoint without one) leaves all as built."""
         self.num_updates = int(state.get("num_updates", self.step))
         self.skipped_steps = int(state.get("skipped_steps", 0))
-        self._stepper.load_state_dict(state.get("stepper", {}))
+        self._stepper.load_state_dict(state.get("train_step", {}))

@@ -18,7 +18,7 @@ from megaaccum.checkpoint.saver import Saver
 from megaaccum.data.dataset import build_datasets
 from megaaccum.data.loader import MicrobatchLoader
 from megaaccum.distributed import cpu, determinism, groups
-from megaaccum.distributed.agreement import agree, together
+from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.watchdog import Watchdog
 from megaaccum.errors import LaunchError, MegaaccumError
 from megaaccum.metrics.log import RunLog
@@ -27,8 +27,8 @@ from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import flops, gpt
 from megaaccum.planner import sync_mode
 from megaaccum.precision import fp8
-from megaaccum.step.train_step import Stepper
-from megaaccum.step.transaction import StepTransaction
+from megaaccum.step.train_step import TrainStep
+from megaaccum.step.transaction import Transaction
 from megaaccum.training import lr_schedule, optimizer
 from megaaccum.training.run_folder import check_folders
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 def train(plan: Plan) -> int:
     """Run `plan` on this rank; collective over the world. Returns 0 when it ended, or stopped when told to."""
     _start_process_group(plan)
-    agree(plan.digest(), details=plan.facts)
-    plan, notes = together(_settled, plan, smallest_device())
-    together(check_folders, plan.config)
+    check_agreement(plan.digest(), details=plan.facts)
+    plan, notes = raise_on_all_ranks(_settled, plan, smallest_device())
+    raise_on_all_ranks(check_folders, plan.config)
     places = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
-    data = together(build_datasets, plan)
-    chunks = together(gpt.build_chunks, plan, places, vocab_size=data.vocabulary.size)
+    data = raise_on_all_ranks(build_datasets, plan)
+    chunks = raise_on_all_ranks(gpt.build_chunks, plan, places, vocab_size=data.vocabulary.size)
     sharded = sharding.build(plan, places, chunks, optimizer.build(plan, chunks))
     schedule = lr_schedule.build(sharded, plan.config)
     shape = save_load.shape_of(plan, data.vocabulary.size)
@@ -55,22 +55,22 @@ def train(plan: Plan) -> int:
     buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
     saver = Saver(plan, places, sharded, schedule, data, shape, buffers)
     step, consumed, state = saver.resume()
-    log = together(_open_log, plan, data, start_step=step)
+    log = raise_on_all_ranks(_open_log, plan, data, start_step=step)
     for note in notes:
         log.note(note)
-    stepper = Stepper(plan, places, chunks, sharded, low_precision)
+    train_step = TrainStep(plan, places, chunks, sharded, low_precision)
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
-        steps = StepTransaction(plan, stepper, loader, schedule, step=step, last_good=saver.last_good)
+        steps = Transaction(plan, train_step, loader, schedule, step=step, last_good=saver.last_good)
         steps.load_state_dict(state)
-        outcome = _loop(plan, places, stepper, loader, steps, saver, log, data)
-    together(log.close, outcome)
+        outcome = _loop(plan, places, train_step, loader, steps, saver, log, data)
+    raise_on_all_ranks(log.close, outcome)
     _end_process_group()
     return 0
 
 
 def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
-    """The plan with a policy that fits, and, where there is a limit, why it is that one; the same on every rank. Raises
-    ConfigError where none does."""
+    """The plan with a sync mode that fits, and, where there is a limit, why it is that one; the same on every rank.
+    Raises ConfigError where none fits."""
     settled = sync_mode.settle(plan, device_bytes, local=not gpt.uses_transformer_engine(plan))
     is_limited = sync_mode.limit_of(plan, device_bytes) is not None
     return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
@@ -79,21 +79,21 @@ def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
 def _loop(
     plan: Plan,
     places: Groups,
-    stepper: Stepper,
+    train_step: TrainStep,
     loader: MicrobatchLoader,
-    steps: StepTransaction,
+    steps: Transaction,
     saver: Saver,
     log: RunLog,
     data: Datasets,
 ) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals = plan.config.run, _Signals()
-    watchdog = _watchdog(plan, stepper)
+    watchdog = _watchdog(plan, train_step)
     last = run.train_iters if run.max_steps is None else min(run.train_iters, steps.step + run.max_steps)
     if steps.step >= last:
         return f"Nothing left to do after step {steps.step} of {run.train_iters}"
     if run.eval_interval and data.valid is not None and steps.step == 0:
-        _evaluate(plan, places, stepper, data, log, steps.step)
+        _evaluate(plan, places, train_step, data, log, steps.step)
     while steps.step < last:
         problem = saver.problem() or log.problem
         try:
@@ -103,7 +103,7 @@ def _loop(
         step, stops = steps.step, done.result.stop
         is_eval = run.eval_interval and done.advanced and (step % run.eval_interval == 0 or step == last)
         if is_eval and data.valid is not None:
-            _evaluate(plan, places, stepper, data, log, step)
+            _evaluate(plan, places, train_step, data, log, step)
         if (done.advanced or stops) and saver.is_due(step, step == last or stops):
             log.note(f"checkpoint  {saver.save(step, loader.consumed_samples, steps.state_dict())}")
         if stops:
@@ -113,7 +113,7 @@ def _loop(
 
 def _one_step(
     plan: Plan,
-    steps: StepTransaction,
+    steps: Transaction,
     loader: MicrobatchLoader,
     log: RunLog,
     watchdog: Watchdog,
@@ -154,19 +154,19 @@ def _record(write: Callable[[dict], None], record: dict) -> None:
         write(record)
 
 
-def _watchdog(plan: Plan, stepper: Stepper) -> Watchdog:
+def _watchdog(plan: Plan, train_step: TrainStep) -> Watchdog:
     run = plan.config.run
     folder = Path(run.output_dir) / "hang"
-    return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=stepper.trace)
+    return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=train_step.trace)
 
 
-def _evaluate(plan: Plan, places: Groups, stepper: Stepper, data: Datasets, log: RunLog, step: int) -> None:
+def _evaluate(plan: Plan, places: Groups, train_step: TrainStep, data: Datasets, log: RunLog, step: int) -> None:
     """Mean loss per token over the validation samples, the same ones each time."""
     assert data.valid is not None
     total, tokens = 0.0, 0
     with closing(_loader(plan, places, data, 0, validation=True)) as loader:
         for _ in range(data.valid_batches):
-            loss, count = stepper.evaluate(*loader.try_next_step(plan.batch.num_microbatches))  # type: ignore[arg-type]
+            loss, count = train_step.evaluate(*loader.try_next_step(plan.batch.num_microbatches))  # type: ignore[arg-type]
             loader.commit(plan.batch.global_batch_size)
             total, tokens = total + loss * count, tokens + count
     _record(log.evaluation, {"step": step, "loss": total / max(tokens, 1)})

@@ -122,7 +122,7 @@ def _outcome(check: Callable[[], dict]) -> dict:
 # --- what the checks are made of -------------------------------------------------------------------------------------
 
 
-def _case(model: str = "", *, lane: str = "bf16", batch: str = f"--num_chunks {MICROBATCHES}", base: str = TINY):
+def _case(model: str = "", *, lane: str = "bf16", batch: str = f"--pp_microbatches {MICROBATCHES}", base: str = TINY):
     """A model over all ranks: two stages where there are two."""
     import torch
 
@@ -142,27 +142,27 @@ class Run:
         from tests.support.parity import assemble, make
 
         with patch.object(model, "splits_backward", lambda plan: bool(split)):
-            self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(case)
+            self.plan, self.groups, self.chunks, self.backend, self.train_step = make(case)
         if split:
-            self.stepper._schedule = get_forward_backward_func(split, own=True)
+            self.train_step._schedule = get_forward_backward_func(split, own=True)
         self.gradient: dict = {}
-        optimizer_step = self.boundary.step
+        optimizer_step = self.backend.step
 
         def step() -> None:
-            self.gradient = assemble(self.boundary, self.groups, self.chunks)
+            self.gradient = assemble(self.backend, self.groups, self.chunks)
             optimizer_step()
 
-        self.boundary.step = step
+        self.backend.step = step
 
     def train(self, step: int):
         from tests.support.parity import stack
 
         size, count = self.plan.batch.micro_batch_size, self.plan.batch.num_microbatches
         batch = [stack(range(at * size, (at + 1) * size)) for at in range(count)]
-        return self.stepper.train(batch, step=step)
+        return self.train_step.train(batch, step=step)
 
     def state(self) -> dict:
-        return {name: tensor.clone() for name, tensor in self.stepper._fp8.tensors.items()}
+        return {name: tensor.clone() for name, tensor in self.train_step._fp8.tensors.items()}
 
 
 def _distance(one: dict, other: dict) -> float:
@@ -181,7 +181,7 @@ def _distance(one: dict, other: dict) -> float:
 def parity() -> dict:
     """The accumulated gradient of Transformer Engine's layers against that of the whole batch at once, in FP32; in BF16
     at most twice as far from the FP32 one as the whole batch in BF16 is (docs/testing.md)."""
-    whole = f"--micro_batch_size {MICROBATCHES} --num_chunks 1"
+    whole = f"--micro_batch_size {MICROBATCHES} --pp_microbatches 1"
     exact = _gradient(_case(lane="fp32", batch=whole))
     fp32 = _distance(_gradient(_case(lane="fp32")), exact)
     bf16 = _distance(_gradient(_case()), exact)
@@ -220,11 +220,11 @@ def _skipped(run: Run) -> dict:
 
     from tests.support.faults import Fault, differences, injected, state_of
 
-    before, weights = run.state(), state_of(run.boundary)
+    before, weights = run.state(), state_of(run.backend)
     last = torch.distributed.get_world_size() - 1
     with injected([Fault(rank=last, microbatch=2, within="linear_fc2", value=float("nan"))], run.chunks):
         skipped = run.train(STEPS).skipped
-    changed = differences(run.state(), before) + differences(state_of(run.boundary), weights)
+    changed = differences(run.state(), before) + differences(state_of(run.backend), weights)
     return {"skipped": skipped, "skip changed": changed if skipped else ["the step was not skipped"]}
 
 
@@ -233,7 +233,7 @@ def _evaluated(run: Run) -> dict:
     from tests.support.parity import stack
 
     before = run.state()
-    run.stepper.evaluate([stack([100 + index]) for index in range(run.plan.batch.num_microbatches)])
+    run.train_step.evaluate([stack([100 + index]) for index in range(run.plan.batch.num_microbatches)])
     return {"evaluation changed": differences(run.state(), before)}
 
 
@@ -248,11 +248,11 @@ def _saved(run: Run, keys: str) -> dict:
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
     path = save_load.save(
-        folder[0], run.boundary, run.groups, progress(STEPS), keep_last=1, buffers=run.stepper._fp8.tensors
+        folder[0], run.backend, run.groups, progress(STEPS), keep_last=1, buffers=run.train_step._fp8.tensors
     )
     other = Run(_case(keys))
-    save_load.load(path, other.boundary, other.groups, shape=SHAPE, buffers=other.stepper._fp8.tensors)
-    lost = differences(other.state(), run.state()) + differences(state_of(other.boundary), state_of(run.boundary))
+    save_load.load(path, other.backend, other.groups, shape=SHAPE, buffers=other.train_step._fp8.tensors)
+    lost = differences(other.state(), run.state()) + differences(state_of(other.backend), state_of(run.backend))
     run.train(STEPS + 1)
     other.train(STEPS + 1)
     return {"lost": lost, "next gradient apart": _distance(other.gradient, run.gradient)}
@@ -287,7 +287,7 @@ def weight_gradients_apart() -> dict:
         apart.train(0)
         told[name] = {
             "apart": _distance(apart.gradient, whole.gradient),
-            "deferred": apart.stepper._schedule.record.peak_deferred,
+            "deferred": apart.train_step._schedule.record.peak_deferred,
             "delayed layers": sum(1 for chunk in apart.chunks for _ in _delayed(chunk)),
         }
     return {"ok": all(t["apart"] < 1e-5 and t["delayed layers"] > 0 for t in told.values())} | told
@@ -312,7 +312,7 @@ def seconds() -> dict:
         for step in range(10):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            run.stepper.train(batch, step=step)
+            run.train_step.train(batch, step=step)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         told[name] = {
@@ -326,7 +326,7 @@ def seconds() -> dict:
 
 
 def _timed_run(keys: str) -> Run:
-    return Run(_case(keys, base=TIMED, batch=f"--num_chunks {MICROBATCHES}"))
+    return Run(_case(keys, base=TIMED, batch=f"--pp_microbatches {MICROBATCHES}"))
 
 
 def _random_batch(run: Run) -> list[dict]:

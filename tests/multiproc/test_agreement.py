@@ -9,7 +9,7 @@ from tests.support.distance import problems
 from tests.support.faults import differences, state_of
 from tests.support.parity import Case, Gradient, assemble, make, microbatches
 
-PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
 
 
 def odd_one_out(kind: str, rank: int) -> str:
@@ -19,7 +19,7 @@ def odd_one_out(kind: str, rank: int) -> str:
     from megaaccum.errors import MegaaccumError
 
     odd = torch.distributed.get_rank() == rank
-    plan, built, _, _, stepper = make(Case(4, PIPELINE, "--num_layers 4"))
+    plan, built, _, _, train_step = make(Case(4, PIPELINE, "--num_layers 4"))
     batches, step = microbatches(plan, built.dp.rank()), 1
     if odd and kind == "num_microbatches":
         batches = batches[:-1]
@@ -30,7 +30,7 @@ def odd_one_out(kind: str, rank: int) -> str:
     if odd and kind == "step":
         step = 2
     try:
-        stepper.train(batches, step=step)
+        train_step.train(batches, step=step)
     except MegaaccumError as error:
         return f"{type(error).__name__}: {error}"
     return "went on"
@@ -59,7 +59,7 @@ def train_with_own_flags(flags: list[str], folder: str) -> None:
     from megaaccum.cli.train import main
 
     small = "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 4 --lr 1e-2"
-    batch = "--micro_batch_size 1 --num_chunks 4"
+    batch = "--micro_batch_size 1 --pp_microbatches 4"
     main([*f"{small} {batch} {flags[int(os.environ['RANK'])]}".split(), "--output_dir", folder])
 
 
@@ -89,13 +89,13 @@ def test_configurations_that_differ_end_before_the_groups_are_built(tmp_path, us
 
 def short(case: Case, missing: int) -> tuple[Gradient, str]:
     """The step in which data-parallel rank 1 lacks its last `missing` micro-batches."""
-    plan, built, chunks, bound, stepper = make(case)
+    plan, built, chunks, bound, train_step = make(case)
     seen = {}
     bound.step = lambda: seen.update(assemble(bound, built, chunks))
     batches = microbatches(plan, built.dp.rank())
     if built.dp.rank() == 1:
         batches = batches[: len(batches) - missing]
-    result = stepper.train(batches, step=1)
+    result = train_step.train(batches, step=1)
     return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank()), result.note
 
 
@@ -117,14 +117,14 @@ def test_padding_is_the_step_on_what_there_is(missing):
 def dropped_or_not() -> list[str]:
     from megaaccum.errors import StepError
 
-    plan, built, _, bound, stepper = make(Case(4, PIPELINE, "--num_layers 4 --short_batch drop"))
+    plan, built, _, bound, train_step = make(Case(4, PIPELINE, "--num_layers 4 --short_batch drop"))
     batches = microbatches(plan, built.dp.rank())[: 8 - built.dp.rank()]
     before = state_of(bound)
-    result = stepper.train(batches, step=1)
+    result = train_step.train(batches, step=1)
     seen = [result.note, *differences(before, state_of(bound))] if result.skipped else ["not skipped"]
-    *_, stepper = make(Case(4, PIPELINE, "--num_layers 4"))
+    *_, train_step = make(Case(4, PIPELINE, "--num_layers 4"))
     try:
-        stepper.train(batches, step=7)
+        train_step.train(batches, step=7)
     except StepError as error:
         return [*seen, str(error)]
     return seen

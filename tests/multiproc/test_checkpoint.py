@@ -13,13 +13,15 @@ from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support.parity import Case, make, microbatches
 
-CASE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --num_chunks 2", "--num_layers 2 --clip_grad 1")
+CASE = Case(
+    2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --pp_microbatches 2", "--num_layers 2 --clip_grad 1"
+)
 BIASED = (
     "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
     "--moe_router_enable_expert_bias "
     "--moe_aux_loss_coeff 0.01 --num_layers 2 "
 )
-MOE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --num_chunks 2", BIASED, "bf16")
+MOE = Case(2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --pp_microbatches 2", BIASED, "bf16")
 SHAPE = {"num_layers": 2}
 
 
@@ -33,18 +35,18 @@ class Run:
     def __init__(self, case: Case = CASE):
         from megaaccum.model import gpt
 
-        self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(case)
+        self.plan, self.groups, self.chunks, self.backend, self.train_step = make(case)
         self.buffers = dict(gpt.named_buffers(self.chunks))
 
     def step(self, number: int) -> None:
         first = number * self.plan.batch.global_batch_size
-        self.stepper.train(microbatches(self.plan, self.groups.dp.rank(), first), step=number)
+        self.train_step.train(microbatches(self.plan, self.groups.dp.rank(), first), step=number)
 
     def state(self) -> dict:
         buffers = {(name, "buffer", 0): buffer.clone() for name, buffer in self.buffers.items()}
         return buffers | {
             (piece.name, kind, piece.start): tensor.clone()
-            for piece in self.boundary.state()
+            for piece in self.backend.state()
             for kind, tensor in piece.tensors.items()
         }
 
@@ -53,7 +55,7 @@ class Run:
 
         current = save_load.latest(folder)
         assert current is not None
-        return save_load.load(current, self.boundary, self.groups, shape=SHAPE, buffers=self.buffers)
+        return save_load.load(current, self.backend, self.groups, shape=SHAPE, buffers=self.buffers)
 
 
 def same(one: dict, other: dict) -> bool:
@@ -91,7 +93,7 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
     then = run.state()
     writing = save_load.BackgroundSave(
         folder,
-        run.boundary,
+        run.backend,
         run.groups,
         progress(2),
         keep_last=2,
@@ -126,20 +128,20 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     from megaaccum.distributed import groups
 
     run, group, create = Run(), groups.for_background(1), FileSystem.create_stream
-    save_load.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
+    save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     full = Path("/dev/full")
     if dist.get_rank() == 1:
         FileSystem.create_stream = lambda self, path, mode: create(self, full, mode)
     try:
         if background:
-            writing = save_load.BackgroundSave(folder, run.boundary, run.groups, progress(2), keep_last=1, group=group)
+            writing = save_load.BackgroundSave(folder, run.backend, run.groups, progress(2), keep_last=1, group=group)
             run.step(2)
             writing.finish()
         else:
-            save_load.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
+            save_load.save(folder, run.backend, run.groups, progress(2), keep_last=1)
         text = "no error"
     except CheckpointError as error:
-        text = f"{error} [{error.said_by}]"
+        text = f"{error} [{error.printed_by}]"
     FileSystem.create_stream = create
     dist.barrier()
     left = sorted(entry.name for entry in Path(folder).iterdir())
@@ -226,7 +228,7 @@ def damaged(folder: str) -> list[str]:
 
     run = Run()
     run.step(1)
-    good = save_load.save(folder, run.boundary, run.groups, progress(1), keep_last=2)
+    good = save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     before, said = run.state(), []
     for damage in DAMAGE:
         copy = Path(folder) / damage.__name__
@@ -237,7 +239,7 @@ def damaged(folder: str) -> list[str]:
             expected = [""]
         dist.broadcast_object_list(expected, src=0)
         try:
-            save_load.load(copy, run.boundary, run.groups, shape=SHAPE)
+            save_load.load(copy, run.backend, run.groups, shape=SHAPE)
             said.append(f"{damage.__name__} was not seen")
         except CheckpointError as error:
             said.append("seen" if expected[0] in str(error) else f"{error}, not {expected[0]}")
@@ -261,9 +263,9 @@ def killed_while_it_writes(folder: str) -> None:
 
     run = Run()
     run.step(1)
-    save_load.save(folder, run.boundary, run.groups, progress(1), keep_last=1)
+    save_load.save(folder, run.backend, run.groups, progress(1), keep_last=1)
     Held()
-    save_load.BackgroundSave(folder, run.boundary, run.groups, progress(2), keep_last=1, group=groups.for_background(1))
+    save_load.BackgroundSave(folder, run.backend, run.groups, progress(2), keep_last=1, group=groups.for_background(1))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -273,7 +275,7 @@ def after_a_kill(folder: str) -> tuple[int, str]:
 
     run = Run()
     step = run.load(Path(folder)).step
-    save_load.save(folder, run.boundary, run.groups, progress(2), keep_last=1)
+    save_load.save(folder, run.backend, run.groups, progress(2), keep_last=1)
     return step, " ".join(sorted(entry.name for entry in Path(folder).iterdir()))
 
 

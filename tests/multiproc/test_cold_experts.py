@@ -16,10 +16,10 @@ MODEL = (
     "--moe_aux_loss_coeff 0 --moe_router_score_function sigmoid --moe_router_enable_expert_bias "
 )
 COLD = "--cold_expert_offload --cold_expert_steps 1 --cold_expert_tokens "
-EP = "--expert_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 2 "
-SPLIT = "--pipeline_model_parallel_size 2 --schedule zb-h1 --grad_accum_steps 2 --num_chunks 4 "
+EP = "--expert_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 2 "
+SPLIT = "--pipeline_model_parallel_size 2 --schedule zb-h1 --grad_accum_steps 2 --pp_microbatches 4 "
 CASES = {
-    "every expert on every rank": (Case(2, "--num_chunks 4 ", MODEL), COLD + "1"),
+    "every expert on every rank": (Case(2, "--pp_microbatches 4 ", MODEL), COLD + "1"),
     "half of them, two flushes": (Case(2, EP + "--flush per_round", MODEL, "bf16"), COLD + "1"),
     "a split backward, every expert cold": (Case(2, SPLIT, MODEL), COLD + "100000"),
 }
@@ -40,7 +40,7 @@ class Step:
 
 def trained(case: Case) -> list[Step]:
     """Some steps of training, with an expert that gets tokens from the third on."""
-    plan, built, chunks, bound, stepper = make(case)
+    plan, built, chunks, bound, train_step = make(case)
     experts = sizes(chunks)
     update, steps = bound.step, []
     for step in range(STEPS):
@@ -53,7 +53,7 @@ def trained(case: Case) -> list[Step]:
 
         bound.step = look_and_update
         batch = microbatches(plan, built.dp.rank(), plan.batch.global_batch_size * step)
-        steps.append(Step(seen, stepper.train(batch, step=step).memory, experts))
+        steps.append(Step(seen, train_step.train(batch, step=step).memory, experts))
     return steps
 
 

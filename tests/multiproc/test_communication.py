@@ -84,11 +84,11 @@ def traffic(cases: list[Case]) -> list[tuple[Counter[str], int, int]]:
     parameters of this rank's stage, and the same with each rounded up to a multiple of dp, as ZeRO-3 cuts them."""
     results = []
     for case in cases:
-        plan, built, _, bound, stepper = make(case)
+        plan, built, _, bound, train_step = make(case)
         batches = microbatches(plan, built.dp.rank())
-        stepper.train(batches, step=0)
+        train_step.train(batches, step=0)
         with counted() as count:
-            stepper.train(batches, step=1)
+            train_step.train(batches, step=1)
         sizes = [param.ds_numel for param in bound.parts.params]
         results.append((count, sum(sizes), sum(-(-size // DP) * DP for size in sizes)))
     return results
@@ -99,10 +99,10 @@ PIPELINE = "--pipeline_model_parallel_size 2 "
 BUCKET = 20_000
 """Elements of a reduction bucket: parity.py's."""
 CASES = [
-    Case(4, PIPELINE + "--num_chunks 4", MODEL),
-    Case(4, PIPELINE + "--num_chunks 4 --grad_accum_steps 4", MODEL),
-    Case(4, PIPELINE + "--num_chunks 4 --grad_accum_steps 4 --flush per_round", MODEL),
-    Case(4, PIPELINE + "--num_chunks 4 --virtual_pipeline_model_parallel_size 2", MODEL),
+    Case(4, PIPELINE + "--pp_microbatches 4", MODEL),
+    Case(4, PIPELINE + "--pp_microbatches 4 --grad_accum_steps 4", MODEL),
+    Case(4, PIPELINE + "--pp_microbatches 4 --grad_accum_steps 4 --flush per_round", MODEL),
+    Case(4, PIPELINE + "--pp_microbatches 4 --virtual_pipeline_model_parallel_size 2", MODEL),
 ]
 
 

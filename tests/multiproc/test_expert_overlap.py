@@ -16,9 +16,10 @@ MODEL = (
 )
 EP = "--expert_model_parallel_size 2 --grad_accum_steps 2 "
 LAYOUTS = {
-    "none": EP + "--num_chunks 2 ",
-    "dualpipev": EP + "--num_chunks 4 --pipeline_model_parallel_size 2 --schedule dualpipev ",
-    "interleaved": EP + "--num_chunks 4 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 ",
+    "none": EP + "--pp_microbatches 2 ",
+    "dualpipev": EP + "--pp_microbatches 4 --pipeline_model_parallel_size 2 --schedule dualpipev ",
+    "interleaved": EP
+    + "--pp_microbatches 4 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 ",
 }
 OVERLAP = "--overlap_moe_expert_parallel_comm "
 
@@ -67,7 +68,7 @@ def interleaving_flushes(at: Case) -> list[bool]:
     from megaaccum.schedule import executor
     from megaaccum.step import short_batch
 
-    _, built, _, bound, stepper = make(at)
+    _, built, _, bound, train_step = make(at)
     seen: list[bool] = []
     choose = executor._passes
 
@@ -80,10 +81,10 @@ def interleaving_flushes(at: Case) -> list[bool]:
     batch = microbatches(at.plan(), built.dp.rank())
     padded = [*batch[:-1], short_batch.dummy_of(batch[-1])]
     with patch.object(executor, "_passes", watch):
-        stepper.train(batch, step=0)
+        train_step.train(batch, step=0)
         bound.begin_step()
-        stepper._run_flushes(padded, stepper._divisor(padded, frozenset({len(batch) - 1})))
-        stepper.evaluate(batch)
+        train_step._run_flushes(padded, train_step._divisor(padded, frozenset({len(batch) - 1})))
+        train_step.evaluate(batch)
     return seen
 
 

@@ -17,8 +17,8 @@ MODEL = (
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 EP = "--expert_model_parallel_size 2 "
-TP = "--tensor_model_parallel_size 2 --sequence_parallel --expert_tensor_parallel_size 1 --num_chunks 8 "
-SPLIT = "--grad_accum_steps 2 --num_chunks 2 "
+TP = "--tensor_model_parallel_size 2 --sequence_parallel --expert_tensor_parallel_size 1 --pp_microbatches 8 "
+SPLIT = "--grad_accum_steps 2 --pp_microbatches 2 "
 
 
 def test_two_ranks_with_half_of_the_experts_each():
@@ -35,7 +35,7 @@ def test_four_ranks():
         [
             Case(4, EP + SPLIT, MODEL),
             Case(4, "--expert_model_parallel_size 4 " + SPLIT, MODEL),
-            Case(4, EP + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4", MODEL),
+            Case(4, EP + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
             Case(4, EP + TP, MODEL),
         ]
     )
@@ -99,20 +99,20 @@ def save(folder: str, case: Case) -> float:
     """Two steps and a checkpoint. Returns the loss of a third step."""
     from megaaccum.checkpoint import save_load
 
-    plan, groups, _, bound, stepper = make(case)
+    plan, groups, _, bound, train_step = make(case)
     for step in range(2):
-        stepper.train(microbatches(plan, groups.dp.rank(), 8 * step), step=step)
+        train_step.train(microbatches(plan, groups.dp.rank(), 8 * step), step=step)
     progress = Progress(step=2, consumed_samples=16, lr_schedule={}, data="", shape={})
     save_load.save(folder, bound, groups, progress, keep_last=1)
-    return stepper.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
+    return train_step.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
 
 
 def go_on(folder: str, case: Case) -> float:
     from megaaccum.checkpoint import save_load
 
-    plan, groups, _, bound, stepper = make(case)
+    plan, groups, _, bound, train_step = make(case)
     save_load.load(Path(folder) / "step_0000002", bound, groups, shape={})
-    return stepper.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
+    return train_step.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
 
 
 def test_a_checkpoint_moves_between_numbers_of_expert_parallel_ranks(tmp_path):

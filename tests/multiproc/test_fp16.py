@@ -12,8 +12,8 @@ from tests.support.faults import Fault, differences, injected, state_of, weights
 from tests.support.parity import Case, make, microbatches
 from tests.unit.precision.test_loss_scaler import of_torch, verdicts
 
-PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
-TENSOR = "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --num_chunks 4 "
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
+TENSOR = "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --pp_microbatches 4 "
 INTERLEAVED = PIPELINE + "--virtual_pipeline_model_parallel_size 2 "
 FP16 = "--fp16 --hysteresis 1 --lr 1e-2 --num_layers 4 --hidden_dropout 0.1 --attention_dropout 0.1 "
 
@@ -28,7 +28,7 @@ UNTIED = "--untie_embeddings_and_output_weights "
 
 def test_the_gradient_is_that_of_one_process():
     cases = [Case(4, PIPELINE + f"--zero_stage {stage}", lane="fp16") for stage in (1, 2, 3)]
-    check([*cases, Case(4, TENSOR + "--num_chunks 8", lane="fp16")])
+    check([*cases, Case(4, TENSOR + "--pp_microbatches 8", lane="fp16")])
 
 
 # Each stage, data-parallel or tensor-parallel rank in turn; first, middle and last micro-batch; inf and nan.
@@ -69,17 +69,17 @@ def state(bound, chunks) -> State:
 def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
     """What this rank has to complain about steps with a fault each, behind one without: every one is skipped, changes
     nothing, and halves the scale once."""
-    plan, built, chunks, bound, stepper = make(Case(4, layout, FP16))
+    plan, built, chunks, bound, train_step = make(Case(4, layout, FP16))
     size = plan.batch.global_batch_size
-    stepper.train(microbatches(plan, built.dp.rank()), step=0)
+    train_step.train(microbatches(plan, built.dp.rank()), step=0)
     before, problems = state(bound, chunks), []
     for number, fault in enumerate(faults, start=1):
-        scale = stepper.scaler.scale
+        scale = train_step.scaler.scale
         with injected([fault], chunks):
-            result = stepper.train(microbatches(plan, built.dp.rank(), size), step=number)
+            result = train_step.train(microbatches(plan, built.dp.rank(), size), step=number)
         where = f"{layout} {fault}"
         problems += [] if result.skipped else [f"{where}: not skipped"]
-        problems += [] if stepper.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
+        problems += [] if train_step.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
         problems += [f"{where}: {what} differs" for what in state(bound, chunks).differences(before)]
     return problems
 
@@ -94,11 +94,11 @@ def test_an_overflow_anywhere_is_skipped_everywhere_and_changes_nothing():
 
 def run(case: Case, steps: list[Fault | None]) -> State:
     """The state after steps on consecutive global batches, step n with fault n in it; a skipped batch comes again."""
-    plan, built, chunks, bound, stepper = make(case)
+    plan, built, chunks, bound, train_step = make(case)
     first = 0
     for number, fault in enumerate(steps):
         with injected([fault] if fault else [], chunks):
-            result = stepper.train(microbatches(plan, built.dp.rank(), first), step=number)
+            result = train_step.train(microbatches(plan, built.dp.rank(), first), step=number)
         assert result.skipped == (fault is not None)
         first += 0 if result.skipped else plan.batch.global_batch_size
     return state(bound, chunks)
@@ -125,15 +125,15 @@ def to_the_floor() -> list[tuple[float, str]]:
     """Every step overflows, until the run ends: the scale of each and what the end said."""
     from megaaccum.errors import StepError
 
-    plan, built, chunks, _, stepper = make(Case(4, PIPELINE, FP16 + "--initial_loss_scale 8 --min_loss_scale 2"))
+    plan, built, chunks, _, train_step = make(Case(4, PIPELINE, FP16 + "--initial_loss_scale 8 --min_loss_scale 2"))
     seen = []
     with injected([Fault(3, 5)], chunks):
         for number in range(5):
             try:
-                result = stepper.train(microbatches(plan, built.dp.rank()), step=number)
+                result = train_step.train(microbatches(plan, built.dp.rank()), step=number)
                 seen.append((result.loss_scale, result.note))
             except StepError as error:
-                seen.append((stepper.scaler.scale, str(error)))
+                seen.append((train_step.scaler.scale, str(error)))
                 break
     return seen
 
@@ -152,7 +152,7 @@ def a_verdict_for_each_rank() -> list[bool]:
     """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
     from megaaccum.step import grad_norm
 
-    plan, built, chunks, _, stepper = make(Case(4, PIPELINE, FP16 + UNTIED))
+    plan, built, chunks, _, train_step = make(Case(4, PIPELINE, FP16 + UNTIED))
 
     class Alone:
         @staticmethod
@@ -162,7 +162,7 @@ def a_verdict_for_each_rank() -> list[bool]:
     real, grad_norm.dist = grad_norm.dist, Alone
     try:
         with injected([Fault(0, 5)], chunks):
-            return [stepper.train(microbatches(plan, built.dp.rank()), step=0).skipped]
+            return [train_step.train(microbatches(plan, built.dp.rank()), step=0).skipped]
     finally:
         grad_norm.dist = real
 
@@ -182,9 +182,9 @@ def test_fifty_steps_of_a_run_have_the_scales_of_torchs_scaler():
 
 def fifty_steps(overflows: list[bool]) -> tuple[list[float], list[bool]]:
     flags = FP16 + "--loss_scale_window 4 --lr 1e-4 --num_layers 2"
-    plan, built, chunks, _, stepper = make(Case(2, "--pipeline_model_parallel_size 2 --num_chunks 4", flags))
+    plan, built, chunks, _, train_step = make(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 4", flags))
     results = []
     for number, overflow in enumerate(overflows):
         with injected([Fault(number % 2, number % 4)] if overflow else [], chunks):
-            results.append(stepper.train(microbatches(plan, built.dp.rank(), 4 * number), step=number))
+            results.append(train_step.train(microbatches(plan, built.dp.rank(), 4 * number), step=number))
     return [r.loss_scale for r in results], [r.skipped for r in results]

@@ -1,6 +1,6 @@
 """FP8 on two ranks that see Transformer Engine's own modules, recipes and state manager (`make te` fetches them).
 
-The kernels are torch's (te_on_cpu.py in tests/support/fp8). The cases (cases.py there) all run in one start of two ranks.
+The kernels are torch's (support/fp8/te_on_cpu.py). The cases (cases.py there) all run in one start of two ranks.
 """
 
 from __future__ import annotations

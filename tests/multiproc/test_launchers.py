@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     """A configuration file, and the losses of its run by `megaaccum train`."""
     folder = tmp_path_factory.mktemp("launch")
     make_data(folder)
-    ended = whole_runs.train(folder, dbs=4, grad_accum_steps=8, save_interval=0, max_steps=4, num_chunks=4)
+    ended = whole_runs.train(folder, dbs=4, grad_accum_steps=8, save_interval=0, max_steps=4, pp_microbatches=4)
     assert ended.code == 0, ended.output
     return config_file(folder), losses(folder)
 

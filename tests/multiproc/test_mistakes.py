@@ -16,8 +16,8 @@ from megaaccum.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.parity import Case, Gradient, gradient
 
-PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
-TENSOR = "--tensor_model_parallel_size 2 --sequence_parallel --grad_accum_steps 2 --num_chunks 4 "
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
+TENSOR = "--tensor_model_parallel_size 2 --sequence_parallel --grad_accum_steps 2 --pp_microbatches 4 "
 GA, NUM_CHUNKS = 2, 4
 UNTIED = "--untie_embeddings_and_output_weights"
 
@@ -128,24 +128,24 @@ def reduction_in_every_microbatch() -> Iterator[None]:
     """no_sync is ignored: each backward hands its gradient over, and the step keeps the last one's."""
     from contextlib import nullcontext
 
-    from megaaccum.sharding.deepspeed import DeepSpeedBoundary
+    from megaaccum.sharding.deepspeed import DeepSpeedBackend
 
-    gather = DeepSpeedBoundary.begin_step
+    gather = DeepSpeedBackend.begin_step
 
     def syncing(self):
         gather(self)
         self._syncing = True
 
-    with patch.multiple(DeepSpeedBoundary, begin_step=syncing, no_sync_func=lambda self: nullcontext()):
+    with patch.multiple(DeepSpeedBackend, begin_step=syncing, no_sync_func=lambda self: nullcontext()):
         yield
 
 
 def dividing_again_in_every_microbatch() -> Iterator[None]:
     """The running sum is divided after every micro-batch, so that early ones count less and less."""
     from megaaccum import upstream
-    from megaaccum.sharding.deepspeed import DeepSpeedBoundary
+    from megaaccum.sharding.deepspeed import DeepSpeedBackend
 
-    init = DeepSpeedBoundary.__init__
+    init = DeepSpeedBackend.__init__
 
     def halve(param):
         if param.grad is not None:  # None: already handed over
@@ -156,7 +156,7 @@ def dividing_again_in_every_microbatch() -> Iterator[None]:
         for param in self.parts.params:
             upstream.on_gradient(param, halve)
 
-    with patch.object(DeepSpeedBoundary, "__init__", with_division):
+    with patch.object(DeepSpeedBackend, "__init__", with_division):
         yield
 
 
@@ -184,16 +184,16 @@ def _without(predicate: str) -> Iterator[None]:
 
 def last_round_only() -> Iterator[None]:
     """Gradients are cleared between the rounds of accumulation."""
-    from megaaccum.sharding.deepspeed import DeepSpeedBoundary
+    from megaaccum.sharding.deepspeed import DeepSpeedBackend
 
-    set_last_flush = DeepSpeedBoundary.set_last_flush
+    set_last_flush = DeepSpeedBackend.set_last_flush
 
     def clearing(self, last):
         set_last_flush(self, last)
         for param in self.parts.params:
             param.grad = None
 
-    with patch.object(DeepSpeedBoundary, "set_last_flush", clearing):
+    with patch.object(DeepSpeedBackend, "set_last_flush", clearing):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Parameters that get no gradient in a step neither hang a boundary nor change the gradients of the others."""
+"""Parameters that get no gradient in a step neither hang a backend nor change the gradients of the others."""
 
 from functools import cache
 
@@ -14,9 +14,9 @@ EXPERTS = (
     SMALL + "--num_experts 8 --moe_router_topk 1 --moe_router_pre_softmax --moe_ffn_hidden_size 32"
     " --add_bias_linear false --moe_router_load_balancing_type none "
 )
-BOUNDARIES = ("", "--sync streaming ", "--zero_stage 2 ", "--boundary fsdp2 ", "--boundary fsdp2 --sync streaming ",
-              "--boundary megatron ", "--boundary ddp ")  # fmt: skip
-SPLIT, PLAIN = "--num_chunks 4 --pipeline_model_parallel_size 2 --schedule dualpipev ", "--num_chunks 4 "
+BOUNDARIES = ("", "--sync streaming ", "--zero_stage 2 ", "--backend fsdp2 ", "--backend fsdp2 --sync streaming ",
+              "--backend megatron ", "--backend ddp ")  # fmt: skip
+SPLIT, PLAIN = "--pp_microbatches 4 --pipeline_model_parallel_size 2 --schedule dualpipev ", "--pp_microbatches 4 "
 
 
 def check(change: no_gradient.Change, cases: list[Case]) -> None:
@@ -45,17 +45,17 @@ def reference(change: no_gradient.Change, model: str, batch: int, dtype: str) ->
     ids=["frozen", "unused", "experts"],
 )
 def test_every_boundary(change, model, pipeline):
-    check(change, [Case(4, boundary + pipeline, model) for boundary in BOUNDARIES])
+    check(change, [Case(4, backend + pipeline, model) for backend in BOUNDARIES])
 
 
 def test_other_ways_of_the_backward():
     """Where a last backward, or a whole one, brings what under the other schedule I and W bring."""
-    check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--boundary ddp " + PLAIN, SMALL)])
+    check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
 
 
 def test_sixteen_bit():
-    """The zeros that a boundary makes for them have the precision of the sums."""
-    layouts = ("--boundary fsdp2 " + PLAIN, "--boundary fsdp2 " + SPLIT, SPLIT)
+    """The zeros that a backend makes for them have the precision of the sums."""
+    layouts = ("--backend fsdp2 " + PLAIN, "--backend fsdp2 " + SPLIT, SPLIT)
     check(no_gradient.unused, [Case(4, layout, SMALL, "bf16") for layout in layouts])
 
 
@@ -64,7 +64,7 @@ def test_sixteen_bit():
 
 def released_with_its_last_gradient(cases: list[Case]):
     """A unit is let go when all that is trained of it has a gradient, though a frozen matrix is still to be read."""
-    from megaaccum.sharding.streaming import StreamingBoundary
+    from megaaccum.sharding.streaming import StreamingBackend
 
     def on_gradient(self, param):
         unit = self._owner[id(param)]
@@ -72,7 +72,7 @@ def released_with_its_last_gradient(cases: list[Case]):
         if unit is self._in_backward and unit.arrived == len(unit.own):
             self._end_backward()
 
-    StreamingBoundary._on_gradient = on_gradient
+    StreamingBackend._on_gradient = on_gradient
     return no_gradient.gradients(cases, no_gradient.frozen)
 
 
@@ -86,7 +86,7 @@ def unused_are_awaited(cases: list[Case]):
 
 @pytest.mark.parametrize(
     ("mistake", "layout"),
-    [(released_with_its_last_gradient, "--sync streaming "), (unused_are_awaited, "--boundary megatron ")],
+    [(released_with_its_last_gradient, "--sync streaming "), (unused_are_awaited, "--backend megatron ")],
 )
 def test_a_mistake_fails(mistake, layout):
     assert any(end.failed for end in try_ranks(mistake, 2, [Case(2, layout + PLAIN, SMALL)]))

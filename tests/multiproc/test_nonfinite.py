@@ -12,18 +12,18 @@ from tests.support.distance import problems
 from tests.support.faults import Fault, differences, injected, state_of, weights
 from tests.support.parity import Case, Gradient, assemble, make, microbatches
 
-PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4 "
-DDP = PIPELINE + "--boundary ddp --params_dtype fp64 "
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
+DDP = PIPELINE + "--backend ddp --params_dtype fp64 "
 NAN = float("nan")
 
 
 def attempt(case: Case, faults: list[Fault]) -> tuple[Gradient, object]:
     """One step with `faults` in it: the gradient that the optimizer receives, none if it is skipped, and the result."""
-    plan, built, chunks, bound, stepper = make(case)
+    plan, built, chunks, bound, train_step = make(case)
     seen: dict[str, torch.Tensor] = {}
     bound.step = lambda: seen.update(assemble(bound, built, chunks))
     with injected(faults, chunks):
-        result = stepper.train(microbatches(plan, built.dp.rank()), step=1)
+        result = train_step.train(microbatches(plan, built.dp.rank()), step=1)
     return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank()), result
 
 
@@ -42,12 +42,12 @@ def test_a_step_without_the_bad_microbatches_is_the_step_on_the_rest():
     drop = "--nonfinite drop_microbatch "
     cases = [Case(4, PIPELINE + drop + f"--zero_stage {stage}") for stage in (1, 2, 3)]
     cases += [
-        Case(4, PIPELINE + drop + boundary)
-        for boundary in (
+        Case(4, PIPELINE + drop + backend)
+        for backend in (
             "--sync streaming",
-            "--boundary fsdp2",
-            "--boundary fsdp2 --sync streaming --data_parallel_replicas 2",
-            "--boundary megatron",
+            "--backend fsdp2",
+            "--backend fsdp2 --sync streaming --data_parallel_replicas 2",
+            "--backend megatron",
         )
     ]
     cases += [
@@ -88,8 +88,8 @@ def without_correction(case: Case) -> Gradient:
     def keeping_tokens(self, microbatches, dummies=frozenset()):
         return real(self, originals or microbatches)
 
-    real, originals = train_step.Stepper._divisor, []
-    with patch.object(train_step.Stepper, "_divisor", keeping_tokens):
+    real, originals = train_step.TrainStep._divisor, []
+    with patch.object(train_step.TrainStep, "_divisor", keeping_tokens):
         plan, built, *_ = made = make(case)
         originals += microbatches(plan, built.dp.rank())
         with patch(f"{__name__}.make", lambda _case: made):
@@ -172,24 +172,24 @@ def policies() -> dict[str, object]:
     from megaaccum.errors import StepError
 
     seen: dict[str, object] = {}
-    plan, built, chunks, bound, stepper = make(Case(4, PIPELINE + "--nonfinite raise"))
+    plan, built, chunks, bound, train_step = make(Case(4, PIPELINE + "--nonfinite raise"))
     before = state_of(bound)
     try:
         with injected([Fault(1, 4, value=NAN, forward=True)], chunks):
-            stepper.train(microbatches(plan, built.dp.rank()), step=9)
+            train_step.train(microbatches(plan, built.dp.rank()), step=9)
     except StepError as error:
         seen["raise"] = str(error)
     seen["changed by raise"] = differences(state_of(bound), before)
-    plan, built, chunks, bound, stepper = make(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2"))
+    plan, built, chunks, bound, train_step = make(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2"))
     try:
         for number, faults in enumerate([[Fault(1, 0)], [], [Fault(1, 0)], [Fault(1, 0)]], start=1):
             with injected(faults, chunks):
-                seen["last good"] = stepper.train(microbatches(plan, built.dp.rank()), step=number).note or number
+                seen["last good"] = train_step.train(microbatches(plan, built.dp.rank()), step=number).note or number
     except StepError as error:
         seen["limit"] = str(error)
-    plan, built, chunks, bound, stepper = make(Case(4, PIPELINE + "--nonfinite off"))
+    plan, built, chunks, bound, train_step = make(Case(4, PIPELINE + "--nonfinite off"))
     with injected([Fault(1, 0, value=NAN)], chunks):
-        seen["off"] = stepper.train(microbatches(plan, built.dp.rank()), step=1).skipped
+        seen["off"] = train_step.train(microbatches(plan, built.dp.rank()), step=1).skipped
     seen["not finite with off"] = any(not bool(torch.isfinite(w).all()) for w in weights(bound, chunks).values())
     return seen
 
@@ -215,13 +215,13 @@ def guarded(action: str) -> list[tuple[bool, str]]:
     from megaaccum.errors import StepError
 
     flags = f"--grad_norm_guard {action} --grad_norm_guard_window 4 --grad_norm_guard_deviations 20 --lr 1e-4"
-    plan, built, _, bound, stepper = make(Case(4, PIPELINE, flags))
+    plan, built, _, bound, train_step = make(Case(4, PIPELINE, flags))
     seen, before = [], {}
     for number in range(7):
         before = state_of(bound)
         with patch.object(bound, "reduction_divisor", 200 if number == 5 else 2):
             try:
-                result = stepper.train(microbatches(plan, built.dp.rank(), 16 * number), step=number)
+                result = train_step.train(microbatches(plan, built.dp.rank(), 16 * number), step=number)
             except StepError as error:
                 return [*seen, (not differences(state_of(bound), before), str(error))]
         seen.append((not differences(state_of(bound), before), result.note))

@@ -14,8 +14,10 @@ PER_ROUND = "--flush per_round"
 MEAN_OF_MEANS = "--loss_norm microbatch"
 
 
-def case(pp: int, dp: int, vpp: int, ga: int, num_chunks: int, flags: str = "", *, lane: str = "fp32", model: str = ""):
-    layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps {ga} --num_chunks {num_chunks} {flags}"
+def case(
+    pp: int, dp: int, vpp: int, ga: int, pp_microbatches: int, flags: str = "", *, lane: str = "fp32", model: str = ""
+):
+    layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps {ga} --pp_microbatches {pp_microbatches} {flags}"
     interleaved = f" --virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
     return Case(pp * dp, layout + interleaved, model, lane)
 

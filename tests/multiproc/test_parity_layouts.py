@@ -8,7 +8,7 @@ from tests.support.parity import Case
 TP = "--tensor_model_parallel_size 2 "
 PP = "--pipeline_model_parallel_size 2 "
 SP = "--sequence_parallel "
-SPLIT = "--grad_accum_steps 2 --num_chunks 4 "
+SPLIT = "--grad_accum_steps 2 --pp_microbatches 4 "
 LLAMA = (
     "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
     "--disable_bias_linear "

@@ -16,7 +16,7 @@ EXPERTS = (
     "--moe_router_enable_expert_bias "
     "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff 0.01 --num_layers 4 "
 )
-CASE = Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4", EXPERTS)
+CASE = Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", EXPERTS)
 
 
 def biases(chunks) -> list[list[float]]:
@@ -47,7 +47,7 @@ def steps() -> SimpleNamespace:
     a router has counted in those that were taken: tokens, and micro-batches for the global balancing loss."""
     from megaaccum.model import router_state
 
-    plan, groups, chunks, _, stepper = make(CASE)
+    plan, groups, chunks, _, train_step = make(CASE)
     router = next(m for m in chunks[0].modules() if getattr(m, "expert_bias", None) is not None)
     after, by_megatron, counted = [biases(chunks)], [], []
     update = router_state.update_bias
@@ -60,7 +60,7 @@ def steps() -> SimpleNamespace:
     def step(number: int, weight: float = 1.0) -> bool:
         batches = microbatches(plan, groups.dp.rank(), 16 * number)
         batches[0]["loss_mask"][0, 0] *= weight
-        return stepper.train(batches, step=number).skipped
+        return train_step.train(batches, step=number).skipped
 
     with patch.object(router_state, "update_bias", watched):
         skipped = [step(0)]

@@ -95,10 +95,10 @@ def test_stages_of_different_sizes_in_a_v():
 
 def losses(case: Case) -> list[float]:
     """Validation loss, and the loss of a step after it."""
-    plan, built, _, bound, stepper = make(case)
+    plan, built, _, bound, train_step = make(case)
     batch = microbatches(plan, built.dp.rank())
     bound.step = lambda: None
-    return [stepper.evaluate(batch)[0], stepper.train(batch, step=0).loss]
+    return [train_step.evaluate(batch)[0], train_step.train(batch, step=0).loss]
 
 
 def test_evaluation_in_a_v():

@@ -9,7 +9,7 @@ from tests.multiproc.test_train import losses
 
 RUN = (
     "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 4 --lr 1e-2 --num_threads 1 "
-    "--pipeline_model_parallel_size 2 --num_chunks 4 --attention_dropout 0 --hidden_dropout 0 --eval_interval 4 "
+    "--pipeline_model_parallel_size 2 --pp_microbatches 4 --attention_dropout 0 --hidden_dropout 0 --eval_interval 4 "
     "--eval_iters 1 --log_interval 1 --save_interval 2 --num_workers 0"
 )
 

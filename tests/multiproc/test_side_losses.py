@@ -22,10 +22,10 @@ MOE = (
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 LAYOUTS = [
-    "--grad_accum_steps 1 --num_chunks 8",
-    "--grad_accum_steps 2 --num_chunks 4",
-    "--grad_accum_steps 2 --num_chunks 4 --flush per_round",
-    "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4",
+    "--grad_accum_steps 1 --pp_microbatches 8",
+    "--grad_accum_steps 2 --pp_microbatches 4",
+    "--grad_accum_steps 2 --pp_microbatches 4 --flush per_round",
+    "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4",
 ]
 
 
@@ -35,9 +35,9 @@ def test_experts_on_two_ranks():
 
 def test_experts_on_four_ranks():
     layouts = [
-        "--pipeline_model_parallel_size 2 --num_chunks 8",
-        "--tensor_model_parallel_size 2 --sequence_parallel --num_chunks 8",
-        "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --num_chunks 8",
+        "--pipeline_model_parallel_size 2 --pp_microbatches 8",
+        "--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8",
+        "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --pp_microbatches 8",
     ]
     check([Case(4, layout, MOE) for layout in layouts])
 
@@ -45,7 +45,7 @@ def test_experts_on_four_ranks():
 def test_dropping_a_microbatch_drops_its_side_losses_too():
     # Sequence 2 * m + r is micro-batch m of data-parallel rank r: 3 and 12 are left out.
     rest = tuple(index for index in range(16) if index not in (3, 12))
-    case = Case(4, "--pipeline_model_parallel_size 2 --num_chunks 8 --nonfinite drop_microbatch", MOE)
+    case = Case(4, "--pipeline_model_parallel_size 2 --pp_microbatches 8 --nonfinite drop_microbatch", MOE)
     ranks = [rank[0] for rank in run_ranks(attempts, 4, [case], [Fault(1, 1), Fault(2, 6)], timeout=60)]
     assert all(result.sanitized == 2 for _, result in ranks)
     assert problems(case, [gradient for gradient, _ in ranks], rest) == []
@@ -55,9 +55,9 @@ MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_lo
 
 
 def test_multi_token_prediction():
-    layouts = ["--grad_accum_steps 2 --num_chunks 4", "--pipeline_model_parallel_size 2 --num_chunks 8"]
-    layouts += ["--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout Etttt|mL --num_chunks 8"]
-    layouts += ["--tensor_model_parallel_size 2 --sequence_parallel --num_chunks 8"]
+    layouts = ["--grad_accum_steps 2 --pp_microbatches 4", "--pipeline_model_parallel_size 2 --pp_microbatches 8"]
+    layouts += ["--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout Etttt|mL --pp_microbatches 8"]
+    layouts += ["--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8"]
     check([Case(2, layout, MTP, lane) for layout in layouts for lane in ("fp32", "fp64")])
 
 
@@ -75,7 +75,7 @@ def with_another_scale(cases: list[Case], factor: float) -> list:
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_another_coefficient_is_seen(factor):
-    cases = [Case(2, "--grad_accum_steps 2 --num_chunks 4", model) for model in (MOE, MTP)]
+    cases = [Case(2, "--grad_accum_steps 2 --pp_microbatches 4", model) for model in (MOE, MTP)]
     by_rank = run_ranks(with_another_scale, 2, cases, factor, timeout=60)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert any("error" in problem for problem in problems(case, list(ranks)))
@@ -90,19 +90,19 @@ def balanced() -> dict[str, object]:
 
     bias = MOE + "--moe_router_score_function sigmoid --moe_router_enable_expert_bias "
     seen: dict[str, object] = {"biases": [], "counts": []}
-    plan, built, chunks, _, stepper = make(Case(2, "--num_chunks 4", bias))
+    plan, built, chunks, _, train_step = make(Case(2, "--pp_microbatches 4", bias))
     routers = [module for module in chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
     for faults in ([], [Fault(0, 1)], []):
         with injected(faults, chunks):
-            stepper.train(microbatches(plan, built.dp.rank()), step=1)
+            train_step.train(microbatches(plan, built.dp.rank()), step=1)
         seen["biases"].append(torch.stack([router.expert_bias.clone() for router in routers]))
     tracked = MOE.replace(
         "--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff"
     )
-    plan, built, chunks, _, stepper = make(Case(2, "--num_chunks 4", tracked))
+    plan, built, chunks, _, train_step = make(Case(2, "--pp_microbatches 4", tracked))
     routers = [module for module in chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
     for step in range(2):
-        stepper.train(microbatches(plan, built.dp.rank()), step=step)
+        train_step.train(microbatches(plan, built.dp.rank()), step=step)
         seen["counts"].append([int(router.ga_steps) for router in routers])
     return seen
 

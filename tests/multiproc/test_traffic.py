@@ -1,4 +1,4 @@
-"""What passes through torch.distributed is counted; test_policies.py holds the counts of steps to predictions."""
+"""What passes through torch.distributed is counted; test_sync_modes.py holds the counts of steps to predictions."""
 
 from megaaccum.metrics.traffic import Meter
 from megaaccum.testing import run_ranks

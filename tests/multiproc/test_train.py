@@ -14,7 +14,7 @@ import pytest
 
 SMALL = (
     "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 10 --lr 1e-2 "
-    "--pipeline_model_parallel_size 2 --nproc_per_node 4 --num_threads 1 --micro_batch_size 1 --num_chunks 4 "
+    "--pipeline_model_parallel_size 2 --nproc_per_node 4 --num_threads 1 --micro_batch_size 1 --pp_microbatches 4 "
     "--attention_dropout 0.1 --hidden_dropout 0.1 --eval_interval 5 --eval_iters 1 --log_interval 1 --save_interval 4 "
     "--reduce_bucket_size 100000 --lr_warmup_iters 2 --lr_decay_style cosine"
 ).split()
@@ -118,7 +118,7 @@ def test_a_checkpoint_moves_to_other_pipeline_and_data_parallel_sizes(uninterrup
     common = ["--load", str(folder / "whole" / "checkpoints"), "--eval_interval", "0"]
     out, _ = finish(
         start(folder / "moved", folder / "cache", *common, "--pipeline_model_parallel_size", "1", "--zero_stage", "2",
-              "--nproc_per_node", "2", "--num_chunks", "4")
+              "--nproc_per_node", "2", "--pp_microbatches", "4")
     )  # fmt: skip
     assert "resumed from" in out
     assert "step 10" in out

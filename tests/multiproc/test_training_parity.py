@@ -26,11 +26,11 @@ CLIP = 0.5
 # No biases: the gradient of a key's bias is zero but for rounding, and Adam divides the rounding by its own size.
 MODEL = f"--clip_grad {CLIP} --disable_bias_linear --normalization RMSNorm --swiglu"
 LAYOUTS = [
-    Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --num_chunks 4", MODEL),
+    Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
     Case(
         4,
         "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel "
-        "--grad_accum_steps 4 --num_chunks 4",
+        "--grad_accum_steps 4 --pp_microbatches 4",
         MODEL,
     ),
 ]
@@ -50,9 +50,9 @@ def train(cases: list[Case]) -> list[Training]:
     """STEPS steps of each case on this rank."""
     results = []
     for case in cases:
-        plan, built, chunks, bound, stepper = make(case)
+        plan, built, chunks, bound, train_step = make(case)
         size = plan.batch.global_batch_size
-        steps = [stepper.train(microbatches(plan, built.dp.rank(), n * size), step=n) for n in range(STEPS)]
+        steps = [train_step.train(microbatches(plan, built.dp.rank(), n * size), step=n) for n in range(STEPS)]
         bound.gather()
         weights = {name: p.detach().double().clone() for chunk in chunks for name, p in named(chunk)}
         results.append(Training([s.loss for s in steps], [s.grad_norm for s in steps], weights, built.tp.rank()))

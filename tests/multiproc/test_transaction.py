@@ -25,17 +25,17 @@ FAULTS = {3: Fault(1, 2), 6: Fault(0, 0)}
 def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> None:
     """`megaaccum train` on this rank, with a fault in the first attempt at each step that `faults` names."""
     from megaaccum.cli.train import main
-    from megaaccum.step.train_step import Stepper
+    from megaaccum.step.train_step import TrainStep
 
     left = dict(faults or {})
-    real = Stepper.train
+    real = TrainStep.train
 
     def with_fault(self, microbatches, *, step, **more):
         fault = left.pop(step, None)
         with injected([fault], self._chunks) if fault else nullcontext():
             return real(self, microbatches, step=step, **more)
 
-    with patch.object(Stepper, "train", with_fault):
+    with patch.object(TrainStep, "train", with_fault):
         main([*flags.split(), "--output_dir", str(folder), "--data_cache_path", str(folder.parent / "cache")])
 
 

@@ -18,21 +18,21 @@ class Counted:
 
 
 def count(cases: list[Case]) -> list[Counted]:
-    """A gradient of every case by the project's own stepper, on this rank. Collective."""
+    """A gradient of every case by the project's own train_step, on this rank. Collective."""
     return [_count(case) for case in cases]
 
 
 def _count(case: Case) -> Counted:
     from tests.support.parity import make, microbatches
 
-    plan, groups, chunks, boundary, stepper = make(case)
+    plan, groups, chunks, backend, train_step = make(case)
     batches = microbatches(plan, groups.dp.rank())
-    boundary.begin_step()
+    backend.begin_step()
     params = [param for chunk in chunks for param in chunk.parameters()]
     gradients: dict[int, int] = {}
     hooks = [p.register_post_accumulate_grad_hook(lambda p: gradients.update({id(p): p.grad.nbytes})) for p in params]
     whole = sum(param.nbytes for param in params)
-    stepper.gradient(batches)
+    train_step.gradient(batches)
     for hook in hooks:
         hook.remove()
-    return Counted(groups.pp.rank(), whole, sum(gradients.values()), boundary.memory.take()["activations"])
+    return Counted(groups.pp.rank(), whole, sum(gradients.values()), backend.memory.take()["activations"])

@@ -11,7 +11,7 @@ SMALL: dict[str, object] = dict(
     num_attention_heads=8,
     seq_length=64,
     micro_batch_size=1,
-    num_chunks=16,
+    pp_microbatches=16,
     train_iters=100,
     lr=1e-3,
 )

@@ -39,7 +39,7 @@ def make_plan(folder: Path, *, world_size: int = 1, **keys: object) -> Plan:
     """A plan of 10 steps of 4 sequences of 16 tokens, changed by `keys`; everything it writes goes to `folder`."""
     defaults: dict[str, object] = dict(
         seq_length=16,
-        num_chunks=None,
+        pp_microbatches=None,
         global_batch_size=4,
         train_iters=10,
         eval_interval=5,

@@ -83,14 +83,14 @@ def gradients(cases: list[Case], change: Change) -> list[Gradient]:
 
 def second_gradient(case: Case) -> Gradient:
     """As parity.gradient, after a step whose gradient was thrown away."""
-    plan, built, chunks, bound, stepper = parity.make(case)
+    plan, built, chunks, bound, train_step = parity.make(case)
     seen: dict[str, torch.Tensor] = {}
     bound.step = lambda: seen.update(parity.assemble(bound, built, chunks))
     batch = parity.microbatches(plan, built.dp.rank())
-    stepper.train(batch, step=0)
+    train_step.train(batch, step=0)
     bound.discard()
     seen.clear()
-    result = stepper.train(batch, step=1)
+    result = train_step.train(batch, step=1)
     trained = {name for name, param in named(chunks) if param.requires_grad}
     parts = {name: part for name, part in seen.items() if name in trained}
     return Gradient(parts, result.grad_norm, result.loss, result.num_tokens, built.tp.rank())

@@ -16,7 +16,7 @@ MODEL = (
     "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --init_method_std 0.1 --clip_grad 0 "
     "--micro_batch_size 1 --data_path none"
 )
-LANE = {"fp64": "--boundary ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
+LANE = {"fp64": "--backend ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
 LOSS_SCALE = 65536.0
 """Of the FP16 lane, in one process and in megaaccum's default."""
 MASKED_OUT = 5
@@ -40,7 +40,7 @@ class Case:
     lane: str = "fp32"
 
     def flags(self) -> list[str]:
-        engine = self.lane != "fp64" and "--boundary" not in self.layout
+        engine = self.lane != "fp64" and "--backend" not in self.layout
         buckets = "--reduce_bucket_size 20000" if engine else ""  # several buckets per stage
         return merged(MODEL, buckets, LANE[self.lane], self.model, self.layout)
 
@@ -111,11 +111,11 @@ def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Ten
 
 
 def make(case: Case):
-    """Plan, groups, chunks, boundary and stepper of a case, on a rank."""
+    """Plan, groups, chunks, backend and train_step of a case, on a rank."""
     from megaaccum import sharding
     from megaaccum.distributed import groups
     from megaaccum.model import gpt as model
-    from megaaccum.step.train_step import Stepper
+    from megaaccum.step.train_step import TrainStep
     from megaaccum.training import optimizer
 
     plan = case.plan()
@@ -123,7 +123,7 @@ def make(case: Case):
     built = groups.build(plan.layout, timeout_minutes=1)
     chunks = model.build_chunks(plan, built, vocab_size=VOCAB)
     bound = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
-    return plan, built, chunks, bound, Stepper(plan, built, chunks, bound)
+    return plan, built, chunks, bound, TrainStep(plan, built, chunks, bound)
 
 
 def gradients(cases: list[Case]) -> list[Gradient]:
@@ -132,10 +132,10 @@ def gradients(cases: list[Case]) -> list[Gradient]:
 
 def gradient(case: Case) -> Gradient:
     """One whole step of `case`, in which the gradient is taken at the moment when the optimizer would read it."""
-    plan, built, chunks, bound, stepper = make(case)
+    plan, built, chunks, bound, train_step = make(case)
     seen: dict[str, torch.Tensor] = {}
     bound.step = lambda: seen.update(assemble(bound, built, chunks))
-    result = stepper.train(microbatches(plan, built.dp.rank()), step=0)
+    result = train_step.train(microbatches(plan, built.dp.rank()), step=0)
     return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank())
 
 

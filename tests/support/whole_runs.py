@@ -21,7 +21,7 @@ from tests.support.data_samples import counting_pair
 VOCAB = 2000
 SMALL = (
     "--num_layers 2 --hidden_size 16 --num_attention_heads 2 --seq_length 16 --train_iters 8 --lr 1e-2 "
-    "--pipeline_model_parallel_size 2 --nproc_per_node 2 --num_threads 1 --micro_batch_size 1 --num_chunks 4 "
+    "--pipeline_model_parallel_size 2 --nproc_per_node 2 --num_threads 1 --micro_batch_size 1 --pp_microbatches 4 "
     f"--attention_dropout 0.1 --hidden_dropout 0 --eval_interval 0 --log_interval 1 --save_interval 2 "
     f"--vocab_size {VOCAB} --split 100,0,0"
 )

@@ -57,11 +57,11 @@ def fp8_precision(subject: Subject) -> Iterator[str]:
             f"{name} with grad_accum_dtype {sharding.grad_accum_dtype}: gradients of FP8 products are added in FP32."
             " Set grad_accum_dtype to fp32."
         )
-    if sharding.boundary not in ("deepspeed", "megatron"):
-        why = "keeps no FP32 master weights" if sharding.boundary == "ddp" else "quantizes weights in every forward"
+    if sharding.backend not in ("deepspeed", "megatron"):
+        why = "keeps no FP32 master weights" if sharding.backend == "ddp" else "quantizes weights in every forward"
         yield (
-            f"{name} needs FP32 masters and weights that stay whole through a step, and boundary {sharding.boundary}"
-            f" {why}: set boundary to deepspeed."
+            f"{name} needs FP32 masters and weights that stay whole through a step, and backend {sharding.backend}"
+            f" {why}: set backend to deepspeed."
         )
 
 

@@ -89,16 +89,16 @@ def traced(subject: Subject) -> Iterator[str]:
 
 
 def own_executor(subject: Subject) -> Iterator[str]:
-    """Transformer Engine's layers leave weight gradients to a schedule that computes them apart; the other boundaries
+    """Transformer Engine's layers leave weight gradients to a schedule that computes them apart; the other backends
     have hooks of their own on gradients, which would hear of a gradient that has not come yet."""
-    name, boundary = subject.parallel.schedule, subject.sharding.boundary
+    name, backend = subject.parallel.schedule, subject.sharding.backend
     fp8 = subject.quantization.fp8_format
     layers = "transformer_impl transformer_engine" if fp8 is None else f"fp8_format {fp8}"
     if fp8 is None and subject.model.transformer_impl != "transformer_engine":
         return
-    if name not in ("auto", "none", "1f1b", "interleaved") and boundary != "deepspeed":
+    if name not in ("auto", "none", "1f1b", "interleaved") and backend != "deepspeed":
         yield (
-            f"schedule {name} with {layers} needs boundary deepspeed, and boundary is {boundary}: set boundary to"
+            f"schedule {name} with {layers} needs backend deepspeed, and backend is {backend}: set backend to"
             " deepspeed, or schedule to 1f1b or interleaved."
         )
 

@@ -22,19 +22,19 @@ def one_precision(subject: Subject) -> Iterator[str]:
 
 def half_precision(subject: Subject) -> Iterator[str]:
     """FP16 weights need FP32 masters, or most updates round to nothing; torch DDP keeps none."""
-    if subject.sharding.fp16 and subject.sharding.boundary == "ddp":
+    if subject.sharding.fp16 and subject.sharding.backend == "ddp":
         yield (
-            "fp16 needs FP32 master weights, which boundary ddp does not keep: set boundary to deepspeed, or fp16 to"
+            "fp16 needs FP32 master weights, which backend ddp does not keep: set backend to deepspeed, or fp16 to"
             " false."
         )
 
 
 def double_precision(subject: Subject) -> Iterator[str]:
     """DeepSpeed's engine and Megatron's optimizer take FP32, FP16 and BF16 parameters only."""
-    if subject.sharding.params_dtype == "fp64" and subject.sharding.boundary in ("deepspeed", "megatron"):
+    if subject.sharding.params_dtype == "fp64" and subject.sharding.backend in ("deepspeed", "megatron"):
         yield (
-            "params_dtype fp64 needs boundary ddp or fsdp2, as a DeepSpeed engine and Megatron's optimizer take no"
-            f" float64 parameters, and boundary is {subject.sharding.boundary}: set boundary to ddp, or params_dtype to"
+            "params_dtype fp64 needs backend ddp or fsdp2, as a DeepSpeed engine and Megatron's optimizer take no"
+            f" float64 parameters, and backend is {subject.sharding.backend}: set backend to ddp, or params_dtype to"
             " fp32."
         )
 
@@ -50,16 +50,16 @@ def low_precision_sums(subject: Subject) -> Iterator[str]:
 
 
 def low_precision_optimizer(subject: Subject) -> Iterator[str]:
-    """Master weights in BF16 are BF16 parameters' own, where the boundary keeps none in FP32."""
+    """Master weights in BF16 are BF16 parameters' own, where the backend keeps none in FP32."""
     sharding = subject.sharding
     if sharding.optimizer_dtype != "bf16":
         return
     name, instead = "optimizer_dtype bf16", "or optimizer_dtype to fp32"
     if not sharding.bf16:
         yield f"{name} with {sharding.params_dtype} parameters: set bf16 to true, {instead}."
-    if sharding.boundary not in ("deepspeed", "fsdp2"):
-        yield f"{name} needs boundary deepspeed or fsdp2, not {sharding.boundary}: set boundary, {instead}."
-    elif sharding.boundary == "deepspeed" and sharding.zero_stage != 3:
+    if sharding.backend not in ("deepspeed", "fsdp2"):
+        yield f"{name} needs backend deepspeed or fsdp2, not {sharding.backend}: set backend, {instead}."
+    elif sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield f"{name} needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.offload_optimizer != "none":
         yield f"an offloaded optimizer has FP32 state: set offload_optimizer to none, {instead}."
@@ -67,17 +67,17 @@ def low_precision_optimizer(subject: Subject) -> Iterator[str]:
 
 def deepspeed_only(subject: Subject) -> Iterator[str]:
     """Keys that only a DeepSpeed engine reads."""
-    if subject.sharding.boundary == "deepspeed":
+    if subject.sharding.backend == "deepspeed":
         return
     names = subject.given("zero_stage", "offload_optimizer", "reduce_bucket_size", "grad_accum_dtype")
-    names += subject.given("grad_reduce_dtype") if subject.sharding.boundary == "ddp" else []
+    names += subject.given("grad_reduce_dtype") if subject.sharding.backend == "ddp" else []
     for name in names:
         yield (
-            f"{name} needs boundary deepspeed, and boundary is {subject.sharding.boundary}: leave {name} out, or set"
-            " boundary to deepspeed."
+            f"{name} needs backend deepspeed, and backend is {subject.sharding.backend}: leave {name} out, or set"
+            " backend to deepspeed."
         )
     if subject.config.deepspeed:
-        yield "a deepspeed block needs boundary deepspeed: leave the block out, or set boundary to deepspeed."
+        yield "a deepspeed block needs backend deepspeed: leave the block out, or set backend to deepspeed."
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Rules of who holds and sums what: the boundary, its policy, and the order of sums."""
+"""Rules of who holds and sums what: the backend, its mode, and the order of sums."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def streaming(subject: Subject) -> Iterator[str]:
     sharding = subject.sharding
     if sharding.sync != "streaming":
         return
-    if sharding.boundary in ("ddp", "megatron"):
+    if sharding.backend in ("ddp", "megatron"):
         yield (
-            f"sync streaming gathers parameters layer by layer, and with boundary {sharding.boundary} every rank holds"
-            " them whole: set boundary to deepspeed or fsdp2, or sync to resident."
+            f"sync streaming gathers parameters layer by layer, and with backend {sharding.backend} every rank holds"
+            " them whole: set backend to deepspeed or fsdp2, or sync to resident."
         )
-    elif sharding.boundary == "deepspeed" and sharding.zero_stage != 3:
+    elif sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield (
             f"sync streaming gathers parameters layer by layer, and at zero_stage {sharding.zero_stage} every rank"
             " holds them whole: set zero_stage to 3, or sync to resident."
@@ -28,10 +28,10 @@ def streaming(subject: Subject) -> Iterator[str]:
 def live_parameters(subject: Subject) -> Iterator[str]:
     """What may stay gathered is a question only where parameters come and go one unit at a time, under our hooks."""
     sharding = subject.sharding
-    if sharding.max_live_parameters and not (sharding.sync == "streaming" and sharding.boundary == "deepspeed"):
+    if sharding.max_live_parameters and not (sharding.sync == "streaming" and sharding.backend == "deepspeed"):
         yield (
-            f"max_live_parameters {sharding.max_live_parameters} says what sync streaming of boundary deepspeed keeps"
-            f" gathered; here sync is {sharding.sync} and boundary {sharding.boundary}: set sync to streaming, or leave"
+            f"max_live_parameters {sharding.max_live_parameters} says what sync streaming of backend deepspeed keeps"
+            f" gathered; here sync is {sharding.sync} and backend {sharding.backend}: set sync to streaming, or leave"
             " max_live_parameters out."
         )
 
@@ -39,7 +39,7 @@ def live_parameters(subject: Subject) -> Iterator[str]:
 def deterministic(subject: Subject) -> Iterator[str]:
     """Sums in rank order are made by megaaccum itself, where it hands DeepSpeed finished partitions: at ZeRO-3."""
     sharding = subject.sharding
-    if sharding.deterministic and sharding.boundary == "deepspeed" and sharding.zero_stage != 3:
+    if sharding.deterministic and sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield (
             f"deterministic needs zero_stage 3, as DeepSpeed itself sums at zero_stage {sharding.zero_stage}: set"
             " zero_stage to 3, or deterministic to false."
@@ -48,12 +48,12 @@ def deterministic(subject: Subject) -> Iterator[str]:
 
 def replicas(subject: Subject) -> Iterator[str]:
     """HSDP is fully_shard's, and its replicas are equally large."""
-    count, boundary, parallel = subject.sharding.data_parallel_replicas, subject.sharding.boundary, subject.parallel
+    count, backend, parallel = subject.sharding.data_parallel_replicas, subject.sharding.backend, subject.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     dp, rest = divmod(subject.world_size, max(model_ranks, 1))
-    if count > 1 and boundary != "fsdp2":
+    if count > 1 and backend != "fsdp2":
         yield (
-            f"data_parallel_replicas {count} needs boundary fsdp2, and boundary is {boundary}: set boundary to fsdp2,"
+            f"data_parallel_replicas {count} needs backend fsdp2, and backend is {backend}: set backend to fsdp2,"
             " or leave data_parallel_replicas out."
         )
     elif count > 1 and dp and not rest and dp % count:
@@ -65,7 +65,7 @@ def replicas(subject: Subject) -> Iterator[str]:
 
 def experts_boundary(subject: Subject) -> Iterator[str]:
     """Experts with a data-parallel group of their own (spread, or whole where dense matrices are cut) are summed over
-    it by the DeepSpeed boundary alone, at ZeRO-3 with resident parameters, and only whole experts were checked."""
+    it by the DeepSpeed backend alone, at ZeRO-3 with resident parameters, and only whole experts were checked."""
     sharding, parallel = subject.sharding, subject.parallel
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if subject.model.num_experts is None or (ep == 1 and etp == parallel.tensor_model_parallel_size):
@@ -74,8 +74,8 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
     instead = "or expert_model_parallel_size to 1 and expert_tensor_parallel_size to tensor_model_parallel_size"
     if etp != 1:
         yield f"{who} spread experts have to be whole: set expert_tensor_parallel_size to 1, {instead}."
-    if sharding.boundary != "deepspeed":
-        yield f"{who} needs boundary deepspeed, and boundary is {sharding.boundary}: set it so, {instead}."
+    if sharding.backend != "deepspeed":
+        yield f"{who} needs backend deepspeed, and backend is {sharding.backend}: set it so, {instead}."
     elif sharding.zero_stage != 3:
         yield f"{who} needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.sync == "streaming":
@@ -85,7 +85,7 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
 
 
 def cold_experts(subject: Subject) -> Iterator[str]:
-    """Whole gradients of experts are there to be moved only where they wait for the end of the flush, and the boundary
+    """Whole gradients of experts are there to be moved only where they wait for the end of the flush, and the backend
     that moves them is DeepSpeed's at ZeRO-3."""
     sharding, off = subject.sharding, "or cold_expert_offload to false"
     if not sharding.cold_expert_offload:
@@ -95,9 +95,9 @@ def cold_experts(subject: Subject) -> Iterator[str]:
         return
     if subject.model.num_experts is None:
         yield f"cold_expert_offload needs experts, and num_experts is not given: set num_experts, {off}."
-    if sharding.boundary != "deepspeed":
+    if sharding.backend != "deepspeed":
         yield (
-            f"cold_expert_offload needs boundary deepspeed, and boundary is {sharding.boundary}: set it to deepspeed,"
+            f"cold_expert_offload needs backend deepspeed, and backend is {sharding.backend}: set it to deepspeed,"
             f" {off}."
         )
     elif sharding.zero_stage != 3:
@@ -110,19 +110,19 @@ def cold_experts(subject: Subject) -> Iterator[str]:
 
 
 def gradient_looked_at(subject: Subject) -> Iterator[str]:
-    """`nonfinite: zero` changes a rank's own gradient before it is reduced, where the boundary shows it."""
-    boundary = subject.sharding.boundary
-    if subject.config.step.nonfinite == "zero" and boundary in ("fsdp2", "megatron"):
+    """`nonfinite: zero` changes a rank's own gradient before it is reduced, where the backend shows it."""
+    backend = subject.sharding.backend
+    if subject.config.step.nonfinite == "zero" and backend in ("fsdp2", "megatron"):
         yield (
-            f"nonfinite zero needs boundary deepspeed or ddp, as {boundary} reduces gradients that it does not show:"
-            " set boundary to deepspeed, or nonfinite to skip or drop_microbatch."
+            f"nonfinite zero needs backend deepspeed or ddp, as {backend} reduces gradients that it does not show:"
+            " set backend to deepspeed, or nonfinite to skip or drop_microbatch."
         )
 
 
 def scaled_loss(subject: Subject) -> Iterator[str]:
     """Megatron's optimizer keeps a loss scale of its own for FP16."""
-    if subject.sharding.fp16 and subject.sharding.boundary == "megatron":
-        yield "fp16 needs another boundary than megatron: set boundary to deepspeed, or bf16 instead of fp16 to true."
+    if subject.sharding.fp16 and subject.sharding.backend == "megatron":
+        yield "fp16 needs another backend than megatron: set backend to deepspeed, or bf16 instead of fp16 to true."
 
 
 RULES: tuple[Rule, ...] = (

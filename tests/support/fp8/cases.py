@@ -22,7 +22,7 @@ from tests.support.parity import Case, assemble, make, stack
 ROWS, MICROBATCHES = 30, 4
 MODEL = "--num_layers 4 --transformer_impl transformer_engine --clip_grad 1"
 FP8 = f"--fp8_format hybrid --fp8_amax_history_len {ROWS} --fp8_amax_compute_algo max"
-SERIAL = f"--num_chunks {MICROBATCHES}"
+SERIAL = f"--pp_microbatches {MICROBATCHES}"
 PP2 = SERIAL + " --pp 2"
 NAN = Fault(rank=1, microbatch=2, within="linear_fc2", value=float("nan"))
 INFINITE = Fault(rank=1, microbatch=2, within="linear_fc2")
@@ -41,26 +41,26 @@ class Run:
     gradients: list[Tensors] = field(default_factory=list)
 
     def __post_init__(self):
-        self.plan, self.groups, self.chunks, self.boundary, self.stepper = make(self.of)
-        self.fp8 = self.stepper._fp8
-        optimizer_step = self.boundary.step
+        self.plan, self.groups, self.chunks, self.backend, self.train_step = make(self.of)
+        self.fp8 = self.train_step._fp8
+        optimizer_step = self.backend.step
 
         def step() -> None:
-            self.gradients.append(assemble(self.boundary, self.groups, self.chunks))
+            self.gradients.append(assemble(self.backend, self.groups, self.chunks))
             optimizer_step()
 
-        self.boundary.step = step
+        self.backend.step = step
 
     def train(self, *numbers: int, **keys):
         """Steps, each on the same sequences whatever the layout: ranks of dp see the same ones."""
         count = self.plan.batch.num_microbatches
         for number in numbers:
             batch = [stack([10 + number * count + index]) for index in range(count)]
-            result = self.stepper.train(batch, step=number, **keys)
+            result = self.train_step.train(batch, step=number, **keys)
         return result
 
     def evaluate(self) -> None:
-        self.stepper.evaluate([stack([100 + index]) for index in range(self.plan.batch.num_microbatches)])
+        self.train_step.evaluate([stack([100 + index]) for index in range(self.plan.batch.num_microbatches)])
 
     def state(self) -> Tensors:
         """Copies of scales and histories."""
@@ -176,7 +176,7 @@ def _in_reverse(run: Run) -> Tensors:
     from megaaccum.model import gpt as model
 
     (chunk,), fp8 = run.chunks, run.fp8
-    run.boundary.begin_step()
+    run.backend.begin_step()
     fp8.begin_attempt()
     chunk.set_is_first_microbatch()
     losses = []
@@ -186,8 +186,8 @@ def _in_reverse(run: Run) -> Tensors:
             out = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         fp8.follow(0, index, out)
         losses.append((out.float() * batch["loss_mask"]).sum() * 10.0 ** (3 * index))  # scales that are told apart
-    run.boundary.set_last_flush(False)
-    with run.boundary.no_sync_func():
+    run.backend.set_last_flush(False)
+    with run.backend.no_sync_func():
         for loss in reversed(losses):
             loss.backward()
     fp8.end_flush()
@@ -201,10 +201,10 @@ def _furthest(one: Tensors, other: Tensors) -> float:
 def a_skipped_step() -> dict:
     """A gradient that is no number, in micro-batch 2 on stage 1, in the second of three steps."""
     run = trained(case(PP2), 0)
-    before, weights = run.state(), state_of(run.boundary)
+    before, weights = run.state(), state_of(run.backend)
     with injected([NAN], run.chunks):
         skipped = run.train(1).skipped
-    after = differences(run.state(), before) + differences(state_of(run.boundary), weights)
+    after = differences(run.state(), before) + differences(state_of(run.backend), weights)
     run.train(2)
     never = trained(case(PP2), 0, 2)
     with patch.object(type(run.fp8), "restore", lambda self, snapshot: None):
@@ -217,7 +217,7 @@ def a_skipped_step() -> dict:
         "changed": after,
         "changed by the next step": len(differences(run.state(), before)),
         "unlike a run that never saw it": differences(run.state(), never.state())
-        + differences(state_of(run.boundary), state_of(never.boundary)),
+        + differences(state_of(run.backend), state_of(never.backend)),
         "changed where nothing is put back": len(differences(broken.state(), kept)),
     }
 
@@ -250,7 +250,7 @@ def an_evaluation() -> dict:
     changed = differences(run.state(), before)
     run.train(1)
     never = trained(case(PP2), 0, 1)
-    unlike = differences(run.state(), never.state()) + differences(state_of(run.boundary), state_of(never.boundary))
+    unlike = differences(run.state(), never.state()) + differences(state_of(run.backend), state_of(never.backend))
     with patch.object(type(run.fp8), "restore", lambda self, snapshot: None):
         run.evaluate()
         kept = len(differences(run.state(), never.state()))
@@ -341,14 +341,14 @@ def _save(run: Run, buffers: Tensors) -> Path:
 
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
-    return save_load.save(folder[0], run.boundary, run.groups, progress(2), keep_last=2, buffers=buffers)
+    return save_load.save(folder[0], run.backend, run.groups, progress(2), keep_last=2, buffers=buffers)
 
 
 def _load(path: Path, run: Run) -> None:
     from megaaccum.checkpoint import save_load
     from tests.multiproc.test_checkpoint import SHAPE
 
-    save_load.load(path, run.boundary, run.groups, shape=SHAPE, buffers=run.fp8.tensors)
+    save_load.load(path, run.backend, run.groups, shape=SHAPE, buffers=run.fp8.tensors)
 
 
 def _only_tensors(path) -> bool:
@@ -406,7 +406,7 @@ def split_backward() -> dict:
         linears = 4 * 2  # of each of two layers
         told[name] = equal(run, serial(model)) | {
             "products": products[0] / (linears * MICROBATCHES),
-            "deferred": run.stepper._schedule.record.peak_deferred,
+            "deferred": run.train_step._schedule.record.peak_deferred,
         }
     return told
 

@@ -26,7 +26,7 @@ train_iters: 100
 lr: 1.0e-3
 pipeline_model_parallel_size: 2
 micro_batch_size: 1
-num_chunks: 8
+pp_microbatches: 8
 global_batch_size: 32
 """
 
@@ -61,7 +61,7 @@ def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[st
 
 def test_what_the_command_line_recomputed_is_told(run_yaml: str) -> None:
     text = check.run(run_yaml, ["--dbs", "4", "--grad_accum_steps", "8"], world_size=4)
-    assert "num_chunks 8 of the file is recomputed to 4" in text
+    assert "pp_microbatches 8 of the file is recomputed to 4" in text
     assert "global_batch_size 32 of the file is recomputed to 64" in text
 
 
@@ -87,12 +87,12 @@ def test_what_deepspeed_is_given_can_be_printed(run_yaml: str) -> None:
     assert block == resolve(load(run_yaml), world_size=4).deepspeed_config()
 
 
-@pytest.mark.parametrize("words", [["--vpp", "2"], ["--boundary", "ddp"], ["--ep", "2", "--num_experts", "4"]])
+@pytest.mark.parametrize("words", [["--vpp", "2"], ["--backend", "ddp"], ["--ep", "2", "--num_experts", "4"]])
 def test_other_layouts_are_described(run_yaml: str, words: list[str]) -> None:
     text = check.run(run_yaml, words, world_size=4)
     expected = {
         "--vpp": "interleaved 1F1B: pp 2, 2 model chunks per rank",
-        "--boundary": "nothing is sharded",
+        "--backend": "nothing is sharded",
         "--ep": "experts: ep 2 * etp 1 * pp 2 * expert dp 1 = 4",
     }
     assert expected[words[0]] in text

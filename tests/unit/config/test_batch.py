@@ -17,7 +17,7 @@ def solve(*, dp: int = 1, pp: int = 1, **sizes: object) -> BatchPlan:
 
 
 def split(plan: BatchPlan) -> tuple[int, int, int]:
-    return plan.micro_batch_size, plan.num_chunks, plan.grad_accum_steps
+    return plan.micro_batch_size, plan.pp_microbatches, plan.grad_accum_steps
 
 
 def problem(**sizes: object) -> str:
@@ -28,7 +28,7 @@ def problem(**sizes: object) -> str:
 
 
 def test_the_arithmetic() -> None:
-    plan = solve(dp=3, pp=2, micro_batch_size=2, num_chunks=4, grad_accum_steps=5)
+    plan = solve(dp=3, pp=2, micro_batch_size=2, pp_microbatches=4, grad_accum_steps=5)
     assert plan.device_batch_size == 8
     assert plan.num_microbatches == 20
     assert plan.global_batch_size == 120
@@ -37,21 +37,21 @@ def test_the_arithmetic() -> None:
 
 
 def test_rounds_kept_apart_make_as_many_flushes_as_accumulation_steps() -> None:
-    plan = solve(pp=2, micro_batch_size=2, num_chunks=4, grad_accum_steps=5, flush="per_round")
+    plan = solve(pp=2, micro_batch_size=2, pp_microbatches=4, grad_accum_steps=5, flush="per_round")
     assert (plan.microbatches_per_flush, plan.num_flushes) == (4, 5)
 
 
 def test_description_writes_every_factor() -> None:
-    text = solve(dp=3, pp=2, micro_batch_size=2, num_chunks=4, grad_accum_steps=5).describe()
+    text = solve(dp=3, pp=2, micro_batch_size=2, pp_microbatches=4, grad_accum_steps=5).describe()
     assert "global_batch_size = device_batch_size 8 * grad_accum_steps 5 * data_parallel_size 3 = 120 sequences" in text
-    assert "num_microbatches = grad_accum_steps 5 * num_chunks 4 = 20" in text
+    assert "num_microbatches = grad_accum_steps 5 * pp_microbatches 4 = 20" in text
     assert "1 flush of 20 micro-batches" in text
 
 
 def test_a_plan_cannot_be_changed() -> None:
     plan = solve(micro_batch_size=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.num_chunks = 2  # type: ignore[misc]
+        plan.pp_microbatches = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_a_plan_cannot_be_changed() -> None:
         (dict(micro_batch_size=2), (2, 1, 1)),
         (dict(micro_batch_size=2, global_batch_size=48), (2, 12, 1)),
         (dict(micro_batch_size=2, global_batch_size=48, grad_accum_steps=3), (2, 4, 3)),
-        (dict(micro_batch_size=2, global_batch_size=48, num_chunks=3), (2, 3, 4)),
+        (dict(micro_batch_size=2, global_batch_size=48, pp_microbatches=3), (2, 3, 4)),
         (dict(micro_batch_size=2, global_batch_size=48, device_batch_size=4), (2, 2, 6)),
-        (dict(device_batch_size=12, num_chunks=3), (4, 3, 1)),
-        (dict(device_batch_size=12, num_chunks=3, grad_accum_steps=2), (4, 3, 2)),
+        (dict(device_batch_size=12, pp_microbatches=3), (4, 3, 1)),
+        (dict(device_batch_size=12, pp_microbatches=3, grad_accum_steps=2), (4, 3, 2)),
         (dict(device_batch_size=12), (1, 12, 1)),
-        (dict(global_batch_size=48, num_chunks=4, grad_accum_steps=3), (2, 4, 3)),
+        (dict(global_batch_size=48, pp_microbatches=4, grad_accum_steps=3), (2, 4, 3)),
         (dict(global_batch_size=48, grad_accum_steps=3), (1, 8, 3)),
         (dict(global_batch_size=48), (1, 24, 1)),
-        (dict(num_chunks=4), (1, 4, 1)),
+        (dict(pp_microbatches=4), (1, 4, 1)),
         (dict(grad_accum_steps=4), (1, 1, 4)),
     ],
 )
@@ -77,8 +77,8 @@ def test_what_is_left_open_is_derived(sizes: dict[str, int], expected: tuple[int
 
 
 def test_any_subset_of_a_plans_sizes_gives_a_plan_with_those_sizes() -> None:
-    names = ("micro_batch_size", "num_chunks", "device_batch_size", "grad_accum_steps", "global_batch_size")
-    whole = solve(dp=3, micro_batch_size=2, num_chunks=4, grad_accum_steps=6)
+    names = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
+    whole = solve(dp=3, micro_batch_size=2, pp_microbatches=4, grad_accum_steps=6)
     for length in range(1, len(names) + 1):
         for subset in itertools.combinations(names, length):
             sizes = {name: getattr(whole, name) for name in subset}
@@ -91,12 +91,15 @@ def test_any_subset_of_a_plans_sizes_gives_a_plan_with_those_sizes() -> None:
     [
         (dict(micro_batch_size=0), ["micro_batch_size is 0", "at least 1"]),
         (dict(grad_accum_steps=-2), ["grad_accum_steps is -2", "at least 1"]),
-        (dict(device_batch_size=10, num_chunks=4), ["10", "num_chunks 4", "device_batch_size to 8 or 12", "2 or 5"]),
-        (dict(device_batch_size=3, num_chunks=4), ["device_batch_size to 4", "num_chunks to 3"]),
+        (
+            dict(device_batch_size=10, pp_microbatches=4),
+            ["10", "pp_microbatches 4", "device_batch_size to 8 or 12", "2 or 5"],
+        ),
+        (dict(device_batch_size=3, pp_microbatches=4), ["device_batch_size to 4", "pp_microbatches to 3"]),
         (dict(device_batch_size=10, micro_batch_size=4), ["not divisible by micro_batch_size 4", "2 or 5"]),
         (
-            dict(device_batch_size=6, micro_batch_size=2, num_chunks=4),
-            ["device_batch_size 6 contradicts micro_batch_size 2 * num_chunks 4 = 8", "to 8"],
+            dict(device_batch_size=6, micro_batch_size=2, pp_microbatches=4),
+            ["device_batch_size 6 contradicts micro_batch_size 2 * pp_microbatches 4 = 8", "to 8"],
         ),
         (
             dict(global_batch_size=30, micro_batch_size=4, dp=2),
@@ -104,8 +107,8 @@ def test_any_subset_of_a_plans_sizes_gives_a_plan_with_those_sizes() -> None:
         ),
         (dict(global_batch_size=7, micro_batch_size=4, dp=2), ["global_batch_size to 8,"]),
         (
-            dict(global_batch_size=64, micro_batch_size=1, num_chunks=4, grad_accum_steps=2, dp=2),
-            ["64 contradicts", "num_chunks 4", "grad_accum_steps 2", "= 16", "global_batch_size to 16"],
+            dict(global_batch_size=64, micro_batch_size=1, pp_microbatches=4, grad_accum_steps=2, dp=2),
+            ["64 contradicts", "pp_microbatches 4", "grad_accum_steps 2", "= 16", "global_batch_size to 16"],
         ),
         (
             dict(global_batch_size=64, device_batch_size=4, grad_accum_steps=2, dp=2),
@@ -120,29 +123,30 @@ def test_sizes_that_cannot_be(sizes: dict[str, int], words: list[str]) -> None:
 
 def test_every_size_that_is_not_positive_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        solve(micro_batch_size=0, num_chunks=0)
+        solve(micro_batch_size=0, pp_microbatches=0)
     assert len(caught.value.problems) == 2
 
 
 def test_a_flush_holds_two_micro_batches_per_pipeline_rank() -> None:
-    text = problem(pp=4, dp=2, micro_batch_size=2, num_chunks=3, grad_accum_steps=2)
-    for words in ("2 * 4 = 8", "grad_accum_steps 2 * num_chunks 3 = 6", "num_chunks to 4 (device_batch_size 8)",
+    text = problem(pp=4, dp=2, micro_batch_size=2, pp_microbatches=3, grad_accum_steps=2)
+    for words in ("2 * 4 = 8", "grad_accum_steps 2 * pp_microbatches 3 = 6",
+                  "pp_microbatches to 4 (device_batch_size 8)",
                   "grad_accum_steps to 3", "global_batch_size to 32", "pipeline_model_parallel_size to 3"):  # fmt: skip
         assert words in text
-    assert solve(pp=4, micro_batch_size=2, num_chunks=4, grad_accum_steps=2).microbatches_per_flush == 8
+    assert solve(pp=4, micro_batch_size=2, pp_microbatches=4, grad_accum_steps=2).microbatches_per_flush == 8
 
 
-@pytest.mark.parametrize("remedy", [dict(num_chunks=4), dict(grad_accum_steps=3)])
+@pytest.mark.parametrize("remedy", [dict(pp_microbatches=4), dict(grad_accum_steps=3)])
 def test_the_remedies_of_a_short_flush_are_legal(remedy: dict[str, int]) -> None:
-    solve(pp=4, **(dict(micro_batch_size=2, num_chunks=3, grad_accum_steps=2) | remedy))
+    solve(pp=4, **(dict(micro_batch_size=2, pp_microbatches=3, grad_accum_steps=2) | remedy))
 
 
 def test_rounds_kept_apart_must_each_fill_the_pipeline() -> None:
-    sizes = dict(pp=2, micro_batch_size=1, num_chunks=2, grad_accum_steps=4)
+    sizes = dict(pp=2, micro_batch_size=1, pp_microbatches=2, grad_accum_steps=4)
     assert solve(**sizes).microbatches_per_flush == 8
     text = problem(**sizes, flush="per_round")
-    assert "flushes of num_chunks 2" in text
-    assert "num_chunks to 4" in text
+    assert "flushes of pp_microbatches 2" in text
+    assert "pp_microbatches to 4" in text
     assert "flush to merged" in text
 
 

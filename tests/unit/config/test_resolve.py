@@ -34,7 +34,7 @@ def sizes(batch) -> tuple[int, ...]:
     """(micro, chunks, device, steps, global)."""
     return (
         batch.micro_batch_size,
-        batch.num_chunks,
+        batch.pp_microbatches,
         batch.device_batch_size,
         batch.grad_accum_steps,
         batch.global_batch_size,
@@ -131,7 +131,8 @@ def test_a_larger_batch_on_the_command_line_recomputes_what_contradicts_it(tmp_p
     settled = resolve_file(tmp_path, text, ["--dbs", "4", "--grad_accum_steps", "8"], world_size=2)
     assert sizes(settled.batch) == (1, 4, 4, 8, 64)
     assert settled.notes == [
-        "num_chunks 8 of the file is recomputed to 4: the command line gives device_batch_size 4, grad_accum_steps 8.",
+        "pp_microbatches 8 of the file is recomputed to 4: the command line gives device_batch_size 4,"
+        " grad_accum_steps 8.",
         "global_batch_size 32 of the file is recomputed to 64: the command line gives device_batch_size 4,"
         " grad_accum_steps 8.",
     ]
@@ -146,11 +147,11 @@ def test_a_larger_batch_on_the_command_line_recomputes_what_contradicts_it(tmp_p
         (["--dbs", "16"], (1, 16, 16, 2, 64)),
         (["--grad_accum_steps", "4"], (1, 8, 8, 4, 64)),
         (["--global_batch_size", "64"], (1, 8, 8, 4, 64)),
-        (["--dbs", "16", "--num_chunks", "4"], (4, 4, 16, 2, 64)),
+        (["--dbs", "16", "--pp_microbatches", "4"], (4, 4, 16, 2, 64)),
         # These say how it is cut: the file's global batch is kept.
         (["--micro_batch_size", "2"], (2, 8, 16, 1, 32)),
-        (["--num_chunks", "4"], (1, 4, 4, 4, 32)),
-        (["--num_chunks", "8"], (1, 8, 8, 2, 32)),
+        (["--pp_microbatches", "4"], (1, 4, 4, 4, 32)),
+        (["--pp_microbatches", "8"], (1, 8, 8, 2, 32)),
     ],
 )
 def test_what_the_command_line_keeps_of_the_file(tmp_path: Path, words: list[str], expected: tuple[int, ...]) -> None:
@@ -170,8 +171,10 @@ def test_a_contradiction_in_the_file_shows_both_values(tmp_path: Path) -> None:
 
 
 def test_a_contradiction_on_the_command_line_shows_both_values(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"device_batch_size 4 contradicts micro_batch_size 1 \* num_chunks 8 = 8"):
-        resolve_file(tmp_path, "", ["--dbs", "4", "--num_chunks", "8", "--micro_batch_size", "1"])
+    with pytest.raises(
+        ConfigError, match=r"device_batch_size 4 contradicts micro_batch_size 1 \* pp_microbatches 8 = 8"
+    ):
+        resolve_file(tmp_path, "", ["--dbs", "4", "--pp_microbatches", "8", "--micro_batch_size", "1"])
 
 
 def test_the_command_line_does_not_hide_a_contradiction_in_the_file(tmp_path: Path) -> None:
@@ -194,7 +197,9 @@ def test_the_digest_of_equal_plans_is_equal() -> None:
     assert int(first, 16) >= 0
 
 
-@pytest.mark.parametrize("keys", [dict(lr=2e-3), dict(num_chunks=8), dict(seed=1), dict(deepspeed={"log_level": "x"})])
+@pytest.mark.parametrize(
+    "keys", [dict(lr=2e-3), dict(pp_microbatches=8), dict(seed=1), dict(deepspeed={"log_level": "x"})]
+)
 def test_the_digest_tells_runs_apart(keys: dict[str, object]) -> None:
     assert plan(2, **keys).digest() != plan(2).digest()
     assert plan(4).digest() != plan(2).digest()

@@ -22,10 +22,10 @@ def test_a_schedule_sets_chunks_and_placement(name, vpp, placement):
 def test_a_table_in_a_file(tmp_path):
     path = str(tmp_path / "mine.csv")
     write_csv(build("zbv", pp=2, num_microbatches=6), path)
-    layout = plan(2, schedule=path, num_chunks=6, **PP2).layout
+    layout = plan(2, schedule=path, pp_microbatches=6, **PP2).layout
     assert (layout.vpp, layout.placement) == (2, "v")
     with pytest.raises(ConfigError, match="a schedule of pp 2 and 6 micro-batches, not of pp 2 and 8"):
-        plan(2, schedule=path, num_chunks=8, **PP2)
+        plan(2, schedule=path, pp_microbatches=8, **PP2)
 
 
 def test_a_table_without_a_weight_gradient(tmp_path):
@@ -33,7 +33,7 @@ def test_a_table_without_a_weight_gradient(tmp_path):
     write_csv(build("zb-h1", pp=2, num_microbatches=4), path)
     path.write_text(path.read_text().replace(",1W2", ""))
     with pytest.raises(ConfigError, match=r"rank 1: 0W2 \(weight gradient, chunk 0, micro-batch 2\) is missing"):
-        plan(2, schedule=str(path), num_chunks=4, **PP2)
+        plan(2, schedule=str(path), pp_microbatches=4, **PP2)
 
 
 def test_stages_that_are_placed_in_another_way(tmp_path):
@@ -45,7 +45,7 @@ def test_stages_that_are_placed_in_another_way(tmp_path):
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1", "zbv", "dualpipev"])
 def test_a_flush_has_two_microbatches_per_rank(name):
     with pytest.raises(ConfigError, match="needs at least 2 \\* 4 = 8 micro-batches in a flush"):
-        plan(4, schedule=name, num_chunks=7, pipeline_model_parallel_size=4)
+        plan(4, schedule=name, pp_microbatches=7, pipeline_model_parallel_size=4)
 
 
 def test_check_tells_what_the_schedule_costs(tmp_path):
@@ -53,7 +53,7 @@ def test_check_tells_what_the_schedule_costs(tmp_path):
         None,
         (
             "--num_layers 8 --hidden_size 64 --num_attention_heads 4 --seq_length 16 --train_iters 2 --lr 1e-3 "
-            "--pipeline_model_parallel_size 4 --num_chunks 8 --schedule dualpipev --vocab_size 64"
+            "--pipeline_model_parallel_size 4 --pp_microbatches 8 --schedule dualpipev --vocab_size 64"
         ).split(),
         world_size=4,
         hostfile=None,

@@ -112,7 +112,7 @@ def test_auto_leaves_everything_to_the_keys() -> None:
 
 # --- batch -----------------------------------------------------------------------------------------------------------
 
-CUT = dict(micro_batch_size=2, num_chunks=4, grad_accum_steps=3)  # at dp 2: global batch 48
+CUT = dict(micro_batch_size=2, pp_microbatches=4, grad_accum_steps=3)  # at dp 2: global batch 48
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_another_batch_in_the_json_is_one_error_with_both(block: dict, words: li
     ],
 )
 def test_the_json_alone_may_give_the_batch(block: dict, expected: tuple[int, int, int]) -> None:
-    batch = plan(2, deepspeed=block, micro_batch_size=None, num_chunks=None).batch
-    assert (batch.micro_batch_size, batch.num_chunks, batch.grad_accum_steps) == expected
+    batch = plan(2, deepspeed=block, micro_batch_size=None, pp_microbatches=None).batch
+    assert (batch.micro_batch_size, batch.pp_microbatches, batch.grad_accum_steps) == expected
 
 
 def test_the_command_line_outranks_the_jsons_batch(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_what_is_not_supported_of_zero(name: str) -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"zero_optimization": {"stage": 0}}, "boundary: ddp"),
+        ({"zero_optimization": {"stage": 0}}, "backend: ddp"),
         ({"zero_optimization": {"stage": 4}}, "zero_stage, which must be one of 1, 2, 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer: cpu"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload"),

@@ -318,7 +318,7 @@ def test_deepspeeds_flags(tmp_path):
     read = values("--deepspeed --deepspeed_config ds.json --zero-stage 2 --no-pipeline-parallel", base_dir=tmp_path)
     assert read == {"deepspeed": {"train_batch_size": 8}, "zero_stage": 2, "pipeline_model_parallel_size": 1}
     assert values("--deepspeed-config ds.json", base_dir=tmp_path) == {"deepspeed": {"train_batch_size": 8}}
-    assert "--boundary ddp" in problem("--zero-stage 0")
+    assert "--backend ddp" in problem("--zero-stage 0")
     assert "zero_stage must be one of 1, 2, 3" in problem("--zero-stage 5")
     told = problem("--no-pipeline-parallel --pipeline-model-parallel-size 4")
     assert "--pipeline-model-parallel-size 4" in told

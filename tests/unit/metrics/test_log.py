@@ -38,7 +38,7 @@ def planned(folder: Path, **run) -> types.SimpleNamespace:
     keys = dict(train_iters=20, log_interval=5, output_dir=str(folder))
     config = Config(model=ModelConfig(num_layers=2, hidden_size=64), run=RunConfig(**(keys | run)))
     batch = BatchPlan(
-        micro_batch_size=2, num_chunks=8, grad_accum_steps=1, data_parallel_size=2, pipeline_model_parallel_size=2,
+        micro_batch_size=2, pp_microbatches=8, grad_accum_steps=1, data_parallel_size=2, pipeline_model_parallel_size=2,
         seq_length=128, flush="merged", loss_norm="token",
     )  # fmt: skip
     layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, dp=2)

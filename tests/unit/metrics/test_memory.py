@@ -49,7 +49,7 @@ def test_the_ledger_counts_what_waits_for_backwards_once_and_no_parameters():
 
 
 def test_a_parameter_may_move_between_forward_and_backward():
-    """As when a boundary releases it and gathers it again: the backward reads what it is then, and gradients are those
+    """As when a backend releases it and gathers it again: the backward reads what it is then, and gradients are those
     of a model that was left alone."""
     torch.manual_seed(0)
     watched, plain = net(), net()

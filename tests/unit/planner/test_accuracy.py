@@ -93,7 +93,7 @@ def test_rows_that_cannot_be_predicted_say_why(values: dict[str, Any], reason: s
 
 def test_published_layouts_are_read() -> None:
     at = layout_of(row(tp=4, pp=8, vpp=5, dp=2, num_microbatches=64, schedule="interleaved-1F1B")).row(0)
-    assert (at["tp"], at["pp"], at["vpp"], at["num_chunks"], at["sequence_parallel"]) == (4, 8, 5, 64, 1)
+    assert (at["tp"], at["pp"], at["vpp"], at["pp_microbatches"], at["sequence_parallel"]) == (4, 8, 5, 64, 1)
     with pytest.raises(LeftOut):
         layout_of(row(dp=""))
 

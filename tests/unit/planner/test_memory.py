@@ -14,7 +14,7 @@ from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.hardware import load_hardware
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
+from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.memory import KINDS, MemoryModel, Usage
 from megaaccum.planner.workload import Workload, make_workload
 from tests.support.configs import plan
@@ -160,7 +160,7 @@ def model_of(**keys: Any) -> MemoryModel:
 
 
 def pipelined(**row: int) -> Layouts:
-    return layout(**(dict(pp=4, dp=2, num_chunks=8, schedule=SCHEDULES.index("1f1b")) | row))
+    return layout(**(dict(pp=4, dp=2, pp_microbatches=8, schedule=SCHEDULES.index("1f1b")) | row))
 
 
 def total(at: Layouts, **keys: Any) -> float:
@@ -186,9 +186,9 @@ def test_what_saves_memory_saves_it() -> None:
     assert total(pipelined(recompute=RECOMPUTE.index("full"))) < base
     assert total(pipelined(tp=2, sequence_parallel=1)) < base
     assert total(pipelined(dp=8)) < base
-    assert total(pipelined(policy=POLICIES.index("streaming"))) < base
+    assert total(pipelined(sync=SYNC_MODES.index("streaming"))) < base
     assert total(pipelined(micro_batch_size=1)) < base
-    assert total(pipelined(num_chunks=4)) == base  # 1F1B holds pp of them, however many there are
+    assert total(pipelined(pp_microbatches=4)) == base  # 1F1B holds pp of them, however many there are
 
 
 def test_zero_shards_the_optimizer_over_all_that_hold_the_same() -> None:

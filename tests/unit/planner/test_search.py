@@ -25,7 +25,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPE: dict[str, Any] = dict(
     num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, swiglu=True,
     seq_length=8192, vocab_size=128256, position_embedding_type="rope", normalization="RMSNorm", add_bias_linear=False,
-    attention_dropout=0.0, hidden_dropout=0.0, bf16=True, global_batch_size=512, num_chunks=None, micro_batch_size=None,
+    attention_dropout=0.0, hidden_dropout=0.0, bf16=True, global_batch_size=512,
+    pp_microbatches=None, micro_batch_size=None,
 )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -
 
 
 def test_what_the_file_said_of_the_layout_is_set_aside() -> None:
-    found = search(workload(tensor_model_parallel_size=2, recompute_granularity="full", num_chunks=4))
+    found = search(workload(tensor_model_parallel_size=2, recompute_granularity="full", pp_microbatches=4))
     assert {found.name_of(i)["tp"] for i in range(len(found))} > {1, 2}
     plan = emit.checked(found.workload, found.name_of(0))
     assert plan.config.model.recompute_granularity is None
@@ -255,5 +256,5 @@ def test_llama_405b_on_16384_gpus_is_ranked_whole() -> None:
     config.batch.global_batch_size = 4096
     work = make_workload(config, world_size=16384, hardware=load_hardware("h100"))
     assert search(work, rank="time").num_legal > 1000
-    found = search(work, Limits(fixed=dict(cp=1, schedule="interleaved", policy="resident")), rank="time")
+    found = search(work, Limits(fixed=dict(cp=1, schedule="interleaved", mode="resident")), rank="time")
     assert found.find(dict(tp=8, pp=16))[0] <= 2

@@ -16,14 +16,14 @@ SMALL = dict(vocab_size=1000, reduce_bucket_size=1000, pipeline_model_parallel_s
 
 
 def small(world_size: int = 8, **keys: object):
-    buckets = {"reduce_bucket_size": None} if keys.get("boundary", "deepspeed") != "deepspeed" else {}
+    buckets = {"reduce_bucket_size": None} if keys.get("backend", "deepspeed") != "deepspeed" else {}
     return plan(world_size, **(SMALL | buckets | keys))
 
 
 def held(of, **keys: object) -> float:
     """GiB that `of` holds with these keys of its sharding instead."""
-    policy = replace(footprint.chosen(of), **keys)
-    return sync_mode.Forecast(of, 1000).of(policy).held / sync_mode.GIB
+    mode = replace(footprint.chosen(of), **keys)
+    return sync_mode.Forecast(of, 1000).of(mode).held / sync_mode.GIB
 
 
 def settled(memory_gib: float, **keys: object):
@@ -99,8 +99,8 @@ def test_a_schedule_that_no_streaming_follows_has_one_choice() -> None:
 
 
 def test_fsdp2_streams_without_live_parameters() -> None:
-    limit = 1.01 * held(small(boundary="fsdp2"), sync="streaming")
-    chosen = settled(limit, boundary="fsdp2").config.sharding
+    limit = 1.01 * held(small(backend="fsdp2"), sync="streaming")
+    chosen = settled(limit, backend="fsdp2").config.sharding
     assert (chosen.sync, chosen.max_live_parameters) == ("streaming", 0)
 
 
@@ -120,8 +120,8 @@ def test_experts_are_held_and_moved_by_their_own_ranks() -> None:
 
 
 def test_every_policy_has_a_row_and_the_chosen_one_is_among_them() -> None:
-    for keys in ({}, {"boundary": "fsdp2", "data_parallel_replicas": 2}, {"zero_stage": 1}, {"boundary": "ddp"}):
+    for keys in ({}, {"backend": "fsdp2", "data_parallel_replicas": 2}, {"zero_stage": 1}, {"backend": "ddp"}):
         each = small(**keys)
-        names = [str(row.policy) for row in sync_mode.Forecast(each, 1000).every()]
+        names = [str(row.mode) for row in sync_mode.Forecast(each, 1000).every()]
         assert len(names) == len(set(names)) == 10
         assert str(footprint.chosen(each)) in names

@@ -13,7 +13,7 @@ from megaaccum.planner import comm, compute
 from megaaccum.planner.comm import Group, Links
 from megaaccum.planner.compute import Gemm
 from megaaccum.planner.hardware import load_hardware, names
-from megaaccum.planner.layouts import POLICIES, RECOMPUTE, SCHEDULES, Layouts, from_rows
+from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.memory import MemoryModel
 from megaaccum.planner.time import Software, TimeModel
 from tests.support.configs import plan
@@ -80,8 +80,8 @@ def step(row: dict[str, int], **keys: Any) -> float:
     return float(time_model(**keys).step(from_rows([row])).total[0])
 
 
-BASE = dict(dp=8, num_chunks=8, micro_batch_size=1)
-PIPELINE = dict(dp=2, pp=4, num_chunks=16, schedule=SCHEDULES.index("1f1b"))
+BASE = dict(dp=8, pp_microbatches=8, micro_batch_size=1)
+PIPELINE = dict(dp=2, pp=4, pp_microbatches=16, schedule=SCHEDULES.index("1f1b"))
 
 
 def test_parts_add_up() -> None:
@@ -91,7 +91,7 @@ def test_parts_add_up() -> None:
 
 
 def test_twice_the_micro_batches_take_twice_the_compute() -> None:
-    one, two = (time_model().step(from_rows([BASE | dict(num_chunks=n)])) for n in (8, 16))
+    one, two = (time_model().step(from_rows([BASE | dict(pp_microbatches=n)])) for n in (8, 16))
     assert two.by_part["compute"][0] == pytest.approx(2 * one.by_part["compute"][0])
     assert two.by_part["gather"][0] == pytest.approx(one.by_part["gather"][0])  # resident: once per step
 
@@ -102,7 +102,7 @@ def test_full_recompute_costs_about_a_forward() -> None:
 
 
 def test_a_bubble_is_as_long_as_the_formula_says() -> None:
-    time = time_model(untie_embeddings_and_output_weights=True).step(from_rows([PIPELINE | dict(num_chunks=64)]))
+    time = time_model(untie_embeddings_and_output_weights=True).step(from_rows([PIPELINE | dict(pp_microbatches=64)]))
     assert time.bubble[0] == pytest.approx(3 / 67, abs=0.02)
     fewer = time_model().step(from_rows([PIPELINE]))
     assert fewer.bubble[0] > time.bubble[0]
@@ -116,8 +116,8 @@ def test_interleaving_shortens_the_bubble() -> None:
 
 def test_streaming_pays_for_every_micro_batch_and_resident_once() -> None:
     """With micro-batches too short to hide a layer's gather, streaming over a network is slower."""
-    short = BASE | dict(dp=64, num_chunks=16)
-    slow = step(short | dict(policy=POLICIES.index("streaming")), seq_length=256)
+    short = BASE | dict(dp=64, pp_microbatches=16)
+    slow = step(short | dict(sync=SYNC_MODES.index("streaming")), seq_length=256)
     assert slow > step(short, seq_length=256)
 
 
@@ -125,7 +125,7 @@ def test_tensor_parallelism_over_nodes_is_what_it_costs() -> None:
     hardware = load_hardware("a100_80")
     slow = replace(hardware, links=replace(hardware.links, net_bandwidth=5e9))
     model = replace(time_model(), hardware=slow)
-    rows = [dict(tp=tp, num_chunks=8, sequence_parallel=1) for tp in (8, 16)]
+    rows = [dict(tp=tp, pp_microbatches=8, sequence_parallel=1) for tp in (8, 16)]
     inside, across = model.step(from_rows(rows)).exposed
     assert across > 3 * inside
 

@@ -10,7 +10,7 @@ from megaaccum.testing import run_ranks
 
 def cases() -> list[str]:
     """What this rank makes of each case."""
-    from megaaccum.distributed.agreement import alike, together
+    from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
 
     rank = os.environ["RANK"]
 
@@ -22,18 +22,18 @@ def cases() -> list[str]:
     def everywhere() -> None:
         raise ConfigError("a broken rule")
 
-    said = [f"returned {together(str, rank)}"]
+    said = [f"returned {raise_on_all_ranks(str, rank)}"]
     for action in (
-        lambda: together(only_on_1, DataError("no such sample")),
-        lambda: together(only_on_1, KeyError("a bug")),
-        lambda: together(everywhere),
-        lambda: alike("the checkpoint", "step_4" if rank == "1" else "none"),
-        lambda: alike("the checkpoint", "step_4"),
+        lambda: raise_on_all_ranks(only_on_1, DataError("no such sample")),
+        lambda: raise_on_all_ranks(only_on_1, KeyError("a bug")),
+        lambda: raise_on_all_ranks(everywhere),
+        lambda: assert_same_on_ranks("the checkpoint", "step_4" if rank == "1" else "none"),
+        lambda: assert_same_on_ranks("the checkpoint", "step_4"),
     ):
         try:
             said.append(f"returned {action()}")
         except MegaaccumError as error:
-            said.append(f"{type(error).__name__}: {error} [{error.said_by}]")
+            said.append(f"{type(error).__name__}: {error} [{error.printed_by}]")
         except KeyError as error:
             said.append(f"the bug itself: {error}")
     return said

@@ -1,4 +1,4 @@
-"""Every boundary and policy takes the same step: the gradient of one process on the whole batch."""
+"""Every backend and policy takes the same step: the gradient of one process on the whole batch."""
 
 from itertools import pairwise
 
@@ -10,10 +10,10 @@ from tests.support.parity import Case, make, microbatches
 
 PP = "--pipeline_model_parallel_size 2 "
 VPP = PP + "--virtual_pipeline_model_parallel_size 2 "
-SPLIT = "--grad_accum_steps 2 --num_chunks 4 "
+SPLIT = "--grad_accum_steps 2 --pp_microbatches 4 "
 STREAM = SPLIT + "--sync streaming "
-FSDP2 = SPLIT + "--boundary fsdp2 "
-MEGATRON = SPLIT + "--boundary megatron "
+FSDP2 = SPLIT + "--backend fsdp2 "
+MEGATRON = SPLIT + "--backend megatron "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
 UNTIED = "--untie_embeddings_and_output_weights "
 LLAMA = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
@@ -108,9 +108,9 @@ def kept_in(case: Case) -> set[str]:
 
     from tests.support.faults import weights
 
-    plan, built, chunks, bound, stepper = make(case)
+    plan, built, chunks, bound, train_step = make(case)
     before = weights(bound, chunks)
-    stepper.train(microbatches(plan, built.dp.rank()), step=0)
+    train_step.train(microbatches(plan, built.dp.rank()), step=0)
     after = weights(bound, chunks)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     return {str(tensor.dtype) for piece in bound.state() for tensor in piece.tensors.values()}
@@ -119,7 +119,7 @@ def kept_in(case: Case) -> set[str]:
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
 def test_the_precision_of_the_optimizer(precision, dtype):
     keys = f"--lr 0.1 --optimizer_dtype {precision} "
-    cases = [Case(2, boundary + keys, UNTIED, "bf16") for boundary in (SPLIT, FSDP2)]
+    cases = [Case(2, backend + keys, UNTIED, "bf16") for backend in (SPLIT, FSDP2)]
     for case in cases:
         assert run_ranks(kept_in, 2, case) == [{dtype}] * 2
     check(cases)
@@ -152,7 +152,7 @@ WIDE = "--hidden_size 256 --num_layers 2 --micro_batch_size 8 "
 
 def test_the_number_of_threads_changes_sums_unless_they_are_to_repeat():
     def repeats(layout: str) -> bool:
-        case = Case(1, WIDE + "--num_chunks 2 " + layout)
+        case = Case(1, WIDE + "--pp_microbatches 2 " + layout)
         one, two = (run_ranks(starting_late, 1, case, {}, threads)[0] for threads in (1, 2))
         return all(part.equal(two[name]) for name, part in one.items())
 
@@ -168,17 +168,17 @@ def most_held(cases: list[Case]) -> list[tuple[int, int, int]]:
     and elements of the two largest neighbouring units."""
     results = []
     for case in cases:
-        plan, built, _, bound, stepper = make(case)
-        stepper.train(microbatches(plan, built.dp.rank()), step=0)
+        plan, built, _, bound, train_step = make(case)
+        train_step.train(microbatches(plan, built.dp.rank()), step=0)
         with Watch(bound) as watch:
-            stepper.train(microbatches(plan, built.dp.rank()), step=1)
+            train_step.train(microbatches(plan, built.dp.rank()), step=1)
         sizes = [unit.numel for unit in bound.units]
         results.append((watch.params, watch.grads, max(map(sum, pairwise(sizes)))))
     return results
 
 
 class Watch:
-    """High-water marks of a streaming boundary, looked at whenever it gathers, releases or reduces."""
+    """High-water marks of a streaming backend, looked at whenever it gathers, releases or reduces."""
 
     def __init__(self, bound):
         self.bound, self.params, self.grads = bound, 0, 0
@@ -211,14 +211,14 @@ class Watch:
 
 
 def test_streaming_holds_two_units_whatever_is_in_flight():
-    cases = [Case(2, PP + f"--num_chunks {chunks} --sync streaming", UNTIED) for chunks in (4, 16)]
+    cases = [Case(2, PP + f"--pp_microbatches {chunks} --sync streaming", UNTIED) for chunks in (4, 16)]
     cases += [
-        Case(2, PP + f"--num_chunks {chunks} --sync streaming --schedule {schedule}", UNTIED)
+        Case(2, PP + f"--pp_microbatches {chunks} --sync streaming --schedule {schedule}", UNTIED)
         for schedule in ("zbv", "dualpipev")
         for chunks in (4, 16)
     ]
-    cases += [Case(2, PP + "--num_chunks 4 --sync streaming --recompute_granularity full", UNTIED)]
-    cases += [Case(2, PP + "--num_chunks 4 --sync streaming --schedule zbv --recompute_granularity full", UNTIED)]
+    cases += [Case(2, PP + "--pp_microbatches 4 --sync streaming --recompute_granularity full", UNTIED)]
+    cases += [Case(2, PP + "--pp_microbatches 4 --sync streaming --schedule zbv --recompute_granularity full", UNTIED)]
     for rank in run_ranks(most_held, 2, cases):
         for few, many in zip(rank[0:6:2], rank[1:6:2], strict=True):
             assert few == many
@@ -250,16 +250,16 @@ def reduced_twice(case: Case):
 
 def replicas_forgotten(case: Case):
     """The sum over replicas is left out."""
-    from megaaccum.sharding.fsdp2 import Fsdp2Boundary
+    from megaaccum.sharding.fsdp2 import Fsdp2Backend
     from tests.support.parity import gradient
 
-    expect = Fsdp2Boundary._expect_last_backward
+    expect = Fsdp2Backend._expect_last_backward
 
     def without(self, root):
         expect(self, root)
         root.set_requires_all_reduce(False)
 
-    Fsdp2Boundary._expect_last_backward = without
+    Fsdp2Backend._expect_last_backward = without
     return gradient(case)
 
 
@@ -281,10 +281,10 @@ def test_a_mistake_is_seen(mistake, case):
 
 def dropped_too_early(case: Case):
     """The unit is released before its backward."""
-    from megaaccum.sharding.streaming import StreamingBoundary
+    from megaaccum.sharding.streaming import StreamingBackend
     from tests.support.parity import gradient
 
-    StreamingBoundary._before_backward = lambda self, unit: setattr(self, "_in_backward", None)
+    StreamingBackend._before_backward = lambda self, unit: setattr(self, "_in_backward", None)
     return gradient(case)
 
 

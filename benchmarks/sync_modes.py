@@ -1,11 +1,11 @@
-"""Step time of each policy against stock DeepSpeed ZeRO-3: same model, data, ranks and micro-batches, no pipeline.
+"""Step time of each sync mode against stock DeepSpeed ZeRO-3: same model, data, ranks and micro-batches, no pipeline.
 
-    python -m benchmarks policies [--blocks N] [--steps N] [--microbatches M] [--megabits R] [--only WORDS] [--json F]
+    python -m benchmarks sync_modes [--blocks N] [--steps N] [--microbatches M] [--megabits R] [--only WORDS] [--json F]
 
-All run in the same processes, in blocks of steps in turns; a policy's ratio is the median over rounds of its seconds by
-stock's in the same round. Once on the loopback interface, and once with half of the ranks behind a link of R megabits
-per second (two network namespaces; root), so that bytes show up as time. All start with the same loss, or there is no
-result.
+All run in the same processes, in blocks of steps in turns; a sync mode's ratio is the median over rounds of its
+seconds by stock's in the same round. Once on the loopback interface, and once with half of the ranks behind a link of
+R megabits per second (two network namespaces; root), so that bytes show up as time. All start with the same loss, or
+there is no result.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ARMS = {
     "deepspeed zero-3 streaming": f"{BUCKETS} --sync streaming",
     "deepspeed zero-2 resident": f"{BUCKETS} --zero_stage 2",
     "deepspeed zero-1 resident": f"{BUCKETS} --zero_stage 1",
-    "fsdp2 resident": "--boundary fsdp2",
-    "fsdp2 streaming": "--boundary fsdp2 --sync streaming",
-    "megatron resident": "--boundary megatron",
-    "ddp resident": "--boundary ddp",
+    "fsdp2 resident": "--backend fsdp2",
+    "fsdp2 streaming": "--backend fsdp2 --sync streaming",
+    "megatron resident": "--backend megatron",
+    "ddp resident": "--backend ddp",
 }
 SAME = 1e-5
 """Largest relative difference of the first losses."""
@@ -44,13 +44,15 @@ SAME = 1e-5
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks sync_modes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--blocks", type=int, default=5, help="blocks of each")
     parser.add_argument("--steps", type=int, default=2, help="steps in a block")
     parser.add_argument("--microbatches", type=int, default=16, help="micro-batches per step on each rank")
     parser.add_argument("--megabits", type=float, default=200, help="of the limited link; 0 leaves it out")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="policies, as the table names them")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="modes, as the table names them")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
     if args.megabits and (why := cable.why_not()):
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(names: list[str], microbatches: int, blocks: int, steps: int, megabits: float) -> dict:
-    """Figures of both links: seconds per step by block of each policy, and ratios to stock ZeRO-3."""
+    """Figures of both links: seconds per step by block of each sync mode, and ratios to stock ZeRO-3."""
     before = os.getloadavg()[0]
     request = (names, microbatches, blocks, steps)
     links = {"loopback": run_ranks(in_turns, loops.RANKS, *request, timeout=900)[0]}
@@ -111,7 +113,7 @@ from megaaccum.distributed import preload
 preload.libraries()
 import torch
 torch.distributed.init_process_group("gloo")
-from benchmarks.policies import in_turns
+from benchmarks.sync_modes import in_turns
 seconds = in_turns(*json.loads(sys.argv[1]))
 torch.distributed.barrier()
 print(json.dumps(seconds))
@@ -120,7 +122,7 @@ torch.distributed.destroy_process_group()
 
 
 def in_turns(names: list[str], microbatches: int, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of each block of stock ZeRO-3 and of the policies `names`, one after the other in each round;
+    """Seconds per step of each block of stock ZeRO-3 and of the sync modes `names`, one after the other in each round;
     every other round goes backwards. Raises AssertionError where the first losses differ."""
     import torch
 
@@ -148,7 +150,7 @@ def stock_arm(microbatches: int) -> Callable[[], float]:
 
 
 def our_arm(keys: str, microbatches: int) -> Callable[[], float]:
-    """One step of megaaccum under the policy that `keys` name."""
-    stepper = loops.stepper_of(*loops.build(keys.split(), microbatches))
+    """One step of megaaccum under the sync mode that `keys` name."""
+    train_step = loops.stepper_of(*loops.build(keys.split(), microbatches))
     batches = [loops.batch(index) for index in range(microbatches)]
-    return lambda: stepper.train(batches, step=0).loss
+    return lambda: train_step.train(batches, step=0).loss

@@ -1,4 +1,4 @@
-"""Boundaries and policies under schedules that split the backward: what test_boundary_table.py leaves out."""
+"""Sharding backends and policies under schedules that split the backward: what test_backend_table.py leaves out."""
 
 import pickle
 
@@ -8,9 +8,9 @@ from megaaccum.testing import try_ranks
 from tests.support.distance import check, problems
 from tests.support.parity import Case
 
-PP = "--pipeline_model_parallel_size 2 --num_chunks 5 --grad_accum_steps 1 "
-EVERY_ROUND = "--grad_accum_steps 2 --num_chunks 4 --flush per_round "
-STREAM, FSDP2, MEGATRON = "--sync streaming ", "--boundary fsdp2 ", "--boundary megatron "
+PP = "--pipeline_model_parallel_size 2 --pp_microbatches 5 --grad_accum_steps 1 "
+EVERY_ROUND = "--grad_accum_steps 2 --pp_microbatches 4 --flush per_round "
+STREAM, FSDP2, MEGATRON = "--sync streaming ", "--backend fsdp2 ", "--backend megatron "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
 SMALL = "--num_layers 4 "
 UNTIED = SMALL + "--untie_embeddings_and_output_weights "
@@ -76,10 +76,10 @@ def test_megatron():
 
 def last_weight_gradients_forgotten(case: Case):
     """What is left of a W when its last gradient has come is not reduced."""
-    from megaaccum.sharding.streaming import StreamingBoundary
+    from megaaccum.sharding.streaming import StreamingBackend
     from tests.support.parity import gradient
 
-    StreamingBoundary.after_weight_grad = lambda self, chunk: None
+    StreamingBackend.after_weight_grad = lambda self, chunk: None
     return gradient(case)
 
 
@@ -94,7 +94,7 @@ def reduced_after_the_last_input_gradient(case: Case):
 
 def both_chunks_when_one_is_done(case: Case):
     """Megatron's DDP reduces both chunks of a rank when the first of them has its gradients."""
-    from megaaccum.sharding.megatron import MegatronBoundary
+    from megaaccum.sharding.megatron import MegatronBackend
     from tests.support.parity import gradient
 
     def reduce_all(self, ddp, params):
@@ -102,7 +102,7 @@ def both_chunks_when_one_is_done(case: Case):
             self._waiting.pop(each).close()
             each.start_grad_sync()
 
-    MegatronBoundary._reduce_chunk = reduce_all
+    MegatronBackend._reduce_chunk = reduce_all
     return gradient(case)
 
 

@@ -1,4 +1,4 @@
-"""What a step moves and holds, counted on every rank, is what the planner predicts, for every boundary and policy.
+"""What a step moves and holds, counted on every rank, is what the planner predicts, for every backend and sync mode.
 
 Bytes moved: exactly, apart from the stated padding. Memory: within 2 % by kind. Its counters look at real tensors; what
 autograd keeps is counted storage by storage. On a CPU layers are Megatron's local ones.
@@ -15,15 +15,15 @@ from megaaccum.testing import run_ranks
 from tests.support.parity import SEQ, VOCAB, Case, make, microbatches
 
 SMALL = "--num_layers 4 "
-PP = SMALL + "--pipeline_model_parallel_size 2 --num_chunks 2 --grad_accum_steps 2 "
-V = SMALL + "--pipeline_model_parallel_size 2 --num_chunks 2 --grad_accum_steps 2 --schedule dualpipev "
-FLAT = SMALL + "--num_chunks 4 "
+PP = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 "
+V = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 --schedule dualpipev "
+FLAT = SMALL + "--pp_microbatches 4 "
 UNTIED = "--untie_embeddings_and_output_weights "
 EXPERTS = UNTIED + "--num_experts 4 --add_bias_linear false --moe_ffn_hidden_size 64 "
 CASES = {
     "zero-3": Case(4, PP, UNTIED),
     "zero-3 tied": Case(4, PP),
-    "zero-3, alone": Case(4, SMALL + "--pipeline_model_parallel_size 4 --num_chunks 8", UNTIED),
+    "zero-3, alone": Case(4, SMALL + "--pipeline_model_parallel_size 4 --pp_microbatches 8", UNTIED),
     "zero-3 streaming": Case(4, PP + "--sync streaming", UNTIED),
     "zero-3 streaming, some live": Case(4, PP + "--sync streaming --max_live_parameters 16000", UNTIED),
     "zero-3 streaming, bf16": Case(4, PP + "--sync streaming", UNTIED, "bf16"),
@@ -33,21 +33,21 @@ CASES = {
     "zero-2, bf16": Case(4, PP + "--zero_stage 2", UNTIED, "bf16"),
     "zero-1": Case(4, PP + "--zero_stage 1", UNTIED),
     "zero-3, bf16 optimizer": Case(4, PP + "--optimizer_dtype bf16", UNTIED, "bf16"),
-    "fsdp2, bf16 optimizer": Case(4, PP + "--boundary fsdp2 --optimizer_dtype bf16", UNTIED, "bf16"),
-    "fsdp2": Case(4, PP + "--boundary fsdp2", UNTIED),
-    "fsdp2, bf16": Case(4, PP + "--boundary fsdp2", UNTIED, "bf16"),
-    "fsdp2 streaming": Case(4, PP + "--boundary fsdp2 --sync streaming", UNTIED),
-    "hsdp": Case(4, FLAT + "--boundary fsdp2 --data_parallel_replicas 2", UNTIED),
-    "hsdp streaming": Case(4, FLAT + "--boundary fsdp2 --data_parallel_replicas 2 --sync streaming", UNTIED),
-    "megatron": Case(4, PP + "--boundary megatron", UNTIED),
-    "megatron, bf16": Case(4, PP + "--boundary megatron", UNTIED, "bf16"),
-    "ddp": Case(4, PP + "--boundary ddp", UNTIED),
+    "fsdp2, bf16 optimizer": Case(4, PP + "--backend fsdp2 --optimizer_dtype bf16", UNTIED, "bf16"),
+    "fsdp2": Case(4, PP + "--backend fsdp2", UNTIED),
+    "fsdp2, bf16": Case(4, PP + "--backend fsdp2", UNTIED, "bf16"),
+    "fsdp2 streaming": Case(4, PP + "--backend fsdp2 --sync streaming", UNTIED),
+    "hsdp": Case(4, FLAT + "--backend fsdp2 --data_parallel_replicas 2", UNTIED),
+    "hsdp streaming": Case(4, FLAT + "--backend fsdp2 --data_parallel_replicas 2 --sync streaming", UNTIED),
+    "megatron": Case(4, PP + "--backend megatron", UNTIED),
+    "megatron, bf16": Case(4, PP + "--backend megatron", UNTIED, "bf16"),
+    "ddp": Case(4, PP + "--backend ddp", UNTIED),
     "ddp, float64": Case(4, PP, UNTIED, "fp64"),
     "zero-3, split": Case(4, V, UNTIED),
     "zero-3 streaming, split": Case(4, V + "--sync streaming", UNTIED),
-    "fsdp2, split": Case(4, V + "--boundary fsdp2", UNTIED),
-    "fsdp2 streaming, split": Case(4, V + "--boundary fsdp2 --sync streaming", UNTIED),
-    "megatron, split": Case(4, V + "--boundary megatron", UNTIED),
+    "fsdp2, split": Case(4, V + "--backend fsdp2", UNTIED),
+    "fsdp2 streaming, split": Case(4, V + "--backend fsdp2 --sync streaming", UNTIED),
+    "megatron, split": Case(4, V + "--backend megatron", UNTIED),
     "experts": Case(4, FLAT, EXPERTS),
     "experts spread": Case(4, FLAT + "--expert_model_parallel_size 2", EXPERTS),
 }
@@ -63,9 +63,9 @@ def counted(cases: list[Case]) -> list[tuple[int, float, dict[str, int], list[in
     ranks, memory, elements of each parameter of the stage."""
     results = []
     for case in cases:
-        plan, built, chunks, _, stepper = make(case)
-        stepper.train(microbatches(plan, built.dp.rank()), step=0)
-        done = stepper.train(microbatches(plan, built.dp.rank()), step=1)
+        plan, built, chunks, _, train_step = make(case)
+        train_step.train(microbatches(plan, built.dp.rank()), step=0)
+        done = train_step.train(microbatches(plan, built.dp.rank()), step=1)
         sums = [each for lane, each in done.traffic.items() if lane.split("/")[1] in ("dp_cp", "other")]
         sizes = [getattr(p, "ds_numel", p.numel()) for chunk in chunks for p in chunk.parameters()]
         moved = sum(each.num_bytes for each in sums if each.num_bytes > LARGE * each.calls)
@@ -80,53 +80,53 @@ def seen():
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(CASES)}
 
 
-def forecast(case: Case) -> tuple[sync_mode.Forecast, footprint.Policy]:
+def forecast(case: Case) -> tuple[sync_mode.Forecast, footprint.ShardingMode]:
     plan = case.plan()
     return sync_mode.Forecast(plan, VOCAB, local=True), footprint.chosen(plan)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_counted_bytes_are_the_predicted_ones(name, seen):
-    expected, policy = forecast(CASES[name])
+    expected, mode = forecast(CASES[name])
     for pp_rank, moved, _, sizes in seen[name]:
-        predicted = expected.moved(policy, pp_rank).total
-        whole = footprint.moved(policy, expected.plan.config.sharding, 1, expected.plan.layout.dp, microbatches=4).total
-        padding = _padded(sizes, policy, expected.plan.layout.dp) - sum(sizes)
+        predicted = expected.moved(mode, pp_rank).total
+        whole = footprint.moved(mode, expected.plan.config.sharding, 1, expected.plan.layout.dp, microbatches=4).total
+        padding = _padded(sizes, mode, expected.plan.layout.dp) - sum(sizes)
         assert predicted <= moved <= predicted + padding * whole + LARGE
 
 
-def _padded(sizes: list[int], policy: footprint.Policy, dp: int) -> int:
+def _padded(sizes: list[int], mode: footprint.ShardingMode, dp: int) -> int:
     """Elements with the padding of each: to a multiple of dp (ZeRO-3), to whole rows (FSDP2: none here); each bucket to
     one of 128 * dp (Megatron), each group to one of 4 * dp (ZeRO-1, -2); nothing (DDP)."""
-    if policy.boundary == "megatron":
+    if mode.backend == "megatron":
         return sum(-(-size // MEGATRON_PADDING) * MEGATRON_PADDING for size in sizes) + 2 * 128 * dp
-    if policy.boundary == "deepspeed" and policy.zero_stage < 3:
+    if mode.backend == "deepspeed" and mode.zero_stage < 3:
         return sum(sizes) + 2 * 4 * dp
     return sum(-(-size // dp) * dp for size in sizes)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_is_predicted(name, seen):
-    expected, policy = forecast(CASES[name])
+    expected, mode = forecast(CASES[name])
     for pp_rank, _, memory, sizes in seen[name]:
-        for kind, size in predicted_kinds(expected, policy, pp_rank).items():
+        for kind, size in predicted_kinds(expected, mode, pp_rank).items():
             more = 0
-            if kind == "gradients" and policy.boundary == "deepspeed" and policy.zero_stage < 3:
+            if kind == "gradients" and mode.backend == "deepspeed" and mode.zero_stage < 3:
                 more = 4 * max(sizes)  # the one that is cut between this rank and the next stays whole on both
             assert size * (1 - TOLERANCE) <= memory.get(kind, 0) <= size * (1 + TOLERANCE) + more, (kind, memory, size)
 
 
-def predicted_kinds(expected: sync_mode.Forecast, policy: footprint.Policy, pp_rank: int) -> dict[str, float]:
+def predicted_kinds(expected: sync_mode.Forecast, mode: footprint.ShardingMode, pp_rank: int) -> dict[str, float]:
     """Bytes by kind; of what is there in the loss' backward autograd keeps an FP32 number per logit. The tokens that an
     expert sees differ from rank to rank, so activations of experts are left out."""
-    model = expected.model(policy)
+    model = expected.model(mode)
     element = footprint.BYTES[expected.plan.config.sharding.params_dtype or "fp32"]
     model = replace(model, kernels=replace(model.kernels, logit_bytes=max(4.0, element)))
-    kinds = {kind: float(size[0]) for kind, size in model.on_rank(expected.layout(policy), pp_rank).items()}
+    kinds = {kind: float(size[0]) for kind, size in model.on_rank(expected.layout(mode), pp_rank).items()}
     kept = {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer")}
     if expected.plan.config.model.num_experts is None:
         kept["activations"] = kinds["activations"] + kinds["loss"] + kinds["workspace"]
-    if policy.boundary == "deepspeed" and policy.zero_stage == 3:
+    if mode.backend == "deepspeed" and mode.zero_stage == 3:
         kept["buffers"] = model.buffer_bytes
     return kept
 
@@ -146,7 +146,7 @@ def test_what_is_offloaded_is_in_host_memory(seen):
 
 
 def never_released(case: Case) -> dict[str, int]:
-    """Units stay gathered, while the boundary counts them as released."""
+    """Units stay gathered, while the backend counts them as released."""
     from megaaccum import upstream
 
     upstream.Zero3.release = lambda self, params: None
@@ -166,9 +166,9 @@ def reduced_without_letting_go(case: Case) -> dict[str, int]:
             param.grad = grad
 
     PartitionReducer.add = keep
-    plan, built, _, _, stepper = make(case)
-    stepper.gradient(microbatches(plan, built.dp.rank()))
-    return stepper._boundary.memory.take()
+    plan, built, _, _, train_step = make(case)
+    train_step.gradient(microbatches(plan, built.dp.rank()))
+    return train_step._backend.memory.take()
 
 
 @pytest.mark.parametrize(
