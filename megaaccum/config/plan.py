@@ -11,7 +11,6 @@ from typing import Literal
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
-from megaaccum.interop import deepspeed_json
 
 RANK_LOCAL = frozenset(
     {
@@ -21,6 +20,10 @@ RANK_LOCAL = frozenset(
     }
 )  # fmt: skip
 """Keys that may differ between hosts without changing what is computed: paths, and how a host does its part."""
+
+
+MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
+"""Blocks of a DeepSpeed JSON that only say where one host writes its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ class Plan:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, object]:
-        """What the digest is made of: every key that decides numbers, what DeepSpeed is given, batch and layout."""
+        """What the digest is made of: every key that decides numbers, the DeepSpeed block, batch and layout."""
         settled = {
             key: value
             for section in SECTIONS
@@ -85,14 +88,6 @@ class Plan:
             if key not in RANK_LOCAL
         }
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        return settled | layout | batch | {f"deepspeed.{name}": item for name, item in self.deepspeed_config().items()}
-
-    def deepspeed_config(self) -> dict[str, object]:
-        """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
-
-        DeepSpeed sees one batch of `num_microbatches * micro_batch_size` sequences per data-parallel rank and one
-        accumulation step: accumulation, the loss divisor and clipping have their one owner outside it. The whole
-        batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
-        """
-        return deepspeed_json.write(self.config, self.batch)
+        return settled | layout | batch | theirs

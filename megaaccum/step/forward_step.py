@@ -92,7 +92,9 @@ class ForwardStep:
             alive = 0.0 if index in self._batch.dummies else 1.0
             self._tally.losses.append(total.detach() * alive)
             self._tally.weights.append(weight * alive)
-            self._tally.reports.append({name: value * alive for name, value in reports.items()} if alive < 1 else reports)
+            self._tally.reports.append(
+                {name: value * alive for name, value in reports.items()} if alive < 1 else reports
+            )
             no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
             return total * (self._divisor.in_loss * alive), no_tokens, no_tokens
 

@@ -172,9 +172,7 @@ class TrainStep:
             self._agree_on_call(batch, total)
             self._run(batch, last=last, total=total)
 
-    def optim_step(
-        self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None
-    ) -> StepResult:
+    def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
         with self._observer.watching():
             calls = 0 if self._open is None else len(self._open.calls)
@@ -243,7 +241,9 @@ class TrainStep:
             count = sum(len(each) - len(each.dummies) for each in calls)
             total, self._num_microbatches = total_weight(known, count, self._groups.dp)
         if total is not None:
-            self._num_microbatches = self._num_microbatches or self._plan.batch.num_microbatches * self._groups.dp.size()
+            self._num_microbatches = (
+                self._num_microbatches or self._plan.batch.num_microbatches * self._groups.dp.size()
+            )
             return Divisor.known(total, reduction_divisor=factor)
         batch = self._plan.batch
         nominal = float(batch.global_batch_size * batch.seq_length) if self.scaler is not None else None
@@ -428,9 +428,7 @@ class TrainStep:
         tally, zero = opened.tally, self._recovery.zero
         along = self._counted([*tally.sums(), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
-        norm, totals = grad_norm.global_norm(
-            self._backend, self._groups, along=along, overflow=self._fp8.overflow()
-        )
+        norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
         self._observer.phase("verdict")
         total, weight, bad, problem, *rest = totals
         zeroed = 0 if zero is None else int(rest.pop())
