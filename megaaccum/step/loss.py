@@ -63,7 +63,7 @@ class StepLoss:
         # Half precision would lose the sum; float64 stays what it is.
         losses = output if output.dtype is torch.float64 else output.float()
         total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
-        weight = 1.0 if self._per_token else 1.0 / max(int(self._counts[index]), 1)
+        weight = self.weight(index)
         # Cloned: what is reported must not change if somebody scales the loss in place.
         report = (total.detach() * weight).clone()
         return total * (weight * self._scale), torch.zeros((), dtype=torch.int, device=output.device), report
@@ -84,8 +84,18 @@ class StepLoss:
 
     @property
     def scale(self) -> float:
-        """What a sum of per-token losses is multiplied by (multi-token prediction takes the same)."""
+        """What a sum of per-token losses is multiplied by, once a micro-batch's has its `weight` (multi-token
+        prediction takes both)."""
         return self._scale
+
+    @property
+    def weighs_microbatches(self) -> bool:
+        """Whether `weight` differs from micro-batch to micro-batch."""
+        return not self._per_token
+
+    def weight(self, index: int) -> float:
+        """What makes of the sum over micro-batch `index`'s tokens what the step adds up: 1, or 1 / its tokens."""
+        return 1.0 if self._per_token else 1.0 / max(int(self._counts[index]), 1)
 
     def share(self, reports: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
         """What this rank adds to the sum of the step's losses over the world, a float64 scalar: `reports` are those

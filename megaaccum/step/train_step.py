@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megaaccum.distributed import cpu, rng
 from megaaccum.distributed.agreement import check_agreement
@@ -465,8 +467,8 @@ class _ForwardStep:
             output.register_hook(lambda _grad: self._look())  # a chunk's last backward: its gradients are all there
         if self._probe is not None:
             self._probe.watch(chunk, index, output)
-        if self._loss.dummies and output.requires_grad and chunk.config.num_moe_experts:
-            _weigh_side_losses(output, chunk.config, 0.0 if index in self._loss.dummies else 1.0)
+        if output.requires_grad:
+            _weigh_side_losses(output, chunk.config, self._loss, index)
 
     def _own_part(self, batch: Microbatch) -> Microbatch:
         """This context-parallel rank's part of the sequences."""
@@ -477,10 +479,14 @@ class _ForwardStep:
         return get_batch_on_this_cp_rank(batch, cp_group=self._cp)
 
 
-def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:
-    """Multiply the auxiliary losses of the micro-batch behind `output` by `weight`. Megatron has one scale for all of
-    them, read in the backward, and a backward begins where the gradient of `output` arrives."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    scale = torch.tensor(weight * config.moe_grad_scale_func(), device=output.device)
-    output.register_hook(lambda _grad: MoEAuxLossAutoScaler.set_loss_scale(scale))
+def _weigh_side_losses(output: torch.Tensor, config, loss: StepLoss, index: int) -> None:
+    """Give the side losses of micro-batch `index`, whose `output` this is, the weight of that micro-batch where it
+    differs from others': balancing losses of a dummy, and multi-token prediction where the loss is a mean of means.
+    Megatron has one scale for all micro-batches, read in the backward, which begins where the gradient of `output`
+    arrives."""
+    if loss.dummies and config.num_moe_experts:
+        balancing = torch.tensor((index not in loss.dummies) * config.moe_grad_scale_func(), device=output.device)
+        output.register_hook(lambda _grad: MoEAuxLossAutoScaler.set_loss_scale(balancing))
+    if loss.weighs_microbatches and config.mtp_num_layers:
+        prediction = torch.tensor(loss.weight(index) * config.mtp_grad_scale_func(), device=output.device)
+        output.register_hook(lambda _grad: MTPLossAutoScaler.set_loss_scale(prediction))

@@ -61,6 +61,13 @@ def test_multi_token_prediction():
     check([Case(2, layout, MTP, lane) for layout in layouts for lane in ("fp32", "fp64")])
 
 
+def test_multi_token_prediction_of_a_mean_over_microbatches():
+    """Its loss is a mean over a micro-batch's tokens then, as the main loss is, whatever their number."""
+    layouts = ["--grad_accum_steps 2 --pp_microbatches 4", "--pipeline_model_parallel_size 2 --pp_microbatches 8"]
+    layouts += ["--pipeline_model_parallel_size 2 --pp_microbatches 8 --schedule zb-h1"]
+    check([Case(2, layout, MTP + "--loss_norm microbatch ", lane) for layout in layouts for lane in ("fp32", "fp64")])
+
+
 def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
     from megaaccum.step.loss import StepLoss
