@@ -110,6 +110,9 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
     keys |= _fp8(plan)
+    if model.moe_router_load_balancing_type == "global_aux_loss":
+        # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
+        keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
     try:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:

@@ -12,7 +12,7 @@ import pytest
 
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
-from tests.support.distance import check, problems
+from tests.support.distance import check, one_process_reference, problems, problems_with
 from tests.support.faults import Fault
 from tests.support.parity import Case, gradients
 
@@ -49,6 +49,19 @@ def test_dropping_a_microbatch_drops_its_side_losses_too():
     ranks = [rank[0] for rank in run_ranks(attempts, 4, [case], [Fault(1, 1), Fault(2, 6)], timeout=60)]
     assert all(result.sanitized == 2 for _, result in ranks)
     assert problems(case, [gradient for gradient, _ in ranks], rest) == []
+
+
+GLOBAL = MOE.replace("--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff")
+
+
+def test_global_balancing_weighs_the_same_at_any_data_parallel_size():
+    """Its statistics are those of all ranks' tokens, so with one micro-batch on each rank it is the big batch's."""
+    layouts = ["", "--backend ddp", "--micro_batch_size 2 --tensor_model_parallel_size 2 --sequence_parallel"]
+    cases = [Case(4, "--pp_microbatches 1 " + layout, GLOBAL) for layout in layouts]
+    exact, near = (one_process_reference(GLOBAL + "--micro_batch_size 4 ", 4, lane) for lane in ("fp64", "fp32"))
+    by_rank = run_ranks(gradients, 4, cases, timeout=60)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert problems_with(case, list(ranks), exact, near) == []
 
 
 MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
