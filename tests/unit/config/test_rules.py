@@ -48,6 +48,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     (
         "recompute_modules",
         1,
+        dict(recompute_granularity="selective", recompute_modules=["layernorm"], transformer_impl="local"),
+        ["layernorm", "transformer_impl to auto"],
+    ),
+    (
+        "recompute_modules",
+        1,
         EXPERTS | dict(recompute_granularity="selective", recompute_modules=["moe_act"]),
         ["moe_act", "moe_grouped_gemm"],
     ),
