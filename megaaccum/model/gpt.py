@@ -20,6 +20,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
+from megaaccum.model import recompute
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.local_norm import with_own_norms
 from megaaccum.model.names import over_stages
@@ -111,6 +112,9 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
     keys |= _fp8(plan)
+    if model.moe_router_load_balancing_type == "global_aux_loss":
+        # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
+        keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
     try:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
@@ -170,6 +174,13 @@ def _check_local_layers(plan: Plan) -> None:
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
             "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
         )
+    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
+    if model.recompute_granularity == "selective" and recomputed:
+        names = ", ".join(sorted(recomputed))
+        problems.append(
+            f"recompute_modules names {names}, which needs Transformer Engine's layers, and {here}. Leave it out:"
+            " core_attn and mlp are recomputed by any layers."
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -200,6 +211,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
+        recompute.prepare(chunk)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks

@@ -66,7 +66,7 @@ class Microbatches:
         )
 
     def without(self, dropped: Mapping[int, Any]) -> Microbatches:
-        """The same with other micro-batches, of weight zero, in place of some: {index in the step: what replaces it}."""
+        """The same with others, of weight zero, in place of some: {index in the step: what replaces it}."""
         mine = {index - self.first: each for index, each in dropped.items() if 0 <= index - self.first < self.count}
         if not mine:
             return self

@@ -1,5 +1,5 @@
-"""What happens to a bad step: the only place that knows the loss scale's overflows, `nonfinite`, the guard of the norm and
-the limits on bad steps. All that it asks is the same on every rank, so its verdict is too."""
+"""What happens to a bad step: the only place that knows overflows of the loss scale, `nonfinite`, the guard of the norm
+and the limits on bad steps. All that it asks is the same on every rank, so its verdict is too."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A gradient, reduced and measured. loss (mean), weight (N), norm, num_zeroed (elements that `nonfinite: zero` set to
-    0), num_dropped (micro-batches left out), reports: over all ranks. factor: what the reduced gradient is still to be
-    multiplied by, 1 / (loss scale * N where that was not known before); norm is that of the product."""
+    """A gradient, reduced and measured.
+
+    loss (mean), weight (N), norm, num_zeroed (elements that `nonfinite: zero` set to 0), num_dropped (micro-batches
+    left out), reports: over all ranks. factor: what the reduced gradient is still to be multiplied by, 1 / (loss scale
+    * N where that was not known before); norm is that of the product."""
 
     loss: float
     weight: float

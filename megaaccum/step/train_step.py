@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 class StepResult:
     """What one step did; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
 
-    step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over all
-    ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr: that
-    it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped: no
-    rank changed its weights. advanced: its samples count as consumed. sanitized: elements of the gradient set to 0, or
-    micro-batches left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank asked to stop
-    after this step. reports: what loss functions reported, reduced over micro-batches and ranks. per_microbatch: on
-    ranks of the last stage, reports of their own micro-batches. seconds: by phase. traffic: this rank's collectives, by
-    collective, group and dtype. memory: the most bytes that this rank held, by kind.
+    step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
+    all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
+    that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
+    no rank changed its weights. advanced: its samples count as consumed. sanitized: elements of the gradient set to 0,
+    or micro-batches left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank asked to
+    stop after this step. reports: what loss functions reported, reduced over micro-batches and ranks. per_microbatch:
+    on ranks of the last stage, reports of their own micro-batches. seconds: by phase. traffic: this rank's collectives,
+    by collective, group and dtype. memory: the most bytes that this rank held, by kind.
     """
 
     step: int = 0
@@ -69,8 +69,8 @@ class StepResult:
 
     @property
     def num_tokens(self) -> int:
-        """The weight, where it counts tokens."""
-        return round(self.weight)
+        """Unmasked tokens over all ranks: the report of that name, or the weight, where it counts tokens."""
+        return round(self.reports.get("num_tokens", self.weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +240,9 @@ class TrainStep:
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
             total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+        elif total is not None:
+            self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
-            self._num_microbatches = (
-                self._num_microbatches or self._plan.batch.num_microbatches * self._groups.dp.size()
-            )
             return Divisor.known(total, reduction_divisor=factor)
         batch = self._plan.batch
         nominal = float(batch.global_batch_size * batch.seq_length) if self.scaler is not None else None
@@ -323,11 +322,14 @@ class TrainStep:
         any rank is raised on every rank."""
         check_agreement(self._digest, num_microbatches=len(microbatches), problem=problem)
         tally = self.forward(self.batch_of(microbatches))
-        total, weight, _ = self._summed(tally)
+        total, weight, *_ = self._summed(tally.sums())
         return total / (weight or 1.0), weight
 
-    def _summed(self, tally: Tally) -> list[float]:
-        sums = torch.stack(self._counted(tally.sums()))
+    def _summed(self, mine: list[torch.Tensor]) -> list[float]:
+        """Sums over the world of what this rank has."""
+        if not mine:
+            return []
+        sums = torch.stack(self._counted(mine))
         torch.distributed.all_reduce(sums)
         return sums.tolist()
 
@@ -426,12 +428,12 @@ class TrainStep:
         self._backend.finish_reduction()
         self._observer.phase("norm")
         tally, zero = opened.tally, self._recovery.zero
-        along = self._counted([*tally.sums(), *self._reports.sums(tally)])
+        along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
         norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
         self._observer.phase("verdict")
-        total, weight, bad, problem, *rest = totals
-        zeroed = 0 if zero is None else int(rest.pop())
+        total, weight, bad, problem, news, *reported = totals
+        zeroed = 0 if zero is None else int(reported.pop())
         if bad or problem:
             self._drop(opened)
             raise_on_all_ranks(_raise, tally.problem)
@@ -445,8 +447,13 @@ class TrainStep:
             norm=norm * factor,
             factor=factor,
             num_zeroed=zeroed,
-            reports=self._reports.reduced(rest),
+            reports=self._reports.reduced(self._sums_of_news(tally) if news else reported),
         )
+
+    def _sums_of_news(self, tally: Tally) -> list[float]:
+        """Sums of all reports, where some have names that other ranks have not heard of yet: in the first step."""
+        self._reports.learn(tally)
+        return self._summed(self._reports.sums(tally))
 
     def gradient(self, microbatches: Sequence[Any]) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""

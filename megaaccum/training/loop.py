@@ -25,6 +25,7 @@ from megaaccum.metrics.log import RunLog
 from megaaccum.metrics.memory import bytes_by_kind, smallest_device
 from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import flops, gpt
+from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.planner import sync_mode
 from megaaccum.precision import fp8
 from megaaccum.step.train_step import TrainStep
@@ -58,7 +59,15 @@ def train(plan: Plan) -> int:
     log = raise_on_all_ranks(_open_log, plan, data, start_step=step)
     for note in notes:
         log.note(note)
-    train_step = TrainStep(plan, places, chunks, sharded, low_precision)
+    train_step = TrainStep(
+        plan,
+        places,
+        chunks,
+        sharded,
+        GptForwardStep(places, plan.batch.loss_norm),
+        reports=REPORTS,
+        low_precision=low_precision,
+    )
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
         steps = Transaction(plan, train_step, loader, schedule, step=step, last_good=saver.last_good)
         steps.load_state_dict(state)
@@ -163,7 +172,7 @@ def _watchdog(plan: Plan, train_step: TrainStep) -> Watchdog:
 def _evaluate(plan: Plan, places: Groups, train_step: TrainStep, data: Datasets, log: RunLog, step: int) -> None:
     """Mean loss per token over the validation samples, the same ones each time."""
     assert data.valid is not None
-    total, tokens = 0.0, 0
+    total, tokens = 0.0, 0.0
     with closing(_loader(plan, places, data, 0, validation=True)) as loader:
         for _ in range(data.valid_batches):
             loss, count = train_step.evaluate(*loader.try_next_step(plan.batch.num_microbatches))  # type: ignore[arg-type]

@@ -53,6 +53,25 @@ def test_other_ways_of_the_backward():
     check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
 
 
+RECOMPUTE = (
+    "--recompute_granularity full ",
+    "--recompute_granularity full --recompute_method block --recompute_num_layers 2 ",
+    "--recompute_granularity selective --recompute_modules core_attn mlp ",
+)
+
+
+@pytest.mark.parametrize("backends", [BOUNDARIES[:4], BOUNDARIES[4:]], ids=["deepspeed", "others"])
+def test_what_is_recomputed_behind_frozen_layers_has_its_gradient(backends):
+    """Megatron's checkpoints give none where their input needs none."""
+    layouts = [backend + RECOMPUTE[number % 3] for number, backend in enumerate(backends)]
+    layouts += [backends[0] + each for each in RECOMPUTE[1:]]
+    check(no_gradient.frozen, [Case(4, layout + PLAIN, SMALL) for layout in layouts])
+
+
+def test_recompute_under_a_split_backward():
+    check(no_gradient.frozen, [Case(4, each + SPLIT, SMALL) for each in RECOMPUTE[::2]])
+
+
 def test_sixteen_bit():
     """The zeros that a backend makes for them have the precision of the sums."""
     layouts = ("--backend fsdp2 " + PLAIN, "--backend fsdp2 " + SPLIT, SPLIT)

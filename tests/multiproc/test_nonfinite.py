@@ -85,14 +85,15 @@ def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
     from megaaccum.step import train_step
 
-    def keeping_tokens(self, microbatches, dummies=frozenset()):
-        return real(self, originals or microbatches)
+    whole: list[tuple[float, int]] = []
 
-    real, originals = train_step.TrainStep._divisor, []
-    with patch.object(train_step.TrainStep, "_divisor", keeping_tokens):
-        rig = Rig.of(case)
-        originals += rig.microbatches()
-        return attempt(rig, DROPPED)[0]
+    def keeping_tokens(weights, count, group):
+        whole.append(total_weight(weights, count, group))
+        return whole[0]
+
+    total_weight = train_step.total_weight
+    with patch.object(train_step, "total_weight", keeping_tokens):
+        return attempt(Rig.of(case), DROPPED)[0]
 
 
 def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():

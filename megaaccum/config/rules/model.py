@@ -110,6 +110,11 @@ def recompute_modules(subject: Subject) -> Iterator[str]:
     for name in modules:
         if name not in RECOMPUTE_MODULES:
             yield f"recompute_modules names {name!r}: it must be among {', '.join(RECOMPUTE_MODULES)}."
+    if "layernorm" in modules and model.transformer_impl == "local":
+        yield (
+            "recompute_modules names layernorm, which needs Transformer Engine's layers, and transformer_impl is local:"
+            " leave layernorm out, or set transformer_impl to auto."
+        )
     if "moe_act" in modules and not model.moe_grouped_gemm:
         yield "recompute_modules names moe_act, which needs moe_grouped_gemm: set it to true, or leave moe_act out."
     if "mla_up_proj" in modules and not model.multi_latent_attention:

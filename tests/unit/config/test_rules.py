@@ -48,6 +48,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     (
         "recompute_modules",
         1,
+        dict(recompute_granularity="selective", recompute_modules=["layernorm"], transformer_impl="local"),
+        ["layernorm", "transformer_impl to auto"],
+    ),
+    (
+        "recompute_modules",
+        1,
         EXPERTS | dict(recompute_granularity="selective", recompute_modules=["moe_act"]),
         ["moe_act", "moe_grouped_gemm"],
     ),
@@ -289,6 +295,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("expert_overlap", 2, OVERLAP | dict(sync="streaming"), ["sync streaming cannot gather"]),
     ("expert_overlap", 2, OVERLAP | dict(moe_token_dispatcher_type="allgather"), ["allgather", "alltoall"]),
     ("expert_overlap", 2, OVERLAP | dict(recompute_granularity="full"), ["selective without moe"]),
+    (
+        "expert_overlap",
+        2,
+        OVERLAP | dict(mtp_num_layers=1, position_embedding_type="rope", loss_norm="microbatch"),
+        ["loss_norm to token"],
+    ),
     ("traced", 2, PP2 | dict(schedule_trace="t.json"), ["schedule_trace t.json", "schedule 1f1b", "dualpipev"]),
     ("even_stages", 2, PP2 | dict(schedule="zbv", num_layers=10), ["num_layers 10", "= 4", "8 or 12"]),
     ("low_precision_optimizer", 1, dict(optimizer_dtype="bf16"), ["fp32 parameters", "bf16 to true"]),
