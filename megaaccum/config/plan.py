@@ -11,7 +11,9 @@ from typing import Literal
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import names_where, value
 from megaaccum.config.schema import Config
-from megaaccum.interop import deepspeed_json
+
+MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
+"""Blocks of a DeepSpeed JSON that only say where one host writes its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +70,9 @@ class Plan:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, object]:
-        """What the digest is made of: every key that decides numbers, what DeepSpeed is given, batch and layout."""
+        """What the digest is made of: every key that decides numbers, the DeepSpeed block, batch and layout."""
         settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        return settled | layout | batch | {f"deepspeed.{name}": item for name, item in self.deepspeed_config().items()}
-
-    def deepspeed_config(self) -> dict[str, object]:
-        """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
-
-        DeepSpeed sees one batch of `num_microbatches * micro_batch_size` sequences per data-parallel rank and one
-        accumulation step: accumulation, the loss divisor and clipping have their one owner outside it. The whole
-        batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
-        """
-        return deepspeed_json.write(self.config, self.batch)
+        return settled | layout | batch | theirs

@@ -23,6 +23,7 @@ from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.local_norm import with_own_norms
+from megaaccum.model.names import over_stages
 from megaaccum.precision import fp8
 
 if TYPE_CHECKING:
@@ -261,15 +262,6 @@ def global_name(chunk: GPTModel, local_name: str) -> str:
     if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     return over_stages(chunk, local_name)
-
-
-def over_stages(chunk: GPTModel, local_name: str) -> str:
-    """A name in a chunk with its layer numbered over all stages, and nothing else changed."""
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
-    if not match:
-        return local_name
-    layer = chunk.decoder.layers[int(match[1])]
-    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -20,7 +20,7 @@ from megaaccum.schedule.p2p import Mail
 from megaaccum.schedule.passes import Call, FusedPass, forward_then_backward
 from megaaccum.schedule.simulate import BY_MEGATRON, simulate
 from megaaccum.schedule.timeline import measured_costs, write_trace
-from megaaccum.schedule.validate import validate
+from megaaccum.schedule.validate import sends, validate
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -176,8 +176,6 @@ class ForwardBackward:
         return schedule
 
     def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> groups.PipelineChannels:
-        from megaaccum.schedule.validate import sends
-
         if id(pp) not in self._channels:
             self._channels[id(pp)] = groups.PipelineChannels(pp)
         channels, once = self._channels[id(pp)], (id(pp), schedule.num_microbatches)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megaaccum import upstream
 from megaaccum.distributed.groups import Mpu
+from megaaccum.interop.deepspeed_json import deepspeed_config
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.schedule import wgrad
@@ -58,7 +59,7 @@ class DeepSpeedBackend:
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
             optimizer=optimizer,
-            config=upstream.zero1_config(plan.deepspeed_config(), next(chunks[0].parameters()).dtype),
+            config=upstream.zero1_config(deepspeed_config(plan), next(chunks[0].parameters()).dtype),
             mpu=Mpu(groups),
             dist_init_required=False,
         )

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed import cpu
+
 if TYPE_CHECKING:
     from megaaccum.config.batch import BatchPlan
     from megaaccum.distributed.groups import Groups
@@ -101,6 +103,4 @@ class StepLoss:
 
 
 def _device() -> torch.device:
-    from megaaccum.distributed import cpu
-
     return cpu.device()

@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.interop.load import load
+
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
@@ -55,7 +57,7 @@ class Case:
     def plan(self):
         from megaaccum import config
 
-        return config.resolve(config.load(None, self.flags()), world_size=self.world_size)
+        return config.resolve(load(None, self.flags()), world_size=self.world_size)
 
     def __str__(self) -> str:
         return f"{self.world_size} ranks {self.lane} {self.layout} {self.model}"
@@ -253,7 +255,7 @@ def one_process(model_flags: str, dtype: str):
     from megaaccum.model import gpt as model
 
     flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
-    plan = config.resolve(config.load(None, flags), world_size=1)
+    plan = config.resolve(load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
     (chunk,) = model.build_chunks(plan, built, vocab_size=VOCAB)
