@@ -47,7 +47,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
     try:
         batch = settle(config, dp, notes)
     except ConfigError as error:
-        problems += error.problems
+        problems += [problem for problem in error.problems if problem not in problems]
         return None
     for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps"):
         setattr(config.batch, name, getattr(batch, name))
