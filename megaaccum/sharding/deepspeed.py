@@ -56,6 +56,7 @@ class DeepSpeedBackend:
         experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
         self._cold = ColdExperts.of(plan, chunks)
+        self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
@@ -149,6 +150,7 @@ class DeepSpeedBackend:
     def step(self) -> None:
         """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
         self.engine.step()
+        self._updates.done += 1
 
     def discard(self) -> None:
         self.parts.discard()
@@ -159,6 +161,7 @@ class DeepSpeedBackend:
 
     def adopt_state(self, num_steps: int) -> None:
         self.parts.adopt_state(num_steps)
+        self._updates.done = num_steps
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.parts.tensors()

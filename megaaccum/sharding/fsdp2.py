@@ -48,7 +48,8 @@ class Fsdp2Backend:
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()
         whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
-        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
+        minutes = plan.config.parallel.distributed_timeout_minutes
+        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas, timeout_minutes=minutes)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         for chunk in chunks:
             self._shard(chunk, mesh, plan)

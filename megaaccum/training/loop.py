@@ -17,7 +17,7 @@ from megaaccum.checkpoint import save_load
 from megaaccum.checkpoint.saver import Saver
 from megaaccum.data.dataset import build_datasets
 from megaaccum.data.loader import MicrobatchLoader
-from megaaccum.distributed import cpu, determinism, groups
+from megaaccum.distributed import cpu, determinism, gpu, groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.watchdog import Watchdog
 from megaaccum.errors import LaunchError, MegaaccumError
@@ -57,7 +57,7 @@ def train(plan: Plan) -> int:
     saver = Saver(plan, places, sharded, schedule, data, shape, buffers)
     step, consumed, state = saver.resume()
     log = raise_on_all_ranks(_open_log, plan, data, start_step=step)
-    for note in notes:
+    for note in filter(None, [*notes, gpu.describe()]):
         log.note(note)
     train_step = TrainStep(
         plan,
@@ -229,9 +229,8 @@ class _Signals:
 
 def _start_process_group(plan: Plan) -> None:
     """Join the other ranks, on this rank's device; the CPU lane's stand-ins come before Megatron is imported."""
-    if cpu.has_accelerator():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    elif plan.config.run.num_threads:
+    gpu.prepare(plan)
+    if not cpu.has_accelerator() and plan.config.run.num_threads:
         torch.set_num_threads(plan.config.run.num_threads)
     determinism.apply(plan)
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
