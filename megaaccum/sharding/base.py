@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from megaaccum.metrics.memory import HighWater
+from megaaccum.model import gpt
 from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
@@ -43,14 +44,23 @@ class StatePiece:
     """This rank's part of what training changes about one parameter.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
-    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}; writing to them and then `adopt_state`
-    changes the model.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of a frozen parameter {"param": weight};
+    writing to them and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same
+    piece, which one this is.
     """
 
     name: str
     param: torch.nn.Parameter
     start: int
     tensors: dict[str, torch.Tensor]
+    replica: int = 0
+
+
+def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
+    """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
+    for name, param in gpt.named_parameters(chunks):  # type: ignore[arg-type]
+        if not param.requires_grad:
+            yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
 
 class ShardingBackend(Protocol):
@@ -122,7 +132,7 @@ class ShardingBackend(Protocol):
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights and optimizer state."""
+        """This rank's parts of weights, frozen ones too, and optimizer state."""
 
     def adopt_state(self, num_steps: int) -> None:
         """Take what was written into `state` as the model after `num_steps` optimizer steps."""

@@ -185,16 +185,18 @@ class Fsdp2Backend:
 
     def state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
-            moments: dict[str, Any] = self._optimizer.state[param]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in moments:
-                    moments[moment] = torch.zeros_like(param)
-            tensors = {"param": param, **{moment: moments[moment] for moment in ("exp_avg", "exp_avg_sq")}}
+            tensors: dict[str, Any] = {"param": param} | (self._moments(param) if param.requires_grad else {})
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
             yield StatePiece(name, param, upstream.first_element(param), views)
 
+    def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a parameter that is trained; those that do not exist yet are made, as zeros."""
+        state: dict[str, Any] = self._optimizer.state[param]
+        return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
+
     def adopt_state(self, num_steps: int) -> None:
-        upstream.set_adam_step(self._optimizer, [param for _, param in self._parameters], num_steps)
+        trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
+        upstream.set_adam_step(self._optimizer, trained, num_steps)
         for root in self._roots:
             root.reshard()  # what an evaluation left gathered is of before
 

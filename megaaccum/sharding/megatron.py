@@ -20,7 +20,7 @@ from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, splits_backward
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, splits_backward, whole_frozen_pieces
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ class MegatronBackend:
             start, stop = upstream.megatron_share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, upstream.megatron_state(self.optimizer, param))
+        yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
         upstream.megatron_adopt(self.optimizer, num_steps)

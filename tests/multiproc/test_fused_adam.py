@@ -1,4 +1,4 @@
-"""Adam counts updates, however often DeepSpeed calls it in one: with an optimizer that counts calls, as the fused ones."""
+"""Adam counts updates, however often DeepSpeed calls it: with an optimizer that counts calls, as fused ones do."""
 
 import pytest
 import torch
