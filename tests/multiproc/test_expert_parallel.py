@@ -45,7 +45,7 @@ def test_four_ranks():
 def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it():
     """Its tokens are in the gradients of experts on the other rank, too."""
     case = Case(2, EP + "--pp_microbatches 4 --nonfinite drop_microbatch", MODEL)
-    ranks = run_ranks(attempt, 2, case, [Fault(1, 1)])
+    ranks = [done for (done,) in run_ranks(attempts, 2, [case], [Fault(1, 1)])]
     assert [result.sanitized for _, result in ranks] == [1, 1]
     assert all("micro-batch 1 of data-parallel rank 1: first in" in result.note for _, result in ranks)
     rest = tuple(index for index in range(8) if index != 3)  # micro-batch m of rank r is sequence 2 * m + r
