@@ -166,6 +166,11 @@ class FollowsSplit(Protocol):
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
 
 
+def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
+    return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
+
+
 class Kept:
     """Reduced gradients that were set aside, because more of them comes: a copy of each shard."""
 
@@ -203,6 +208,8 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
+        # The schedules divide nothing: Divisor does. Without it every gradient is 1 / num_microbatches of its own.
+        config.calculate_per_token_loss = True
         config.no_sync_func = backend.no_sync_func
         config.param_sync_func = backend.param_sync_func
         config.grad_sync_func = backend.grad_sync_func

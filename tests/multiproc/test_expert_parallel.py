@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.testing import run_ranks
+from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import check, problems
 from tests.support.faults import Fault
 from tests.support.parity import Case, Gradient, Rig, gradient
