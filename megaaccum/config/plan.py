@@ -11,6 +11,7 @@ from typing import Literal
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import names_where, value
 from megaaccum.config.schema import Config
+from megaaccum.schedule.simulate import BY_MEGATRON
 
 MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
 """Blocks of a DeepSpeed JSON that only say where one host writes its log."""
@@ -45,6 +46,11 @@ class Layout:
     def edp(self) -> int:
         """Ranks that hold the same experts: world_size / (etp * ep * pp)."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
+        return self.schedule not in BY_MEGATRON | {"none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from megaaccum.metrics.memory import HighWater
-from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
-    from megaaccum.config import Plan
+    pass
 
 
 GradSync = Callable | list[Callable] | None
@@ -130,11 +129,6 @@ class ShardingBackend(Protocol):
     @property
     def param_groups(self) -> list[dict]:
         """The optimizer's parameter groups, for the learning-rate schedule."""
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-    return plan.layout.schedule not in BY_MEGATRON | {"none"}
 
 
 @runtime_checkable

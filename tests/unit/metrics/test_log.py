@@ -18,9 +18,9 @@ from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.metrics import journal
 from megaaccum.metrics.log import RunLog, check
 from megaaccum.metrics.monitor import blocks_of
-from megaaccum.metrics.progress import duration
 from megaaccum.metrics.speed import Speed
 from megaaccum.testing import run_ranks
+from megaaccum.units import duration
 
 
 class Clock:
