@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from megaaccum import units
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config
@@ -213,9 +214,9 @@ def _model(plan: Plan) -> _Section:
         return "Model", [*lines, f"parameters: unknown before the vocabulary is ({source})"]
     count = count_parameters(plan.config, rows)
     lines.append(f"vocabulary {rows:,} ({source})")
-    lines.append(f"parameters {_amount(count.total)} ({count.total:,})")
+    lines.append(f"parameters {units.rounded(count.total)} ({count.total:,})")
     if count.active != count.total:
-        lines.append(f"parameters that one token meets {_amount(count.active)} ({count.active:,})")
+        lines.append(f"parameters that one token meets {units.rounded(count.active)} ({count.active:,})")
     return "Model", lines
 
 
@@ -227,13 +228,6 @@ def _vocabulary(config: Config) -> tuple[int | None, str]:
         return vocab_size(config), "the tokenizer's"
     except DataError as error:
         return None, str(error)
-
-
-def _amount(number: int) -> str:
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return str(number)
 
 
 def _sharding(plan: Plan) -> _Section:
@@ -302,7 +296,7 @@ def _policies(plan: Plan) -> list[str]:
     for row in sync_mode.Forecast(plan, rows).every():
         mark = " (chosen)" if row.mode == footprint.chosen(plan) else ""
         shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
-        cells = [sync_mode.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
+        cells = [units.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
         moved, held, *kinds, rest = cells
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
         lines.append(f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megaaccum.schedule.simulate import BY_MEGATRON
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -35,3 +37,8 @@ class Layout:
     def edp(self) -> int:
         """Ranks that hold the same experts: world_size / (etp * ep * pp)."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
+        return self.schedule not in BY_MEGATRON | {"none"}

@@ -39,17 +39,12 @@ def uses_transformer_engine(plan: Plan) -> bool:
     """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
     wanted = plan.config.model.transformer_impl
     if wanted == "auto":
-        if splits_backward(plan) and plan.config.quantization.fp8_format is None:
+        if plan.layout.splits_backward and plan.config.quantization.fp8_format is None:
             return False  # Megatron's own layers, whose backward megaaccum splits itself
         from megatron.core.extensions import transformer_engine
 
         return cpu.has_accelerator() and bool(getattr(transformer_engine, "HAVE_TE", False))
     return wanted == "transformer_engine"
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Whether the schedule is run by megaaccum's executor, which computes weight gradients apart."""
-    return plan.layout.schedule not in ("none", "1f1b", "interleaved")
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
@@ -92,7 +87,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
     # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
-    built.delay_wgrad_compute = splits_backward(plan) and uses_transformer_engine(plan)
+    built.delay_wgrad_compute = plan.layout.splits_backward and uses_transformer_engine(plan)
     return built
 
 

@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.schedule.simulate import BY_MEGATRON
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -140,11 +135,6 @@ class ShardingBackend(Protocol):
     @property
     def param_groups(self) -> list[dict]:
         """The optimizer's parameter groups, for the learning-rate schedule."""
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-    return plan.layout.schedule not in BY_MEGATRON | {"none"}
 
 
 @runtime_checkable

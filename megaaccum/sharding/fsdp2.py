@@ -20,7 +20,7 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.model.torch_chunk import layers_of
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece
 from megaaccum.sharding.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Fsdp2Backend:
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
         self._streaming = sharding.sync == "streaming"
-        self._splits = splits_backward(plan)
+        self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()

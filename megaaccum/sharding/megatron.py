@@ -20,15 +20,7 @@ from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import (
-    GradShard,
-    GradSync,
-    Kept,
-    StatePiece,
-    has_experts,
-    splits_backward,
-    whole_frozen_pieces,
-)
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -76,7 +68,7 @@ class MegatronBackend:
         self._last_flush, self._reduced = True, False
         self._kept = Kept()
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
-        if splits_backward(plan):
+        if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
 
     @staticmethod

@@ -142,7 +142,6 @@ def _open_log(plan: Plan, data: Datasets, *, start_step: int) -> RunLog:
     device = torch.cuda.get_device_name() if cpu.has_accelerator() else None
     return RunLog(
         plan,
-        rank=rank,
         is_writer=rank == 0,
         flops_per_step=flops.step_flops(plan.config, plan.batch, vocab_size=data.vocabulary.size),
         peak_flops=flops.peak_flops(device, plan.config.sharding.params_dtype or "fp32"),
