@@ -78,6 +78,11 @@ class _Attempt:
     def is_finite(self) -> bool:
         return math.isfinite(self.norm)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token counts. A mean over none is no loss; a step on it would only decay weights and moments."""
+        return self.loss.num_tokens == 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Before:
@@ -329,6 +334,8 @@ class TrainStep:
 
     def _judge(self, step: int, microbatches, attempt: _Attempt, before: _Before) -> _Verdict:
         """Whether `attempt` becomes an update. All that is asked is the same on every rank, so the answer is too."""
+        if attempt.is_empty:
+            return _Verdict(attempt, skip=True, bad=True, note="every token of the step is masked")
         if self._keys.nonfinite == "off":
             return _Verdict(attempt, skip=False)
         if attempt.num_zeroed and attempt.is_finite:
@@ -362,7 +369,8 @@ class TrainStep:
             raise StepError(f"step {step}: the gradient is not finite: {why}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch":
             attempt = self._attempt_without(microbatches, attempt.loss.dummies, findings, before)
-        return _Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {why}")
+        skip = not attempt.is_finite or attempt.is_empty
+        return _Verdict(attempt, skip=skip, bad=True, note=f"not finite: {why}")
 
     def _look(self, microbatches: Sequence[Microbatch], dummies: frozenset[int], before: _Before) -> Findings:
         """Run the step's micro-batches again, unreduced, and look at each. Leaves no gradient behind."""
