@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum import config as configuration
+from megaaccum.interop.load import load
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.stages import Stage
 from megaaccum.planner.weights import stage_parameters
@@ -229,7 +230,7 @@ def _large(traffic) -> tuple[float, int]:
 
 def plan_of(flags: list[str], microbatches: int):
     keys = [*MODEL, "--pp_microbatches", str(microbatches), "--data_path", "none", *flags]
-    return configuration.resolve(configuration.load(None, keys), world_size=RANKS)
+    return configuration.resolve(load(None, keys), world_size=RANKS)
 
 
 def build(flags: list[str], microbatches: int):

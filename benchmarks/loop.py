@@ -26,6 +26,8 @@ from typing import Any
 from unittest.mock import patch
 
 from megaaccum import config as configuration
+from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks
 
 CONFIG = str(Path(__file__).resolve().parents[1] / "configs" / "tiny_cpu.yaml")
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict:
     """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio."""
-    world_size = configuration.load(path, overrides).run.nproc_per_node or 1
+    world_size = load(path, overrides).run.nproc_per_node or 1
     with tempfile.TemporaryDirectory() as folder:
         request = (path, [*overrides, "--output_dir", folder])
         blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
@@ -218,7 +220,7 @@ def bare_arm(plan, steps: int) -> Callable[[], float]:
     bare = BareLoop(
         parts.chunks,
         parts.groups,
-        plan.deepspeed_config(),
+        deepspeed_config(plan),
         adam,
         num_tokens=plan.batch.tokens_per_step,
         clip_grad=plan.config.optimizer.clip_grad,
@@ -284,7 +286,7 @@ def _plan(path: str, overrides: list[str]):
     import torch
 
     world_size = torch.distributed.get_world_size()
-    return configuration.resolve(configuration.load(path, overrides), world_size=world_size)
+    return configuration.resolve(load(path, overrides), world_size=world_size)
 
 
 def _resident(field: str) -> int:

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum.config import resolve
-from megaaccum.config.load import read
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.data.sources import vocab_size
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
+from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.interop.load import read
 from megaaccum.model.param_count import count_parameters
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
@@ -86,7 +87,7 @@ def run(
         raise ConfigError(problems)
     sections = [_layout(plan, source), _batch(plan), _schedule(plan), _model(plan), _sharding(plan), _notes(plan)]
     if with_json:
-        sections.append(("DeepSpeed is given", json.dumps(plan.deepspeed_config(), indent=2).splitlines()))
+        sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.config.load import load
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
+from megaaccum.interop.load import load
 from megaaccum.planner import emit, report
 from megaaccum.planner.hardware import Hardware, load_hardware
 from megaaccum.planner.search import RANKINGS, Ranked, search

@@ -9,18 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megaaccum.config.batch import BatchPlan
-from megaaccum.config.keys import SECTIONS
+from megaaccum.config.keys import names_where, value
 from megaaccum.config.schema import Config
-from megaaccum.interop import deepspeed_json
 
-RANK_LOCAL = frozenset(
-    {
-        "output_dir", "save", "load", "tensorboard_dir", "csv_dir", "wandb_project", "data_cache_path",
-        "data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model",
-        "num_threads", "nproc_per_node", "schedule_trace", "num_workers", "mmap_bin_files",
-    }
-)  # fmt: skip
-"""Keys that may differ between hosts without changing what is computed: paths, and how a host does its part."""
+MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
+"""Blocks of a DeepSpeed JSON that only say where one host writes its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,27 +65,14 @@ class Plan:
     def digest(self) -> str:
         """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
 
-        Paths and keys that only concern one host (`RANK_LOCAL`) do not enter.
+        Keys that may differ between hosts (`Facts.per_host`) do not enter.
         """
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, object]:
-        """What the digest is made of: every key that decides numbers, what DeepSpeed is given, batch and layout."""
-        settled = {
-            key: value
-            for section in SECTIONS
-            for key, value in dataclasses.asdict(getattr(self.config, section)).items()
-            if key not in RANK_LOCAL
-        }
+        """What the digest is made of: every key that decides numbers, the DeepSpeed block, batch and layout."""
+        settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        return settled | layout | batch | {f"deepspeed.{name}": item for name, item in self.deepspeed_config().items()}
-
-    def deepspeed_config(self) -> dict[str, object]:
-        """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
-
-        DeepSpeed sees one batch of `num_microbatches * micro_batch_size` sequences per data-parallel rank and one
-        accumulation step: accumulation, the loss divisor and clipping have their one owner outside it. The whole
-        batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
-        """
-        return deepspeed_json.write(self.config, self.batch)
+        return settled | layout | batch | theirs

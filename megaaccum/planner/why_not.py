@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from megaaccum.config import resolve
-from megaaccum.config.keys import all_keys
+from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.planner.emit import PLANNED
+from megaaccum.planner.emit import set_aside
 from megaaccum.planner.search import Ranked, search
 from megaaccum.planner.space import AXES, Limits, schedules
 from megaaccum.planner.stages import layout_text, split_layers
@@ -105,11 +105,7 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
 def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
     """The configuration with only these of the planned keys."""
     config = copy.deepcopy(config)
-    for name in PLANNED:
-        if name != "global_batch_size":
-            section = getattr(config, all_keys()[name].section)
-            setattr(section, name, getattr(type(section)(), name))
-            config.origin.pop(name, None)
+    set_aside(config, set(names_where(lambda facts: facts.planned)) - {"global_batch_size"})
     if wanted.get("tp", 1) > 1:
         config.parallel.sequence_parallel = True
     for axis, value in wanted.items():

@@ -16,11 +16,11 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.build import build
 from megaaccum.schedule.executor import Flush, FlushRecord
 from megaaccum.schedule.hooks import Hooks
-from megaaccum.schedule.p2p import Mail
+from megaaccum.schedule.p2p import Mail, check_queues
 from megaaccum.schedule.passes import Call, FusedPass, forward_then_backward
 from megaaccum.schedule.simulate import BY_MEGATRON, simulate
 from megaaccum.schedule.timeline import measured_costs, write_trace
-from megaaccum.schedule.validate import validate
+from megaaccum.schedule.validate import sends, validate
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -58,11 +58,12 @@ def get_forward_backward_func(
 
         # Only whether there are several ranks and several chunks matters to it.
         return megatrons(pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None)
-    group_size = None
+    group_size = timeout_minutes = None
     if not isinstance(config, str):
         group_size = config.config.parallel.microbatch_group_size_per_vp_stage
+        timeout_minutes = config.config.parallel.distributed_timeout_minutes
         trace = trace or config.config.run.schedule_trace
-    return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace)
+    return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace, timeout_minutes=timeout_minutes)
 
 
 class ForwardBackward:
@@ -79,7 +80,9 @@ class ForwardBackward:
         fused: FusedPass = forward_then_backward,
         group_size: int | None = None,
         trace: str | None = None,
+        timeout_minutes: float | None = None,
     ):
+        self._timeout_minutes = timeout_minutes
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
         self._channels: dict[int, groups.PipelineChannels] = {}
@@ -109,7 +112,8 @@ class ForwardBackward:
         """One flush of num_microbatches micro-batches. Returns, on the rank of the last stage, what loss functions
         report per micro-batch, in order; elsewhere an empty list.
 
-        p2p_communicator is not used: messages go over channels of our own, so that receives can be posted ahead.
+        p2p_communicator is not used: messages go over channels of our own, so that receives can be posted ahead. Over
+        NCCL the first flush makes groups for them and is collective over the world: all pipelines begin together.
         Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails on the way.
         """
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -176,12 +180,12 @@ class ForwardBackward:
         return schedule
 
     def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> groups.PipelineChannels:
-        from megaaccum.schedule.validate import sends
-
         if id(pp) not in self._channels:
-            self._channels[id(pp)] = groups.PipelineChannels(pp)
+            self._channels[id(pp)] = groups.PipelineChannels(pp, timeout_minutes=self._timeout_minutes)
         channels, once = self._channels[id(pp)], (id(pp), schedule.num_microbatches)
         if once not in self._connected:
+            if channels.on_nccl:
+                check_queues(schedule)
             channels.connect((at for rank in range(schedule.pp) for at in sends(schedule, rank)), cpu.device())
             self._connected.add(once)
         return channels

@@ -27,7 +27,7 @@ GradSync = Callable | list[Callable] | None
 
 @dataclass(frozen=True, slots=True)
 class GradShard:
-    """This rank's part of one parameter's reduced gradient, after `finalize`.
+    """This rank's part of one parameter's reduced gradient, after `finish_reduction`.
 
     name: the parameter's name in the whole model. grad: flat view, in the precision that the optimizer reads; writing
     to it changes what the optimizer sees. start: offset of the part in the flattened parameter, in elements.
@@ -97,7 +97,7 @@ class ShardingBackend(Protocol):
     one per chunk, called when a chunk's gradients are all there."""
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        """After the flush: finish the reduction, then the sums over tp and over the two copies of a tied embedding."""
+        """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
@@ -111,8 +111,19 @@ class ShardingBackend(Protocol):
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
 
+    can_defer: bool
+    """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last
+    flush of every call of `forward_backward` is a last one, and reductions add up."""
+
+    def resume_accumulation(self) -> None:
+        """After a flush that was the last: the step goes on all the same, and later flushes add to it."""
+
+    def finish_reduction(self) -> None:
+        """After the step's flushes: reduce what no last backward has reduced, then the sums over tp and over the two
+        copies of a tied embedding."""
+
     def shards(self) -> Iterator[GradShard]:
-        """This rank's parts of the reduced gradient."""
+        """This rank's parts of the reduced gradient, after `finish_reduction`."""
 
     def step(self) -> None:
         """Run the optimizer on the gradients as they are now."""
@@ -153,6 +164,28 @@ class FollowsSplit(Protocol):
 
     def after_weight_grad(self, chunk: int) -> None:
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+class Kept:
+    """Reduced gradients that were set aside, because more of them comes: a copy of each shard."""
+
+    def __init__(self) -> None:
+        self._shards: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        self._shards = []
+
+    def add(self, backend: ShardingBackend) -> None:
+        """Take a copy of the backend's reduced gradients, what was kept before added to them."""
+        self.give_back(backend)
+        self._shards = [shard.grad.clone() for shard in backend.shards()]
+
+    def give_back(self, backend: ShardingBackend) -> None:
+        """Add what is kept to the backend's reduced gradients."""
+        if self._shards:
+            for shard, kept in zip(backend.shards(), self._shards, strict=True):
+                shard.grad.add_(kept)
+            self.clear()
 
 
 def note_held(backend: ShardingBackend) -> None:

@@ -34,6 +34,7 @@ class Fsdp2Backend:
     """
 
     grad_sync_func: GradSync = None
+    can_defer = False  # fully_shard reduces in a backward, or not at all
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
@@ -47,7 +48,8 @@ class Fsdp2Backend:
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()
         whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
-        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
+        minutes = plan.config.parallel.distributed_timeout_minutes
+        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas, timeout_minutes=minutes)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         for chunk in chunks:
             self._shard(chunk, mesh, plan)
@@ -106,11 +108,7 @@ class Fsdp2Backend:
         return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        if not self._last_flush:
-            return
-        assert not self._waiting, "a chunk's last backward ran without the reduction"
-        sum_over_tp(self, self._groups)
-        sum_tied_copies(self, self._groups)
+        assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
 
     # --- a backward in two parts ---
 
@@ -141,6 +139,14 @@ class Fsdp2Backend:
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        self.resume_accumulation()
+
+    def finish_reduction(self) -> None:
+        sum_over_tp(self, self._groups)
+        sum_tied_copies(self, self._groups)
+
+    def resume_accumulation(self) -> None:
+        """What is reduced stays in the shards' gradients, and further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
             upstream.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced

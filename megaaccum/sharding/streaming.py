@@ -90,11 +90,15 @@ class StreamingBackend(DeepSpeedBackend):
         yield
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        """After each flush nothing is gathered or under way; after the last the optimizer gets its partitions."""
+        """After each flush nothing is gathered or under way."""
         self._end_backward()
         self._drop_ahead()
-        if not self._last_flush:
-            return
+
+    def resume_accumulation(self) -> None:
+        """Nothing to do: every micro-batch adds to the accumulators."""
+
+    def finish_reduction(self) -> None:
+        """Give the optimizer the accumulators as its partitions."""
         self._reducer.wait()
         self._zero.finish_accumulation()
         self._sum_the_rest()

@@ -17,7 +17,7 @@ from megaaccum.checkpoint import save_load
 from megaaccum.checkpoint.saver import Saver
 from megaaccum.data.dataset import build_datasets
 from megaaccum.data.loader import MicrobatchLoader
-from megaaccum.distributed import cpu, determinism, groups
+from megaaccum.distributed import cpu, determinism, gpu, groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.watchdog import Watchdog
 from megaaccum.errors import LaunchError, MegaaccumError
@@ -25,6 +25,7 @@ from megaaccum.metrics.log import RunLog
 from megaaccum.metrics.memory import bytes_by_kind, smallest_device
 from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import flops, gpt
+from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.planner import sync_mode
 from megaaccum.precision import fp8
 from megaaccum.step.train_step import TrainStep
@@ -56,9 +57,17 @@ def train(plan: Plan) -> int:
     saver = Saver(plan, places, sharded, schedule, data, shape, buffers)
     step, consumed, state = saver.resume()
     log = raise_on_all_ranks(_open_log, plan, data, start_step=step)
-    for note in notes:
+    for note in filter(None, [*notes, gpu.describe()]):
         log.note(note)
-    train_step = TrainStep(plan, places, chunks, sharded, low_precision)
+    train_step = TrainStep(
+        plan,
+        places,
+        chunks,
+        sharded,
+        GptForwardStep(places, plan.batch.loss_norm),
+        reports=REPORTS,
+        low_precision=low_precision,
+    )
     with saver, closing(_loader(plan, places, data, consumed)) as loader:
         steps = Transaction(plan, train_step, loader, schedule, step=step, last_good=saver.last_good)
         steps.load_state_dict(state)
@@ -163,7 +172,7 @@ def _watchdog(plan: Plan, train_step: TrainStep) -> Watchdog:
 def _evaluate(plan: Plan, places: Groups, train_step: TrainStep, data: Datasets, log: RunLog, step: int) -> None:
     """Mean loss per token over the validation samples, the same ones each time."""
     assert data.valid is not None
-    total, tokens = 0.0, 0
+    total, tokens = 0.0, 0.0
     with closing(_loader(plan, places, data, 0, validation=True)) as loader:
         for _ in range(data.valid_batches):
             loss, count = train_step.evaluate(*loader.try_next_step(plan.batch.num_microbatches))  # type: ignore[arg-type]
@@ -220,9 +229,8 @@ class _Signals:
 
 def _start_process_group(plan: Plan) -> None:
     """Join the other ranks, on this rank's device; the CPU lane's stand-ins come before Megatron is imported."""
-    if cpu.has_accelerator():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    elif plan.config.run.num_threads:
+    gpu.prepare(plan)
+    if not cpu.has_accelerator() and plan.config.run.num_threads:
         torch.set_num_threads(plan.config.run.num_threads)
     determinism.apply(plan)
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)

@@ -26,7 +26,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
-    fused = _fused_adam() if cpu.has_accelerator() and plan.config.sharding.offload_optimizer == "none" else None
+    fused = _fused_adam() if _takes_fused(plan) else None
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
@@ -43,6 +43,14 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.Para
             f" pipeline_model_parallel_size {plan.layout.pp} lower."
         )
     return groups
+
+
+def _takes_fused(plan: Plan) -> bool:
+    """Whether Transformer Engine's or apex's Adam serves: on a GPU, and where what it updates is FP32. Their moments
+    are FP32 whatever the weights are, which `optimizer_dtype: bf16` is chosen to avoid."""
+    sharding = plan.config.sharding
+    masters = sharding.params_dtype if sharding.backend == "ddp" else sharding.optimizer_dtype
+    return cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
 
 
 def _fused_adam():

@@ -47,3 +47,21 @@ def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_st
     for group in adam.param_groups:
         if not isinstance(adam, torch.optim.AdamW):
             group["step"] = num_steps
+
+
+class UpdateCount:
+    """Adam's count of updates in an optimizer that keeps it per group and raises it, of every group, in each call
+    (transformer-engine 2.20 and apex: FusedAdam.step; empty groups too). DeepSpeed's ZeRO-3 makes a call for every
+    sub-group of every group, so that the count would run ahead, differently on each stage.
+
+    done: updates before this one. torch's own count is per tensor, and right.
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer):
+        self.done = 0
+        if not isinstance(adam, torch.optim.AdamW):
+            adam.register_step_pre_hook(self._before_each_call)
+
+    def _before_each_call(self, adam: torch.optim.Optimizer, *_: object) -> None:
+        for group in adam.param_groups:
+            group["step"] = self.done

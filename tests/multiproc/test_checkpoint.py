@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megaaccum.checkpoint.folders import Progress
 from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support import no_gradient
-from tests.support.parity import Case, make, microbatches
+from tests.support.parity import Case, Rig
 
 CASE = Case(
     2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --pp_microbatches 2", "--num_layers 2 --clip_grad 1"
@@ -31,18 +32,17 @@ def progress(step: int) -> Progress:
     return Progress(step=step, consumed_samples=step * 8, lr_schedule={}, data="made up", shape=SHAPE)
 
 
-class Run:
-    """A model that can take steps; as much of a training run as a checkpoint holds."""
+@dataclass
+class Run(Rig):
+    """As much of a training run as a checkpoint holds."""
 
-    def __init__(self, case: Case = CASE):
+    def __post_init__(self):
         from megaaccum.model import gpt
 
-        self.plan, self.groups, self.chunks, self.backend, self.train_step = make(case)
         self.buffers = dict(gpt.named_buffers(self.chunks))
 
     def step(self, number: int) -> None:
-        first = number * self.plan.batch.global_batch_size
-        self.train_step.train(microbatches(self.plan, self.groups.dp.rank(), first), step=number)
+        self.train(step=number, first=number * self.plan.batch.global_batch_size)
 
     def state(self) -> dict:
         buffers = {(name, "buffer", 0): buffer.clone() for name, buffer in self.buffers.items()}
@@ -55,7 +55,7 @@ class Run:
     def loss(self) -> float:
         """Of the batch of step 5."""
         first = 5 * self.plan.batch.global_batch_size
-        return self.train_step.evaluate(microbatches(self.plan, self.groups.dp.rank(), first))[0]
+        return self.train_step.evaluate(self.microbatches(first))[0]
 
     def load(self, folder: Path) -> Progress:
         from megaaccum.checkpoint import save_load
@@ -94,7 +94,7 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run, held = Run(case), Held()
+    run, held = Run.of(case), Held()
     run.step(1)
     run.step(2)
     then = run.state()
@@ -113,7 +113,7 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
     path = writing.finish()
     moved_on = not same(run.state(), then)
     uninterrupted = run.state()
-    resumed = Run(case)
+    resumed = Run.of(case)
     step = resumed.load(Path(folder)).step
     holds_step_2 = same(resumed.state(), then)
     resumed.step(3)
@@ -141,12 +141,12 @@ def frozen_move(folder: str) -> list[tuple[str, float, float]]:
     for number, backend in enumerate(BACKENDS):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpt, "initialize", functools.partial(and_moved, gpt.initialize))
-            run = Run(Case(2, "--pp_microbatches 4 " + backend, "--num_layers 4"))
+            run = Run.of(Case(2, "--pp_microbatches 4 " + backend, "--num_layers 4"))
         run.step(1)
         save_load.save(f"{folder}/{number}", run.backend, run.groups, progress(1), keep_last=1)
         loss = run.loss()
         following = BACKENDS[(number + 1) % len(BACKENDS)]
-        other = Run(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 " + following, "--num_layers 4"))
+        other = Run.of(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 " + following, "--num_layers 4"))
         other.load(Path(folder, str(number)))
         found.append((f"{backend} > {following}", loss, other.loss()))
     return found
@@ -173,7 +173,7 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run, group, create = Run(), groups.for_background(1), FileSystem.create_stream
+    run, group, create = Run.of(CASE), groups.for_background(1), FileSystem.create_stream
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     full = Path("/dev/full")
     if dist.get_rank() == 1:
@@ -191,7 +191,7 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     FileSystem.create_stream = create
     dist.barrier()
     left = sorted(entry.name for entry in Path(folder).iterdir())
-    return text, str(save_load.latest(folder)), " ".join(left), Run().load(Path(folder)).step
+    return text, str(save_load.latest(folder)), " ".join(left), Run.of(CASE).load(Path(folder)).step
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -272,7 +272,7 @@ def damaged(folder: str) -> list[str]:
 
     from megaaccum.checkpoint import save_load
 
-    run = Run()
+    run = Run.of(CASE)
     run.step(1)
     good = save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     before, said = run.state(), []
@@ -307,7 +307,7 @@ def killed_while_it_writes(folder: str) -> None:
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run = Run()
+    run = Run.of(CASE)
     run.step(1)
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=1)
     Held()
@@ -319,7 +319,7 @@ def after_a_kill(folder: str) -> tuple[int, str]:
     """The step that is current, and what is there once another checkpoint was written."""
     from megaaccum.checkpoint import save_load
 
-    run = Run()
+    run = Run.of(CASE)
     step = run.load(Path(folder)).step
     save_load.save(folder, run.backend, run.groups, progress(2), keep_last=1)
     return step, " ".join(sorted(entry.name for entry in Path(folder).iterdir()))

@@ -14,7 +14,7 @@ from megaaccum.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import check, one_process_reference, problems, problems_with
 from tests.support.faults import Fault
-from tests.support.parity import Case, gradients
+from tests.support.parity import Case, Rig, gradients
 
 # Coefficients large enough that a wrong one is far outside of rounding.
 MOE = (
@@ -83,13 +83,10 @@ def test_multi_token_prediction_of_a_mean_over_microbatches():
 
 def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
-    from megaaccum.step.loss import StepLoss
+    from megaaccum.step.side_losses import SideLosses
 
-    right, scale = StepLoss.aux_scale, StepLoss.scale.fget
-    with (
-        patch.object(StepLoss, "aux_scale", lambda self, rows: factor * right(self, rows)),
-        patch.object(StepLoss, "scale", property(lambda self: factor * scale(self))),
-    ):
+    scalar = SideLosses._scalar
+    with patch.object(SideLosses, "_scalar", lambda self, value, device: scalar(self, factor * value, device)):
         return gradients(cases)
 
 
@@ -106,23 +103,22 @@ def balanced() -> dict[str, object]:
     import torch
 
     from tests.support.faults import injected
-    from tests.support.parity import make, microbatches
 
     bias = MOE + "--moe_router_score_function sigmoid --moe_router_enable_expert_bias "
     seen: dict[str, object] = {"biases": [], "counts": []}
-    plan, built, chunks, _, train_step = make(Case(2, "--pp_microbatches 4", bias))
-    routers = [module for module in chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
+    rig = Rig.of(Case(2, "--pp_microbatches 4", bias))
+    routers = [module for module in rig.chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
     for faults in ([], [Fault(0, 1)], []):
-        with injected(faults, chunks):
-            train_step.train(microbatches(plan, built.dp.rank()), step=1)
+        with injected(faults, rig.chunks):
+            rig.train(step=1)
         seen["biases"].append(torch.stack([router.expert_bias.clone() for router in routers]))
     tracked = MOE.replace(
         "--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff"
     )
-    plan, built, chunks, _, train_step = make(Case(2, "--pp_microbatches 4", tracked))
-    routers = [module for module in chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
+    rig = Rig.of(Case(2, "--pp_microbatches 4", tracked))
+    routers = [module for module in rig.chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
     for step in range(2):
-        train_step.train(microbatches(plan, built.dp.rank()), step=step)
+        rig.train(step=step)
         seen["counts"].append([int(router.ga_steps) for router in routers])
     return seen
 

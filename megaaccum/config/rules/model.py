@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
@@ -80,14 +81,14 @@ def latent_attention_kernel(subject: Subject) -> Iterator[str]:
 
 def latent_keys(subject: Subject) -> Iterator[str]:
     """Keys of multi-latent attention do nothing without it."""
-    names = subject.given("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    names = subject.given(*that_need("multi_latent_attention"))
     if names and not subject.model.multi_latent_attention:
         yield f"{', '.join(names)} only count with multi_latent_attention: set it to true, or leave them out."
 
 
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
-    model, written = subject.model, subject.given("recompute_method", "recompute_num_layers", "recompute_modules")
+    model, written = subject.model, subject.given(*that_need("recompute_granularity"))
     if model.recompute_granularity is None:
         if written:
             yield f"{', '.join(written)} needs recompute_granularity: set it to full or selective."

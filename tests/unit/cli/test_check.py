@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from megaaccum.cli import check
-from megaaccum.config import load, resolve
+from megaaccum.config import resolve
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
+from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.interop.load import load
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
 
@@ -101,7 +103,7 @@ def test_a_world_that_does_not_factor_is_told(run_yaml: str) -> None:
 def test_what_deepspeed_is_given_can_be_printed(run_yaml: str) -> None:
     text = check.run(run_yaml, world_size=4, with_json=True)
     block = json.loads(text[text.index("DeepSpeed is given") :].split("\n", 1)[1])
-    assert block == resolve(load(run_yaml), world_size=4).deepspeed_config()
+    assert block == deepspeed_config(resolve(load(run_yaml), world_size=4))
 
 
 @pytest.mark.parametrize("words", [["--vpp", "2"], ["--backend", "ddp"], ["--ep", "2", "--num_experts", "4"]])

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megaaccum.errors import RankDisagreement, StepError
-from megaaccum.precision.findings import Finding, Findings
-from megaaccum.precision.sanitize import BadSteps, ZeroNonFinite
-from megaaccum.step.norm_guard import NormGuard
+from megaaccum.precision.nonfinite import Finding, Findings, ZeroNonFinite
+from megaaccum.step.recovery import BadSteps, NormGuard
 from megaaccum.step.short_batch import filled, too_few
 from tests.support.configs import plan
 

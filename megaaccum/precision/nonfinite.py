@@ -1,4 +1,4 @@
-"""What was not finite, and where: the step's micro-batches once more, looked at one by one.
+"""Values that are not finite: set to 0 before the reduction (`nonfinite: zero`), or looked for.
 
 A step that overflows is found by its norm, which costs nothing but says only that something overflowed somewhere. To
 say what, the same micro-batches run again on the same weights and random states, without a reduction, and after each
@@ -21,7 +21,9 @@ from megaaccum.model import gpt
 from megaaccum.schedule.wgrad import at_once
 
 if TYPE_CHECKING:
+    from megaaccum.config.schema import StepConfig
     from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding import ShardingBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -186,10 +188,59 @@ class Findings:
 
 
 MOST_SHOWN = 4
-"""Micro-batches that a message names."""
+"""Micro-batches, or parameters, that a message names."""
 
 
 def _kinds(tensor: torch.Tensor) -> str:
     """`12 inf and 3 nan`."""
     counts = {"inf": int(torch.isinf(tensor).sum()), "nan": int(torch.isnan(tensor).sum())}
     return " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
+# --- nonfinite: zero --------------------------------------------------------------------------------------------------
+
+
+class ZeroNonFinite:
+    """`nonfinite: zero`. Replaces by 0, in place, what is not finite in a rank's own gradients before they are reduced.
+
+    Called by the backend with each whole local gradient. Counts stay on the device: nothing waits in a good step.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, grad: torch.Tensor) -> None:
+        count = torch.isfinite(grad).logical_not_().sum()
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
+        torch.nan_to_num_(grad, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def total(self) -> torch.Tensor:
+        """Elements replaced on this rank since `clear`, float64 scalar on the gradients' device."""
+        counts = list(self._counts.values())
+        return torch.stack(counts).sum().double() if counts else torch.zeros((), dtype=torch.float64)
+
+    def names(self) -> dict[str, int]:
+        """{parameter: elements replaced on this rank since `clear`}, those with some."""
+        return {name: int(count) for name, count in self._counts.items() if count}
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+
+def describe(zero: ZeroNonFinite) -> str:
+    """What was replaced where on all ranks, the same text on each; collective over the world."""
+    everyone: list[dict[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, zero.names())
+    places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in (names or {}).items()]
+    return ", ".join(places[:MOST_SHOWN]) + (
+        f" and {len(places) - MOST_SHOWN} more" if len(places) > MOST_SHOWN else ""
+    )
+
+
+def install(backend: ShardingBackend, step: StepConfig) -> ZeroNonFinite | None:
+    """Give the backend the sanitizer that `nonfinite: zero` asks for; None, and nothing is done, for every other."""
+    if step.nonfinite != "zero":
+        return None
+    zero = ZeroNonFinite()
+    backend.before_reduce = zero
+    return zero
