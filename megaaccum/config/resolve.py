@@ -90,5 +90,5 @@ def _layout(config: Config, world_size: int, dp: int) -> Layout:
         etp=parallel.expert_tensor_parallel_size,
         dp=dp,
         schedule=parallel.schedule,
-        placement=placement,  # type: ignore[arg-type]
+        placement=placement,
     )
