@@ -284,7 +284,7 @@ def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]
     pieces = {}
     for piece in backend.state():
         twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-        if twice or backend.replica > 0:
+        if twice or backend.replica > 0 or piece.replica > 0:
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from megaaccum import units
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
-from megaaccum.config.schema import Config
+from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.data.sources import vocab_size
 from megaaccum.distributed.hostfile import read_hostfile
@@ -252,11 +252,26 @@ def _sharding(plan: Plan) -> _Section:
     return "Sharding", [
         who[sharding.backend],
         f"sync {sharding.sync}: {when[sharding.sync]}",
-        f"parameters {sharding.params_dtype}, gradients added in {sharding.grad_accum_dtype}"
-        f" and reduced in {sharding.grad_reduce_dtype}",
+        _precisions(sharding),
         *_fp8(plan),
         *_policies(plan),
     ]
+
+
+def _precisions(sharding: ShardingConfig) -> str:
+    """In what the backend adds gradients of micro-batches, reduces them over ranks, and steps."""
+    params = sharding.params_dtype
+    added, reduced, stepped = sharding.grad_accum_dtype, sharding.grad_reduce_dtype, sharding.optimizer_dtype
+    if sharding.backend == "ddp" or params == "fp64":
+        added = reduced = stepped = params  # type: ignore[assignment]
+    elif sharding.backend == "fsdp2":
+        added = reduced
+    elif sharding.backend == "megatron":
+        added = reduced = "fp32" if reduced == "fp32" else params  # type: ignore[assignment]
+    text = f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
+    if sharding.backend == "ddp" and params == "bf16":
+        text += ": torch DDP keeps no FP32 sums or masters, so small gradients and updates round to nothing"
+    return text
 
 
 def _fp8(plan: Plan) -> list[str]:

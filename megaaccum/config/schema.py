@@ -195,6 +195,9 @@ class BatchConfig:
     """Pipeline micro-batches that one device batch is cut into (also num_chunks)."""
     grad_accum_steps: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Device batches per optimizer step (ga)."""
+    variable_seq_lengths: bool = False
+    """Micro-batches may have different lengths, up to seq_length; with a pipeline, every stage knows them in
+    advance."""
     flush: Annotated[Literal["merged", "per_round"], Facts(planned=True)] = "merged"
     """One pipeline flush of ga * pp_microbatches micro-batches, or one flush per accumulation round."""
     loss_norm: Literal["token", "microbatch"] = "token"

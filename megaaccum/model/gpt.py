@@ -25,6 +25,7 @@ from megaaccum.model import recompute
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.local_norm import with_own_norms
 from megaaccum.model.names import over_stages
+from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 
 if TYPE_CHECKING:
@@ -262,11 +263,13 @@ def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None
 def global_name(chunk: GPTModel, local_name: str) -> str:
     """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
     ranks, and the head's copy of a tied embedding has the embedding's name."""
+    if isinstance(chunk, TorchChunk):
+        return local_name.removeprefix("module.")
     match = re.match(r"(.*)(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)", local_name)
     if match:  # experts one by one, or the grouped ones of Transformer Engine
         expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
         local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
-    if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     return over_stages(chunk, local_name)
 

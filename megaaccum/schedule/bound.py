@@ -297,7 +297,7 @@ def _v_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> boo
 
 
 def _knapsack(items: Sequence[tuple[float, float]], room: float, most: int) -> float:
-    """The most value of up to `most` of each item (value, size) in `room`; items can be cut, so it is an upper bound."""
+    """Most value of up to `most` of each item (value, size) in `room`; items can be cut, so it is an upper bound."""
     total = 0.0
     for value, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] > 0 else math.inf):
         count = most if size <= 0 else min(most, max(0.0, room) / size)

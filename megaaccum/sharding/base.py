@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megaaccum.metrics.memory import HighWater
-
-if TYPE_CHECKING:
-    pass
-
+from megaaccum.model import gpt
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -42,14 +39,23 @@ class StatePiece:
     """This rank's part of what training changes about one parameter.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
-    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}; writing to them and then `adopt_state`
-    changes the model.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of a frozen parameter {"param": weight};
+    writing to them and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same
+    piece, which one this is.
     """
 
     name: str
     param: torch.nn.Parameter
     start: int
     tensors: dict[str, torch.Tensor]
+    replica: int = 0
+
+
+def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
+    """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
+    for name, param in gpt.named_parameters(chunks):  # type: ignore[arg-type]
+        if not param.requires_grad:
+            yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
 
 class ShardingBackend(Protocol):
@@ -121,7 +127,7 @@ class ShardingBackend(Protocol):
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights and optimizer state."""
+        """This rank's parts of weights, frozen ones too, and optimizer state."""
 
     def adopt_state(self, num_steps: int) -> None:
         """Take what was written into `state` as the model after `num_steps` optimizer steps."""
@@ -148,6 +154,11 @@ class FollowsSplit(Protocol):
 
     def after_weight_grad(self, chunk: int) -> None:
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
+    return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
 
 
 class Kept:

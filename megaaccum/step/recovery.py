@@ -38,6 +38,11 @@ class Attempt:
     def is_finite(self) -> bool:
         return math.isfinite(self.norm)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token counts. A mean over none is no loss; a step on it would only decay weights and moments."""
+        return self.weight == 0 or self.reports.get("num_tokens") == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -89,6 +94,8 @@ class Recovery:
             self.scaler.update(verdict.overflow)
 
     def _verdict(self, step: int, attempt: Attempt, again: Again) -> Verdict:
+        if attempt.is_empty:
+            return Verdict(attempt, skip=True, bad=True, note="every token of the step is masked")
         if self._keys.nonfinite == "off":
             return Verdict(attempt, skip=False)
         if attempt.num_zeroed and attempt.is_finite:
@@ -123,7 +130,8 @@ class Recovery:
             raise StepError(f"step {step}: the gradient is not finite: {why}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch" and findings is not None:
             attempt = again.without(findings)
-        return Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {why}")
+        skip = not attempt.is_finite or attempt.is_empty
+        return Verdict(attempt, skip=skip, bad=True, note=f"not finite: {why}")
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""

@@ -1,4 +1,4 @@
-"""Adam counts updates, however often DeepSpeed calls it in one: with an optimizer that counts calls, as the fused ones."""
+"""Adam counts updates, however often DeepSpeed calls it in one; shown with an optimizer that counts calls."""
 
 import pytest
 import torch

@@ -48,6 +48,15 @@ def test_every_boundary(change, model, pipeline):
     check(change, [Case(4, backend + pipeline, model) for backend in BOUNDARIES])
 
 
+def test_a_rank_that_trains_nothing_ends_all_with_one_message():
+    case = Case(2, PLAIN + "--pipeline_model_parallel_size 2", SMALL)
+    ends = try_ranks(no_gradient.gradients, 2, [case], no_gradient.frozen_stage)
+    for end in ends:
+        assert end.error is not None
+        assert end.error.kind == "ConfigError"
+        assert "rank 0: all 26 parameters of this pipeline rank are frozen" in end.error.text
+
+
 def test_other_ways_of_the_backward():
     """Where a last backward, or a whole one, brings what under the other schedule I and W bring."""
     check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
