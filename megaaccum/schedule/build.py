@@ -170,7 +170,7 @@ def _validated(schedule: Schedule) -> Schedule:
 
 def gpipe(pp: int, num_microbatches: int) -> Table:
     """All forwards, then all backwards in the same order."""
-    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]  # type: ignore[arg-type]
+    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]
     return [passes] * pp
 
 
@@ -239,7 +239,7 @@ def _zb_h1_rank(pp: int, rank: int, m: int) -> list[Item]:
 class _VRank:
     """Writes down one rank's part of a V-shaped schedule, counting micro-batches per chunk and kind."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.items: list[Item] = []
         self._next = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
         self._owed: deque[tuple[int, int]] = deque()

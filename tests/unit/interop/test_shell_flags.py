@@ -136,7 +136,7 @@ lines" --dollar $ --tilde=a~b
 }
 
 
-@pytest.mark.skipif(BASH is None, reason="no bash to compare with")
+@pytest.mark.skipif(BASH is None, reason="bash not found: apt-get install bash")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_same_flags_as_bash(name, tmp_path):
     script = tmp_path / "run.sh"
@@ -148,7 +148,7 @@ def test_the_same_flags_as_bash(name, tmp_path):
     assert not any(isinstance(word, Unresolved) for word in words)
 
 
-@pytest.mark.skipif(BASH is None, reason="no bash to compare with")
+@pytest.mark.skipif(BASH is None, reason="bash not found: apt-get install bash")
 @pytest.mark.parametrize("name", ["megatron_lm_gpt.sh", "megatron_deepspeed_gpt.sh"])
 def test_the_same_flags_as_bash_in_whole_scripts(name, tmp_path):
     assert read_argument_file(DATA / name) == bash_words(DATA / name, tmp_path)
