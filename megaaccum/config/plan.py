@@ -15,7 +15,8 @@ from megaaccum.config.schema import Config
 RANK_LOCAL = frozenset(
     {
         "output_dir", "save", "load", "tensorboard_dir", "csv_dir", "wandb_project", "data_cache_path",
-        "data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model",
+        "data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model", "vocab_file",
+        "merge_file",
         "num_threads", "nproc_per_node", "schedule_trace", "num_workers", "mmap_bin_files",
     }
 )  # fmt: skip
@@ -88,6 +89,7 @@ class Plan:
             if key not in RANK_LOCAL
         }
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
         return settled | layout | batch | theirs

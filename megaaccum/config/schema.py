@@ -30,7 +30,7 @@ class ModelConfig:
     """Channels of one head; default hidden_size / num_attention_heads."""
     max_position_embeddings: int | None = None
     """Rows of a learned position table; default seq_length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """How positions enter the model."""
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
@@ -179,6 +179,8 @@ class BatchConfig:
     """Pipeline micro-batches that one device batch is cut into (also num_chunks)."""
     grad_accum_steps: int | None = None
     """Device batches per optimizer step (ga)."""
+    allow_underfilled_pipeline: bool = False
+    """Accept fewer than 2 * pp micro-batches per flush, and the bubble that they cost."""
     flush: Literal["merged", "per_round"] = "merged"
     """One pipeline flush of ga * pp_microbatches micro-batches, or one flush per accumulation round."""
     loss_norm: Literal["token", "microbatch"] = "token"
@@ -296,6 +298,10 @@ class OptimizerConfig:
     """Peak learning rate. Required."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the input embedding and the output head, where it differs from lr."""
+    decoupled_min_lr: float | None = None
+    """Their learning rate at the end of the decay; default min_lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay."""
     lr_decay_iters: int | None = None
@@ -312,6 +318,8 @@ class OptimizerConfig:
     """Shape of the anneal of WSD."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices (biases and norms have none)."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the norms of queries and keys too."""
     start_weight_decay: float | None = None
     """Weight decay at step 0; default weight_decay."""
     end_weight_decay: float | None = None
@@ -342,6 +350,14 @@ class DataConfig:
     """Prefixes for testing alone."""
     split: str = "969,30,1"
     """Shares of train, valid, test in data_path."""
+    mock_data: bool = False
+    """Made-up samples (Megatron's MockGPTDataset) in place of data_path, to measure with."""
+    tokenizer_type: str | None = None
+    """Megatron's name of the kind of tokenizer; default: a Hugging Face tokenizers file."""
+    vocab_file: str | None = None
+    """vocab.json of a GPT-2 tokenizer."""
+    merge_file: str | None = None
+    """merges.txt of a GPT-2 tokenizer."""
     tokenizer_model: str | None = None
     """A Hugging Face tokenizers file (tokenizer.json), or a folder with one; default: the one beside the dataset."""
     data_cache_path: str | None = None
@@ -384,6 +400,20 @@ class RunConfig:
     """Checkpoints kept; 0 keeps all."""
     async_save: bool = False
     """Write checkpoints in the background."""
+    save_retain_interval: int | None = None
+    """Checkpoints at multiples of these steps are kept for good, whatever keep_last says."""
+    exit_interval: int | None = None
+    """End this start when the step is a multiple of it, after a checkpoint."""
+    exit_duration_in_mins: float | None = None
+    """End this start after so many minutes, after a checkpoint."""
+    finetune: bool = False
+    """Take the weights alone from `load`, and begin at step 0."""
+    no_load_optim: bool = False
+    """Leave optimizer state and learning-rate schedule of the checkpoint out."""
+    override_opt_param_scheduler: bool = False
+    """The schedule of this configuration holds where the checkpoint's differs."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """The schedule of the checkpoint holds where this configuration's differs."""
     no_load: bool = False
     """Start afresh even if a checkpoint is there."""
     seed: int = 1234
@@ -421,6 +451,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: dict[str, object] = field(default_factory=dict)
     """The user's own DeepSpeed JSON; its batch, precision and clipping must agree with the keys above."""
+    megatron: dict[str, object] = field(default_factory=dict)
+    """Fields of Megatron's model configuration that are no keys, written under `model:` or as Megatron's flags."""
     origin: dict[str, str] = field(default_factory=dict)
     """Who wrote each key that somebody wrote: a file's name or 'command line'. `load` fills it; not a key."""
     notes: list[str] = field(default_factory=list)

@@ -18,13 +18,15 @@ AT_LEAST_ONE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "reduce_bucket_size", "lr_decay_iters", "lr_wsd_decay_iters", "eval_iters",
+    "decoder_last_pipeline_num_layers", "reduce_bucket_size", "lr_decay_iters", "lr_wsd_decay_iters",
     "loss_scale_window", "hysteresis", "grad_norm_guard_window", "data_parallel_replicas",
-    "max_steps", "log_interval", "num_threads", "nproc_per_node", "fp8_amax_history_len",
+    "max_steps", "exit_interval", "save_retain_interval",
+    "log_interval", "num_threads", "nproc_per_node", "fp8_amax_history_len",
     "cold_expert_tokens", "cold_expert_steps",
 )  # fmt: skip
 
 AT_LEAST_ZERO = (
+    "eval_iters",
     "lr_warmup_iters", "lr_warmup_init", "min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
     "clip_grad", "eval_interval", "save_interval", "keep_last", "num_workers", "step_timeout_seconds", "seed",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor", "max_bad_steps_in_a_row", "max_bad_steps",
@@ -34,7 +36,7 @@ AT_LEAST_ZERO = (
 MORE_THAN_ZERO = (
     "norm_epsilon", "init_method_std", "adam_eps", "distributed_timeout_minutes", "rotary_percent",
     "moe_router_topk_scaling_factor", "loss_scale", "initial_loss_scale", "min_loss_scale",
-    "grad_norm_guard_deviations", "memory_gib",
+    "grad_norm_guard_deviations", "memory_gib", "exit_duration_in_mins",
 )  # fmt: skip
 
 BELOW_ONE = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
