@@ -13,6 +13,9 @@ from megaaccum.distributed import cpu
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
+REPORTS = {"num_tokens": "sum"}
+"""How its reports are reduced."""
+
 Microbatch = dict[str, torch.Tensor]
 """tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape, on the CPU."""
 
@@ -46,7 +49,7 @@ class GptForwardStep:
         total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
         if self._per_token:
             return total, mask.count_nonzero(), {}
-        return total / max(tokens, 1.0), torch.ones(()), {}
+        return total / max(tokens, 1.0), torch.ones(()), {"num_tokens": mask.count_nonzero()}
 
     def weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """The weight of each micro-batch, before its forward."""

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megaaccum.metrics.memory import HighWater
-from megaaccum.schedule.simulate import BY_MEGATRON
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-
+from megaaccum.model import gpt
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -43,14 +39,23 @@ class StatePiece:
     """This rank's part of what training changes about one parameter.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
-    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}; writing to them and then `adopt_state`
-    changes the model.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of a frozen parameter {"param": weight};
+    writing to them and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same
+    piece, which one this is.
     """
 
     name: str
     param: torch.nn.Parameter
     start: int
     tensors: dict[str, torch.Tensor]
+    replica: int = 0
+
+
+def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
+    """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
+    for name, param in gpt.named_parameters(chunks):  # type: ignore[arg-type]
+        if not param.requires_grad:
+            yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
 
 class ShardingBackend(Protocol):
@@ -122,7 +127,7 @@ class ShardingBackend(Protocol):
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights and optimizer state."""
+        """This rank's parts of weights, frozen ones too, and optimizer state."""
 
     def adopt_state(self, num_steps: int) -> None:
         """Take what was written into `state` as the model after `num_steps` optimizer steps."""
@@ -130,11 +135,6 @@ class ShardingBackend(Protocol):
     @property
     def param_groups(self) -> list[dict]:
         """The optimizer's parameter groups, for the learning-rate schedule."""
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-    return plan.layout.schedule not in BY_MEGATRON | {"none"}
 
 
 @runtime_checkable
@@ -154,6 +154,11 @@ class FollowsSplit(Protocol):
 
     def after_weight_grad(self, chunk: int) -> None:
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
+    return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
 
 
 class Kept:
@@ -193,6 +198,8 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
+        # The schedules divide nothing: Divisor does. Without it every gradient is 1 / num_microbatches of its own.
+        config.calculate_per_token_loss = True
         config.no_sync_func = backend.no_sync_func
         config.param_sync_func = backend.param_sync_func
         config.grad_sync_func = backend.grad_sync_func

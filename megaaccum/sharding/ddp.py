@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum import upstream
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, splits_backward
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class DdpBackend:
         self._kept = Kept()
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
-        if splits_backward(plan):
+        if plan.layout.splits_backward:
             self.grad_sync_func = self._reduce_chunk
         else:
             for ddp in self._ddp:
@@ -173,11 +173,12 @@ class DdpBackend:
 
     def state(self) -> Iterator[StatePiece]:
         for name, param in gpt.named_parameters(self._chunks):
-            views = upstream.adam_views(self._optimizer, param)
-            yield StatePiece(name, param, 0, views)
+            if param.requires_grad:
+                yield StatePiece(name, param, 0, upstream.adam_views(self._optimizer, param))
+        yield from whole_frozen_pieces(self._chunks, self.replica)
 
     def adopt_state(self, num_steps: int) -> None:
-        upstream.set_adam_step(self._optimizer, [p for _, p in gpt.named_parameters(self._chunks)], num_steps)
+        upstream.set_adam_step(self._optimizer, [p for c in self._chunks for p in _trainable(c)], num_steps)
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""

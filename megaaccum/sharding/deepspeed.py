@@ -23,7 +23,7 @@ from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.schedule import wgrad
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 
@@ -56,6 +56,7 @@ class DeepSpeedBackend:
         experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
         self._cold = ColdExperts.of(plan, chunks)
+        self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
@@ -74,7 +75,7 @@ class DeepSpeedBackend:
             self.parts = upstream.deepspeed_parts(self.engine, accumulate_in)
             self.reduction_divisor = groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
-        self._reduce_in_backward = plan.config.model.num_experts is None
+        self._reduce_in_backward = not has_experts(chunks)
         self._syncing = self._reducing = False
         self._last_flush = True
         self._kept = Kept()
@@ -149,6 +150,7 @@ class DeepSpeedBackend:
     def step(self) -> None:
         """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
         self.engine.step()
+        self._updates.done += 1
 
     def discard(self) -> None:
         self.parts.discard()
@@ -156,9 +158,12 @@ class DeepSpeedBackend:
     def state(self) -> Iterator[StatePiece]:
         for param, start, tensors in self.parts.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
+        if not isinstance(self.parts, upstream.Zero3):
+            yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
         self.parts.adopt_state(num_steps)
+        self._updates.done = num_steps
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.parts.tensors()

@@ -15,7 +15,7 @@ from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.side_losses import SideLosses
 
 if TYPE_CHECKING:
-    from megaaccum.precision.findings import Probe
+    from megaaccum.precision.nonfinite import Probe
 
 
 class ForwardStep:
@@ -92,9 +92,7 @@ class ForwardStep:
             alive = 0.0 if index in self._batch.dummies else 1.0
             self._tally.losses.append(total.detach() * alive)
             self._tally.weights.append(weight * alive)
-            self._tally.reports.append(
-                {name: value * alive for name, value in reports.items()} if alive < 1 else reports
-            )
+            self._tally.reports.append(reports if alive else {})
             no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
             return total * (self._divisor.in_loss * alive), no_tokens, no_tokens
 

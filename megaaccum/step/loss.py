@@ -134,9 +134,10 @@ class ReportReducer:
             raise StepError(f"reports are reduced by sum, mean or microbatch, not {wrong}")
         self._names: list[str] = []
 
-    def changed(self, tally: Tally) -> bool:
-        """Whether this rank has reports whose names other ranks do not know yet."""
-        return bool(tally.reports) and not set(self._reduced(tally)) <= set(self._names)
+    def news(self, tally: Tally) -> torch.Tensor:
+        """1 where this rank has reports whose names other ranks do not know yet, else 0; float64 scalar."""
+        known = set(self._reduced(tally)) <= set(self._names)
+        return torch.full((), float(not known), dtype=torch.float64, device=cpu.device())
 
     def learn(self, tally: Tally) -> None:
         """Make the names known to all ranks; collective over the world."""

@@ -40,7 +40,7 @@ class Microbatches:
 
     @property
     def can_run_again(self) -> bool:
-        return isinstance(self.data, Sequence) and not _are_iterators(self.data)
+        return isinstance(self.data, Sequence) and not are_iterators(self.data)
 
     def iterators(self, chunks: int) -> list[Iterator | None]:
         """One per model chunk, as Megatron's schedules take them."""
@@ -66,7 +66,7 @@ class Microbatches:
         )
 
     def without(self, dropped: Mapping[int, Any]) -> Microbatches:
-        """The same with other micro-batches, of weight zero, in place of some: {index in the step: what replaces it}."""
+        """The same with others, of weight zero, in place of some: {index in the step: what replaces it}."""
         mine = {index - self.first: each for index, each in dropped.items() if 0 <= index - self.first < self.count}
         if not mine:
             return self
@@ -98,7 +98,7 @@ class Microbatches:
 _PER_MICROBATCH = ("tokens", "weights", "token_weights", "lengths")
 
 
-def _are_iterators(data: Sequence[Any]) -> bool:
+def are_iterators(data: Sequence[Any]) -> bool:
     """Megatron's list of iterators, one per chunk; None on stages that read nothing."""
     return bool(data) and all(each is None or (hasattr(each, "__next__")) for each in data)
 

@@ -1,5 +1,5 @@
-"""What happens to a bad step: the only place that knows the loss scale's overflows, `nonfinite`, the guard of the norm and
-the limits on bad steps. All that it asks is the same on every rank, so its verdict is too."""
+"""What happens to a bad step: the only place that knows overflows of the loss scale, `nonfinite`, the guard of the norm
+and the limits on bad steps. All that it asks is the same on every rank, so its verdict is too."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A gradient, reduced and measured. loss (mean), weight (N), norm, num_zeroed (elements that `nonfinite: zero` set to
-    0), num_dropped (micro-batches left out), reports: over all ranks. factor: what the reduced gradient is still to be
-    multiplied by, 1 / (loss scale * N where that was not known before); norm is that of the product."""
+    """A gradient, reduced and measured.
+
+    loss (mean), weight (N), norm, num_zeroed (elements that `nonfinite: zero` set to 0), num_dropped (micro-batches
+    left out), reports: over all ranks. factor: what the reduced gradient is still to be multiplied by, 1 / (loss scale
+    * N where that was not known before); norm is that of the product."""
 
     loss: float
     weight: float
@@ -35,6 +37,11 @@ class Attempt:
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.norm)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token counts. A mean over none is no loss; a step on it would only decay weights and moments."""
+        return self.weight == 0 or self.reports.get("num_tokens") == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,8 @@ class Recovery:
             self.scaler.update(verdict.overflow)
 
     def _verdict(self, step: int, attempt: Attempt, again: Again) -> Verdict:
+        if attempt.is_empty:
+            return Verdict(attempt, skip=True, bad=True, note="every token of the step is masked")
         if self._keys.nonfinite == "off":
             return Verdict(attempt, skip=False)
         if attempt.num_zeroed and attempt.is_finite:
@@ -121,7 +130,8 @@ class Recovery:
             raise StepError(f"step {step}: the gradient is not finite: {why}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch" and findings is not None:
             attempt = again.without(findings)
-        return Verdict(attempt, skip=not attempt.is_finite, bad=True, note=f"not finite: {why}")
+        skip = not attempt.is_finite or attempt.is_empty
+        return Verdict(attempt, skip=skip, bad=True, note=f"not finite: {why}")
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""

@@ -21,6 +21,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+from megaaccum.distributed import cpu
 from megaaccum.step.loss import Divisor
 from megaaccum.step.microbatches import Microbatches
 
@@ -47,10 +48,11 @@ class SideLosses:
         if not (self._balances or self._predicts):
             return
         first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
+        balance = self._scalar(self._balance_scale(batch, first), cpu.device())
+        prediction = self._scalar(self._prediction_scale(batch, first), cpu.device())
         for config in self._configs:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-            config.moe_grad_scale_func = lambda: self._scalar(self._balance_scale(batch, first), device)
-            config.mtp_grad_scale_func = lambda: self._scalar(self._prediction_scale(batch, first), device)
+            config.moe_grad_scale_func = lambda: balance
+            config.mtp_grad_scale_func = lambda: prediction
 
     def follow(self, batch: Microbatches, index: int, output: torch.Tensor) -> None:
         """After the forward of micro-batch `index` of `batch`: where its scales are not those of the others, set them
@@ -75,9 +77,8 @@ class SideLosses:
     def _prediction_scale(self, batch: Microbatches, index: int) -> float:
         return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
 
-    def _scalar(self, value: float, device: torch.device | None) -> torch.Tensor:
+    def _scalar(self, value: float, device: torch.device) -> torch.Tensor:
         """On the device, made once per step: Megatron copies a plain number over in every forward, which waits."""
-        key = (value, device or torch.device("cpu"))
-        if key not in self._scalars:
-            self._scalars[key] = torch.full((), value, device=device)
-        return self._scalars[key]
+        if (value, device) not in self._scalars:
+            self._scalars[value, device] = torch.full((), value, device=device)
+        return self._scalars[value, device]

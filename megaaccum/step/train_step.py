@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum.distributed import rng
+from megaaccum.distributed import cpu, rng
 from megaaccum.distributed.agreement import check_agreement, printed_once, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace, traced
-from megaaccum.errors import MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.metrics.observer import Observer
 from megaaccum.model import router_state
 from megaaccum.precision import fp8
 from megaaccum.precision.nonfinite import Findings, Probe
-from megaaccum.schedule.entry import get_forward_backward_func
+from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
-from megaaccum.step.microbatches import Microbatches, shapes_of
+from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.side_losses import SideLosses
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 class StepResult:
     """What one step did; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
 
-    step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over all
-    ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr: that
-    it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped: no
-    rank changed its weights. advanced: its samples count as consumed. sanitized: elements of the gradient set to 0, or
-    micro-batches left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank asked to stop
-    after this step. reports: what loss functions reported, reduced over micro-batches and ranks. per_microbatch: on
-    ranks of the last stage, reports of their own micro-batches. seconds: by phase. traffic: this rank's collectives, by
-    collective, group and dtype. memory: the most bytes that this rank held, by kind.
+    step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
+    all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
+    that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
+    no rank changed its weights. advanced: its samples count as consumed. sanitized: elements of the gradient set to 0,
+    or micro-batches left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank asked to
+    stop after this step. reports: what loss functions reported, reduced over micro-batches and ranks. per_microbatch:
+    on ranks of the last stage, reports of their own micro-batches. seconds: by phase. traffic: this rank's collectives,
+    by collective, group and dtype. memory: the most bytes that this rank held, by kind.
     """
 
     step: int = 0
@@ -69,8 +69,8 @@ class StepResult:
 
     @property
     def num_tokens(self) -> int:
-        """The weight, where it counts tokens."""
-        return round(self.weight)
+        """Unmasked tokens over all ranks: the report of that name, or the weight, where it counts tokens."""
+        return round(self.reports.get("num_tokens", self.weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,10 @@ class TrainStep:
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
-                self._run(self._filled(microbatches), last=True)
+                filled, unknown = self._with_lengths(self._filled(microbatches))
+                if filled.lengths is not None or unknown is not None:
+                    raise_on_all_ranks(_raise, unknown)
+                self._run(filled, last=True)
                 assert self._open is not None
                 self._open.short = short
                 result = self._end(step, stop)
@@ -169,7 +172,8 @@ class TrainStep:
         """Add the gradients of `batch` to the step's. total: N of the whole step, over all ranks and calls, where it is
         known. last: whether the reduction may run inside the last backward, if no further call is expected."""
         with self._observer.watching():
-            self._agree_on_call(batch, total)
+            batch, problem = self._with_lengths(batch)
+            self._agree_on_call(batch, total, problem)
             self._run(batch, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
@@ -240,10 +244,9 @@ class TrainStep:
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
             total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+        elif total is not None:
+            self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
-            self._num_microbatches = (
-                self._num_microbatches or self._plan.batch.num_microbatches * self._groups.dp.size()
-            )
             return Divisor.known(total, reduction_divisor=factor)
         batch = self._plan.batch
         nominal = float(batch.global_batch_size * batch.seq_length) if self.scaler is not None else None
@@ -289,6 +292,9 @@ class TrainStep:
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
         for chunk in self._chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
+        lengths: dict[str, Any] = {}
+        if batch.lengths is not None and isinstance(self._schedule, ForwardBackward):
+            lengths = {"seq_lengths": batch.lengths}  # Megatron's own schedules send the shapes ahead
         self._schedule(
             forward_step_func=forward_step,
             data_iterator=batch.iterators(len(self._chunks)),
@@ -299,6 +305,7 @@ class TrainStep:
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
+            **lengths,
         )
         self._fp8.end_flush()
 
@@ -323,11 +330,14 @@ class TrainStep:
         any rank is raised on every rank."""
         check_agreement(self._digest, num_microbatches=len(microbatches), problem=problem)
         tally = self.forward(self.batch_of(microbatches))
-        total, weight, _ = self._summed(tally)
+        total, weight, *_ = self._summed(tally.sums())
         return total / (weight or 1.0), weight
 
-    def _summed(self, tally: Tally) -> list[float]:
-        sums = torch.stack(self._counted(tally.sums()))
+    def _summed(self, mine: list[torch.Tensor]) -> list[float]:
+        """Sums over the world of what this rank has."""
+        if not mine:
+            return []
+        sums = torch.stack(self._counted(mine))
         torch.distributed.all_reduce(sums)
         return sums.tolist()
 
@@ -345,16 +355,24 @@ class TrainStep:
         count: int | None = None,
         weights: Sequence[float] | None = None,
         expected: float | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Microbatches:
         """`data` as the step takes it. What is known of its micro-batches in advance is asked of the forward step
-        function where that tells (`weights`, `token_weights`)."""
+        function where it has `weights` and `token_weights`. Raises ConfigError for what is missing."""
         function = forward_step_func or self._forward_step_func
-        assert function is not None, "an engine without a forward_step_func has to be given one with each call"
+        if function is None:
+            raise ConfigError("no forward_step_func: give one to initialize, or with the call")
+        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
+            raise ConfigError("data comes from an iterator: give num_microbatches with it")
         plan, first = self._plan.batch, 0 if self._open is None else self._open.num_microbatches
         listed = isinstance(data, Sequence) and count is None
         count = len(data) if listed else count
         assert count is not None
         shapes = shapes_of(data) if listed else []
+        if self._plan.config.batch.variable_seq_lengths and lengths is None:
+            lengths = [length for _, length in shapes] or None
+        if lengths is not None:
+            shapes = [(plan.micro_batch_size, length) for length in lengths]
         tokens = [rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count
         if weights is None and listed and hasattr(function, "weights"):
             weights = function.weights(data)
@@ -367,6 +385,7 @@ class TrainStep:
             weights=weights,
             token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
             expected=expected,
+            lengths=lengths,
         )
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
@@ -383,7 +402,8 @@ class TrainStep:
         any rank."""
         batch = self._plan.batch
         planned = (batch.micro_batch_size, batch.seq_length)
-        rows, length = next((shape for shape in shapes_of(microbatches) if shape != planned), planned)
+        shapes = [] if self._plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
+        rows, length = next((shape for shape in shapes if shape != planned), planned)
         agreed = check_agreement(
             self._digest,
             details=self._plan.facts,
@@ -402,13 +422,34 @@ class TrainStep:
         counts, dp_ranks = agreed.told["num_microbatches"], agreed.told["dp_rank"]
         return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
 
-    def _agree_on_call(self, batch: Microbatches, total: float | None) -> None:
+    def _with_lengths(self, batch: Microbatches) -> tuple[Microbatches, MegaaccumError | None]:
+        """`batch` with the lengths that some stage of this pipeline knows, or why there are none. Collective over the
+        pipeline, where lengths vary."""
+        if not self._plan.config.batch.variable_seq_lengths:
+            return batch, None
+        known = [0] * len(batch) if batch.lengths is None else list(batch.lengths)
+        limits = torch.tensor([known, [-length if length else -self._LONGEST for length in known]], device=cpu.device())
+        torch.distributed.all_reduce(limits, op=torch.distributed.ReduceOp.MAX, group=self._groups.pp)
+        most, least = limits[0].tolist(), (-limits[1]).tolist()
+        longest = self._plan.batch.seq_length
+        if 0 in most:
+            return batch, ConfigError("variable_seq_lengths: no stage of the pipeline knows the lengths: give lengths=")
+        if most != least:
+            return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
+        if max(most) > longest:
+            return batch, ConfigError(f"a micro-batch has {max(most)} tokens, and seq_length is {longest}: raise it")
+        tokens = [self._plan.batch.micro_batch_size * length for length in most]
+        return replace(batch, lengths=most, tokens=tokens), None
+
+    _LONGEST = 2**40
+
+    def _agree_on_call(self, batch: Microbatches, total: float | None, problem: MegaaccumError | None) -> None:
         """Before a flush: all ranks make the same call, with as many micro-batches and the same N."""
         bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
         calls = 0 if self._open is None else len(self._open.calls)
         check_agreement(
             self._digest,
-            problem=self._problem(),
+            problem=problem or self._problem(),
             forward_backward_call=calls + 1,
             num_microbatches=len(batch),
             total_weight=bits,
@@ -426,12 +467,12 @@ class TrainStep:
         self._backend.finish_reduction()
         self._observer.phase("norm")
         tally, zero = opened.tally, self._recovery.zero
-        along = self._counted([*tally.sums(), *self._reports.sums(tally)])
+        along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
         norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
         self._observer.phase("verdict")
-        total, weight, bad, problem, *rest = totals
-        zeroed = 0 if zero is None else int(rest.pop())
+        total, weight, bad, problem, news, *reported = totals
+        zeroed = 0 if zero is None else int(reported.pop())
         if bad or problem:
             self._drop(opened)
             raise_on_all_ranks(_raise, tally.problem)
@@ -445,8 +486,13 @@ class TrainStep:
             norm=norm * factor,
             factor=factor,
             num_zeroed=zeroed,
-            reports=self._reports.reduced(rest),
+            reports=self._reports.reduced(self._sums_of_news(tally) if news else reported),
         )
+
+    def _sums_of_news(self, tally: Tally) -> list[float]:
+        """Sums of all reports, where some have names that other ranks have not heard of yet: in the first step."""
+        self._reports.learn(tally)
+        return self._summed(self._reports.sums(tally))
 
     def gradient(self, microbatches: Sequence[Any]) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
@@ -483,7 +529,7 @@ class TrainStep:
         self._fp8.restore(before.fp8)
 
 
-def _raise(problem: StepError | None) -> None:
+def _raise(problem: MegaaccumError | None) -> None:
     if problem is not None:
         raise problem
 

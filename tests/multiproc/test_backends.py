@@ -81,6 +81,13 @@ def test_fsdp2_engine():
     )
 
 
+def test_one_microbatch():
+    """Nothing has gone forward yet when its backward is told to be the last."""
+    check([Case(4, "--pp_microbatches 1 " + each) for each in ("", "--sync streaming", "--backend megatron")])
+    fsdp2 = "--pp_microbatches 1 --backend fsdp2 "
+    check([Case(4, fsdp2 + each) for each in ("", "--sync streaming", "--data_parallel_replicas 2")])
+
+
 def test_megatron():
     check(
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import shutil
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
+from tests.support import no_gradient
 from tests.support.parity import Case, Rig
 
 CASE = Case(
@@ -49,6 +51,11 @@ class Run(Rig):
             for piece in self.backend.state()
             for kind, tensor in piece.tensors.items()
         }
+
+    def loss(self) -> float:
+        """Of the batch of step 5."""
+        first = 5 * self.plan.batch.global_batch_size
+        return self.train_step.evaluate(self.microbatches(first))[0]
 
     def load(self, folder: Path) -> Progress:
         from megaaccum.checkpoint import save_load
@@ -117,6 +124,45 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
 def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path, case):
     for outcome in run_ranks(written_while_training, 2, str(tmp_path), case):
         assert outcome == (True, True, True, "step_0000002", 2)
+
+
+BACKENDS = ("", "--sync streaming", "--zero_stage 2", "--zero_stage 1 --bf16", "--backend fsdp2", "--backend megatron",
+            "--backend ddp")  # fmt: skip
+
+
+def frozen_move(folder: str) -> list[tuple[str, float, float]]:
+    """(backend, loss, loss after a resume) of a half-frozen model whose frozen weights are not those of the seed, saved
+    at dp 2 and resumed at pp 2 by the next backend of the list."""
+    from megaaccum.checkpoint import save_load
+    from megaaccum.model import gpt
+
+    no_gradient.changed(no_gradient.frozen)
+    found = []
+    for number, backend in enumerate(BACKENDS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpt, "initialize", functools.partial(and_moved, gpt.initialize))
+            run = Run.of(Case(2, "--pp_microbatches 4 " + backend, "--num_layers 4"))
+        run.step(1)
+        save_load.save(f"{folder}/{number}", run.backend, run.groups, progress(1), keep_last=1)
+        loss = run.loss()
+        following = BACKENDS[(number + 1) % len(BACKENDS)]
+        other = Run.of(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 " + following, "--num_layers 4"))
+        other.load(Path(folder, str(number)))
+        found.append((f"{backend} > {following}", loss, other.loss()))
+    return found
+
+
+def and_moved(initialize, chunk, *args, **kwargs) -> None:
+    """Draw the weights, and move each of them."""
+    initialize(chunk, *args, **kwargs)
+    for param in chunk.parameters():
+        param.data.add_(0.01)
+
+
+def test_frozen_weights_are_in_every_backend_s_checkpoint(tmp_path):
+    for moves in run_ranks(frozen_move, 2, str(tmp_path), timeout=120):
+        for backends, loss, resumed in moves:
+            assert resumed == pytest.approx(loss, rel=5e-3 if "bf16" in backends else 1e-6), backends
 
 
 def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str, int]:

@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.testing import run_ranks
+from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import check, problems
+from tests.support.faults import Fault
 from tests.support.parity import Case, Gradient, Rig, gradient
 
 MODEL = (
@@ -39,6 +41,16 @@ def test_four_ranks():
             Case(4, EP + TP, MODEL),
         ]
     )
+
+
+def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it():
+    """Its tokens are in the gradients of experts on the other rank, too."""
+    case = Case(2, EP + "--pp_microbatches 4 --nonfinite drop_microbatch", MODEL)
+    ranks = [done for (done,) in run_ranks(attempts, 2, [case], [Fault(1, 1)])]
+    assert [result.sanitized for _, result in ranks] == [1, 1]
+    assert all("micro-batch 1 of data-parallel rank 1: first in" in result.note for _, result in ranks)
+    rest = tuple(index for index in range(8) if index != 3)  # micro-batch m of rank r is sequence 2 * m + r
+    assert problems(case, [gradient for gradient, _ in ranks], rest) == []
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

@@ -85,14 +85,15 @@ def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
     from megaaccum.step import train_step
 
-    def keeping_tokens(self, microbatches, dummies=frozenset()):
-        return real(self, originals or microbatches)
+    whole: list[tuple[float, int]] = []
 
-    real, originals = train_step.TrainStep._divisor, []
-    with patch.object(train_step.TrainStep, "_divisor", keeping_tokens):
-        rig = Rig.of(case)
-        originals += rig.microbatches()
-        return attempt(rig, DROPPED)[0]
+    def keeping_tokens(weights, count, group):
+        whole.append(total_weight(weights, count, group))
+        return whole[0]
+
+    total_weight = train_step.total_weight
+    with patch.object(train_step, "total_weight", keeping_tokens):
+        return attempt(Rig.of(case), DROPPED)[0]
 
 
 def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():
@@ -110,6 +111,30 @@ def test_a_fault_that_does_not_come_back_drops_nothing():
         assert its_result.skipped
         assert skipped.parts == {}
         assert "every micro-batch is finite when it runs again" in its_result.note
+
+
+def without_a_token(case: Case, masked: bool, faults: list[Fault]) -> tuple[list[str], list[object]]:
+    """What a step changes in which no token counts, behind one that is taken, and the two results."""
+    rig = Rig.of(case)
+    results: list[object] = [rig.train(step=1)]
+    before = state_of(rig.backend) | weights(rig.backend, rig.chunks)
+    batches = rig.microbatches()
+    if masked:
+        batches = [{**each, "loss_mask": torch.zeros_like(each["loss_mask"])} for each in batches]
+    with injected(faults, rig.chunks):
+        results.append(rig.train_step.train(batches, step=2))
+    return differences(before, state_of(rig.backend) | weights(rig.backend, rig.chunks)), results
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "dropped"])
+def test_a_step_without_a_token_changes_nothing(masked):
+    """Weight decay and Adam's moments would else move the weights; also where no finite micro-batch is left."""
+    case = Case(2, "--pp_microbatches 2 --nonfinite drop_microbatch")
+    faults = [] if masked else [Fault(rank, index, value=NAN) for rank in range(2) for index in range(2)]
+    for changed, (taken, empty) in run_ranks(without_a_token, 2, case, masked, faults):
+        assert not taken.skipped
+        assert (changed, empty.skipped, empty.num_tokens) == ([], True, 0)
+        assert ("every token of the step is masked" if masked else "not finite") in empty.note
 
 
 # --- zero ------------------------------------------------------------------------------------------------------------

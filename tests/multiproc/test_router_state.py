@@ -102,6 +102,7 @@ def build(flags: str) -> str:
         ("--multi_latent_attention --position_embedding_type rope", "multi_latent_attention needs Transformer Engine"),
         ("--num_experts 4", "add_bias_linear needs Transformer Engine"),
         ("--num_experts 4 --disable_bias_linear", "was built"),
+        ("--recompute_granularity selective --recompute_modules core_attn layernorm", "layernorm, which needs Tran"),
     ],
 )
 def test_what_megatron_s_own_layers_cannot_do_is_refused_by_name(flags, named):

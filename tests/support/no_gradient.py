@@ -26,6 +26,13 @@ def frozen(chunks) -> None:
             param.requires_grad_(False)
 
 
+def frozen_stage(chunks) -> None:
+    """The first half of the model: with two pipeline ranks, all that the first one has."""
+    for name, param in named(chunks):
+        if name.startswith(("embedding.", "decoder.layers.0.", "decoder.layers.1.")):
+            param.requires_grad_(False)
+
+
 def unused(chunks) -> None:
     """A parameter in each layer that no forward reads."""
     for chunk in chunks:

@@ -137,6 +137,7 @@ class Rig:
         from megaaccum import sharding
         from megaaccum.distributed import groups
         from megaaccum.model import gpt
+        from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.step.train_step import TrainStep
         from megaaccum.training import optimizer
 
@@ -145,7 +146,10 @@ class Rig:
         built = groups.build(plan.layout, timeout_minutes=1)
         chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
         backend = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
-        return cls(case, plan, built, chunks, backend, TrainStep(plan, built, chunks, backend))
+        forward_step = GptForwardStep(built, plan.batch.loss_norm)
+        return cls(
+            case, plan, built, chunks, backend, TrainStep(plan, built, chunks, backend, forward_step, reports=REPORTS)
+        )
 
     def microbatches(self, first: int = 0) -> list[dict[str, torch.Tensor]]:
         """This rank's part of the global batch that starts at sample `first`."""
@@ -232,17 +236,17 @@ def scaled_backward(chunk, plan, batch: dict[str, torch.Tensor], scale: float) -
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    assert plan.batch.loss_norm == "token"
     size, total = plan.batch.micro_batch_size, batch["loss_mask"].sum()
     parts = [
         {name: each[at : at + size] for name, each in batch.items()} for at in range(0, len(batch["tokens"]), size)
     ]
     for part in parts:
         mask = part["loss_mask"]
+        divisor = total if plan.batch.loss_norm == "token" else len(parts) * mask.sum().clamp(min=1)
         losses = chunk(part["tokens"], part["position_ids"], None, labels=part["labels"], loss_mask=mask)
         losses = losses if losses.dtype is torch.float64 else losses.float()
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale / total))
-        loss = (losses * part["loss_mask"].to(losses.dtype)).sum() / total
+        MTPLossAutoScaler.set_loss_scale(scale / divisor)
+        loss = (losses * mask.to(losses.dtype)).sum() / divisor
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (len(parts) * size * SEQ)))
         (loss * scale).backward()
         yield float(loss)

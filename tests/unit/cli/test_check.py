@@ -45,6 +45,23 @@ def run_yaml(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--bf16", "gradients added in fp32 and reduced in fp32, optimizer in fp32"),
+        ("--bf16 --grad_accum_dtype bf16", "gradients added in bf16 and reduced in fp32, optimizer in fp32"),
+        ("--bf16 --backend fsdp2 --grad_reduce_dtype bf16", "added in bf16 and reduced in bf16, optimizer in fp32"),
+        ("--bf16 --backend megatron --grad_reduce_dtype bf16", "added in bf16 and reduced in bf16, optimizer in fp32"),
+        ("--backend megatron --grad_reduce_dtype bf16", "added in fp32 and reduced in fp32, optimizer in fp32"),
+        ("--bf16 --backend ddp", "added in bf16 and reduced in bf16, optimizer in bf16: torch DDP keeps no FP32"),
+        ("--params_dtype fp64 --backend ddp", "added in fp64 and reduced in fp64, optimizer in fp64\n"),
+    ],
+)
+def test_the_precision_of_sums_is_that_of_the_backend(run_yaml, capsys, flags, words):
+    assert check.main([run_yaml, "--world-size", "4", *flags.split()]) == 0
+    assert words in capsys.readouterr().out
+
+
 def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([run_yaml, "--world-size", "4"]) == 0
     text = capsys.readouterr().out
