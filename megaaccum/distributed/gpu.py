@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.distributed import cpu
-from megaaccum.schedule.simulate import BY_MEGATRON
+from megaaccum.schedule.simulate import by_executor
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -37,7 +37,7 @@ def prepare(plan: Plan) -> None:
 def defaults(plan: Plan) -> dict[str, str]:
     """Variables for this plan where the environment has none."""
     chosen = {} if _OLD_ALLOCATOR in os.environ else {ALLOCATOR: "expandable_segments:True"}
-    if plan.layout.schedule not in BY_MEGATRON | {"none"}:
+    if by_executor(plan.layout.schedule):
         chosen[QUEUES] = "32"
     return chosen
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from megaaccum.metrics.memory import HighWater
-from megaaccum.schedule.simulate import BY_MEGATRON
+from megaaccum.schedule.simulate import by_executor
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -123,7 +123,7 @@ class ShardingBackend(Protocol):
 
 def splits_backward(plan: Plan) -> bool:
     """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-    return plan.layout.schedule not in BY_MEGATRON | {"none"}
+    return by_executor(plan.layout.schedule)
 
 
 @runtime_checkable

@@ -474,7 +474,7 @@ class _ForwardStep:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
 
-        return get_batch_on_this_cp_rank(batch, cp_group=self._cp)
+        return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._cp)
 
 
 def _weigh_side_losses(output: torch.Tensor, config, weight: float) -> None:

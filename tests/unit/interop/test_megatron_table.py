@@ -86,6 +86,8 @@ def test_a_refused_flag_is_accepted_at_megatrons_default_and_no_other(oracle):
 # Megatron-LM's defaults that megaaccum's own differ from, where a launch script may leave the flag out.
 OTHER_DEFAULTS = {
     "transformer_impl": "auto takes Transformer Engine where it can run",
+    "attention_backend": "auto, by the name of an enumeration's member",
+    "gradient_accumulation_fusion": "needs the buffers of Megatron's DDP, which backend megatron alone has",
     "moe_token_dispatcher_type": "how tokens travel; the sum is the same",
     "loss_norm": "token weighs every token alike",
     "split": "validate_args fills in 969, 30, 1",
