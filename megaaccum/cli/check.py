@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from megaaccum import units
 from megaaccum.config import resolve
-from megaaccum.config.load import read
 from megaaccum.config.plan import Plan
-from megaaccum.config.schema import Config
+from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.data.sources import vocab_size
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
+from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.interop.load import read
 from megaaccum.model.param_count import count_parameters
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
@@ -86,7 +88,7 @@ def run(
         raise ConfigError(problems)
     sections = [_layout(plan, source), _batch(plan), _schedule(plan), _model(plan), _sharding(plan), _notes(plan)]
     if with_json:
-        sections.append(("DeepSpeed is given", json.dumps(plan.deepspeed_config(), indent=2).splitlines()))
+        sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
 
 
@@ -212,9 +214,9 @@ def _model(plan: Plan) -> _Section:
         return "Model", [*lines, f"parameters: unknown before the vocabulary is ({source})"]
     count = count_parameters(plan.config, rows)
     lines.append(f"vocabulary {rows:,} ({source})")
-    lines.append(f"parameters {_amount(count.total)} ({count.total:,})")
+    lines.append(f"parameters {units.rounded(count.total)} ({count.total:,})")
     if count.active != count.total:
-        lines.append(f"parameters that one token meets {_amount(count.active)} ({count.active:,})")
+        lines.append(f"parameters that one token meets {units.rounded(count.active)} ({count.active:,})")
     return "Model", lines
 
 
@@ -226,13 +228,6 @@ def _vocabulary(config: Config) -> tuple[int | None, str]:
         return vocab_size(config), "the tokenizer's"
     except DataError as error:
         return None, str(error)
-
-
-def _amount(number: int) -> str:
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return str(number)
 
 
 def _sharding(plan: Plan) -> _Section:
@@ -257,11 +252,26 @@ def _sharding(plan: Plan) -> _Section:
     return "Sharding", [
         who[sharding.backend],
         f"sync {sharding.sync}: {when[sharding.sync]}",
-        f"parameters {sharding.params_dtype}, gradients added in {sharding.grad_accum_dtype}"
-        f" and reduced in {sharding.grad_reduce_dtype}",
+        _precisions(sharding),
         *_fp8(plan),
         *_policies(plan),
     ]
+
+
+def _precisions(sharding: ShardingConfig) -> str:
+    """In what the backend adds gradients of micro-batches, reduces them over ranks, and steps."""
+    params = sharding.params_dtype
+    added, reduced, stepped = sharding.grad_accum_dtype, sharding.grad_reduce_dtype, sharding.optimizer_dtype
+    if sharding.backend == "ddp" or params == "fp64":
+        added = reduced = stepped = params  # type: ignore[assignment]
+    elif sharding.backend == "fsdp2":
+        added = reduced
+    elif sharding.backend == "megatron":
+        added = reduced = "fp32" if reduced == "fp32" else params  # type: ignore[assignment]
+    text = f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
+    if sharding.backend == "ddp" and params == "bf16":
+        text += ": torch DDP keeps no FP32 sums or masters, so small gradients and updates round to nothing"
+    return text
 
 
 def _fp8(plan: Plan) -> list[str]:
@@ -301,7 +311,7 @@ def _policies(plan: Plan) -> list[str]:
     for row in sync_mode.Forecast(plan, rows).every():
         mark = " (chosen)" if row.mode == footprint.chosen(plan) else ""
         shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
-        cells = [sync_mode.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
+        cells = [units.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
         moved, held, *kinds, rest = cells
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
         lines.append(f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}")

@@ -9,15 +9,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.config.load import load
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
+from megaaccum.interop.load import load
 from megaaccum.planner import emit, report
 from megaaccum.planner.hardware import Hardware, load_hardware
 from megaaccum.planner.search import RANKINGS, Ranked, search
 from megaaccum.planner.space import Limits
 from megaaccum.planner.why_not import parse_axes, why_not
 from megaaccum.planner.workload import make_workload
+from megaaccum.units import GIB
 
 _DESCRIPTION = """\
 Predict memory and step time of every legal layout of a configuration, and rank those that fit. What the file says about
@@ -126,7 +127,7 @@ def _write(ranked: Ranked, index: int, path: Path) -> None:
     """Write a row's configuration, with what is predicted for it."""
     work = ranked.workload
     comment = (
-        f"Planned for {work.hardware.name}: {ranked.memory.total[index] / 2**30:.1f} GiB on the most loaded rank,"
+        f"Planned for {work.hardware.name}: {ranked.memory.total[index] / GIB:.1f} GiB on the most loaded rank,"
         f" {ranked.time.total[index]:.3g} s per step (predicted)."
     )
     emit.write(work, ranked.name_of(index), path, comment=comment)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.distributed import launch, preload
 from megaaccum.errors import ConfigError
+from megaaccum.interop.load import load
 from megaaccum.training.run_folder import check_folders
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ def main(argv: Sequence[str]) -> int:
     argv, port = _take(argv, "--master_port")
     if "RANK" in os.environ:
         return _train(_plan_of_this_rank(argv))
-    return _launch(argv, configuration.load(*_config_path(argv)), int(port or 0))
+    return _launch(argv, load(*_config_path(argv)), int(port or 0))
 
 
 def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
     """The plan, on a rank that a launcher started."""
     try:
-        config = configuration.load(*_config_path(argv))
+        config = load(*_config_path(argv))
         return configuration.resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
     except ConfigError as error:
         error.printed_by = "one rank per host"  # they have read the same file and the same command line

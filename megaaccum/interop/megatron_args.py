@@ -17,6 +17,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.interop.megatron_reading import Given, Reading, Unresolved
 from megaaccum.interop.megatron_rules import RULES
 from megaaccum.interop.megatron_table import Family, Flag, Treatment, flags, spelling
+from megaaccum.interop.shell import ShellError, read_words
 
 
 def parse(
@@ -68,8 +69,6 @@ def read_argument_file(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, is not closed (quotes, parentheses), or holds no flags.
     """
-    from megaaccum.interop.shell import ShellError, read_words
-
     try:
         text = Path(path).read_text(encoding="utf-8")
         return read_words(text)

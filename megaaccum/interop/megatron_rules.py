@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum.errors import either, nearest_multiples
+from megaaccum.interop.deepspeed_json import read_json
 from megaaccum.interop.megatron_reading import Reading
 
 
@@ -249,11 +250,9 @@ def fork_recompute(reading: Reading) -> None:
 
 def deepspeed(reading: Reading) -> None:
     """DeepSpeed's JSON, the ZeRO stage, and Megatron-DeepSpeed's switch for no pipeline."""
-    from megaaccum.config.source import read_deepspeed_json
-
     if given := reading.given.get("--deepspeed_config"):
         path = Path(reading.base_dir, given.values[0])
-        block = read_deepspeed_json(path, given.written, reading.problems)
+        block = read_json(path, given.written, reading.problems)
         if block is not None:
             reading.values["deepspeed"] = block
     stage = reading.number("--zero-stage")

@@ -22,13 +22,16 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megaaccum import upstream
+from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
-from megaaccum.model import layers
+from megaaccum.model import layers, recompute
 from megaaccum.model.attention import with_fused_attention
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
 from megaaccum.model.local_norm import with_own_norms
+from megaaccum.model.names import as_in_local_layers, over_stages
+from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 
 if TYPE_CHECKING:
@@ -37,52 +40,21 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-# Fields of ModelConfig that a TransformerConfig holds under the same name and meaning.
-_SAME_NAME = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups kv_channels normalization "
-    "add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std recompute_granularity "
-    "recompute_method recompute_num_layers recompute_modules moe_layer_freq moe_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size moe_router_topk moe_router_load_balancing_type moe_router_score_function "
-    "moe_router_dtype moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
-    "moe_router_enable_expert_bias moe_router_pre_softmax moe_aux_loss_coeff moe_z_loss_coeff "
-    "moe_token_dispatcher_type moe_grouped_gemm mtp_num_layers mtp_loss_scaling_factor"
-).split()
-_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_base")
-
 
 def layers_of(plan: Plan) -> Layers:
     """The layers that this machine builds the model of."""
-    from megatron.core.extensions import transformer_engine
-
     on_gpu = cpu.has_accelerator()
-    return layers.choose(plan.config, has_te=on_gpu and bool(transformer_engine.HAVE_TE), on_gpu=on_gpu)
+    return layers.choose(plan.config, has_te=on_gpu and upstream.has_transformer_engine(), on_gpu=on_gpu)
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
     """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
-    model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
-    dtype = DTYPES[sharding.params_dtype or "fp32"]
+    model, layout = plan.config.model, plan.layout
+    dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
     on_gpu, made_of = cpu.has_accelerator(), layers_of(plan)
-    keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
-    keys |= dict(
-        layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.swiglu,
+    keys = _core_keys(plan) | dict(
         activation_func=_activation(model),
-        num_moe_experts=model.num_experts,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        sequence_parallel=plan.config.parallel.sequence_parallel,
-        num_layers_in_first_pipeline_stage=plan.config.parallel.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=plan.config.parallel.decoder_last_pipeline_num_layers,
-        pipeline_model_parallel_layout=plan.config.parallel.pipeline_model_parallel_layout,
-        microbatch_group_size_per_vp_stage=plan.config.parallel.microbatch_group_size_per_vp_stage,
-        overlap_p2p_comm=bool(plan.config.parallel.overlap_p2p_comm),
-        batch_p2p_comm=bool(plan.config.parallel.batch_p2p_comm),
-        overlap_moe_expert_parallel_comm=plan.config.parallel.overlap_moe_expert_parallel_comm,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -90,7 +62,6 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # step/loss.py divides, and nothing else: this tells Megatron's schedules not to.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        deterministic_mode=plan.config.sharding.deterministic,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
@@ -104,10 +75,13 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     if model.multi_latent_attention:
         # Megatron-core's default here is YaRN stretched by 40, whatever position_embedding_type says.
-        keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True, "rope_type": "rope"}
+        keys |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
-    keys |= _fp8(plan) | _fusions(plan, made_of, on_gpu)
+    keys |= _fusions(plan, made_of, on_gpu)
+    if model.moe_router_load_balancing_type == "global_aux_loss":
+        # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
+        keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
     try:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
@@ -120,7 +94,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
 
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
     """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
-    somebody set and that cannot be honoured is refused by `_check_kernels`."""
+    somebody set and that cannot be honoured is refused by `_check_local_layers`."""
     model = plan.config.model
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
@@ -136,20 +110,20 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
         apply_rope_fusion=rope and on_gpu and not made_of.local
         if model.apply_rope_fusion is None
         else model.apply_rope_fusion,
-        cross_entropy_loss_fusion=model.cross_entropy_loss_fusion,
-        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
-        moe_permute_fusion=model.moe_permute_fusion,
-        moe_router_fusion=model.moe_router_fusion,
     )
 
 
-def _fp8(plan: Plan) -> dict[str, object]:
-    """Megatron's keys of FP8."""
-    keys = plan.config.quantization
-    if keys.fp8_format is None:
-        return {}
-    same = (field.name for field in fields(keys) if field.name != "fp8_format")
-    return {"fp8": keys.fp8_format} | {name: getattr(keys, name) for name in same}
+def _core_keys(plan: Plan) -> dict[str, object]:
+    """Megatron's name and the value of every key that a TransformerConfig has (`Facts.core`)."""
+    model, quantization = plan.config.model, plan.config.quantization
+    left_out = set() if model.multi_latent_attention else set(that_need("multi_latent_attention"))
+    if quantization.fp8_format is None:
+        left_out |= {field.name for field in fields(quantization)}
+    return {
+        core_name: value(plan.config, name)
+        for name, key in all_keys().items()
+        if (core_name := key.facts.core_name(name)) and name not in left_out
+    }
 
 
 def _check_fp8(plan: Plan) -> None:
@@ -168,8 +142,15 @@ def _check_fp8(plan: Plan) -> None:
 
 
 def _check_te_layers(plan: Plan) -> None:
-    """What Transformer Engine's layers, where they are what `auto` becomes here, would do otherwise than asked for."""
-    if plan.config.data.reset_attention_mask and not layers_of(plan).local:
+    """What Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
+    if layers_of(plan).local:
+        return
+    if not upstream.has_transformer_engine():
+        raise ConfigError(
+            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, and one is missing here"
+            " (`megaaccum doctor` says which): set transformer_impl to auto."
+        )
+    if plan.config.data.reset_attention_mask:
         raise ConfigError(
             "reset_attention_mask: Transformer Engine's attention ignores the mask under Megatron-core, so documents"
             " would attend to each other. Set transformer_impl to local (torch's fused attention, which reads it), or"
@@ -200,6 +181,13 @@ def _check_local_layers(plan: Plan) -> None:
     for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
         if getattr(model, name):
             problems.append(f"{name} is a kernel of Transformer Engine's layers, and {here}. Leave it out.")
+    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
+    if model.recompute_granularity == "selective" and recomputed:
+        names = ", ".join(sorted(recomputed))
+        problems.append(
+            f"recompute_modules names {names}, which needs Transformer Engine's layers, and {here}. Leave it out:"
+            " core_attn and mlp are recomputed by any layers."
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -231,6 +219,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
+        recompute.prepare(chunk)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
@@ -322,39 +311,15 @@ def global_name(chunk: GPTModel, local_name: str) -> str:
     """A parameter's name in the whole model, the same whatever layers hold it: that of Megatron's local layers, with
     layers numbered over all stages and experts over all expert-parallel ranks. The head's copy of a tied embedding has
     the embedding's name."""
-    local_name = _as_in_local_layers(local_name)
+    if isinstance(chunk, TorchChunk):
+        return local_name.removeprefix("module.")
+    local_name = as_in_local_layers(local_name)
     if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
         expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[2])]  # type: ignore[union-attr, index]
         local_name = f"{match[1]}.experts.local_experts.{expert}.{match[3]}"
-    if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     return over_stages(chunk, local_name)
-
-
-_IN_LOCAL_LAYERS = {
-    r"self_attention\.linear_qkv\.layer_norm_": "input_layernorm.",
-    r"self_attention\.linear_q_up_proj\.layer_norm_": "self_attention.q_layernorm.",
-    r"self_attention\.linear_kv_up_proj\.layer_norm_": "self_attention.kv_layernorm.",
-    r"mlp\.linear_fc1\.layer_norm_": "pre_mlp_layernorm.",
-    r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$": r"experts.local_experts.\3.\1.\2",
-}
-"""What Transformer Engine's layers fuse, a norm with the matrix behind it and the experts of a rank, by the names that
-the parts have in Megatron's local layers."""
-
-
-def _as_in_local_layers(name: str) -> str:
-    for fused, parts in _IN_LOCAL_LAYERS.items():
-        name = re.sub(fused, parts, name)
-    return name
-
-
-def over_stages(chunk: GPTModel, local_name: str) -> str:
-    """A name in a chunk with its layer numbered over all stages, and nothing else changed."""
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
-    if not match:
-        return local_name
-    layer = chunk.decoder.layers[int(match[1])]
-    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -15,8 +15,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.planner.comm import Links
 from megaaccum.planner.compute import Device, Efficiency
 from megaaccum.planner.memory import Usage
-
-GIB = 2**30
+from megaaccum.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from rich.table import Table
 from megaaccum.config.batch import BatchPlan
 from megaaccum.model.flops import step_flops
 from megaaccum.planner.emit import checked, planned_keys
-from megaaccum.planner.hardware import GIB
 from megaaccum.planner.memory import KINDS
 from megaaccum.planner.search import Ranked
+from megaaccum.units import GIB
 
 _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
+from megaaccum.schedule.table import read_csv
+from megaaccum.schedule.validate import validate
 
 Table = Sequence[Sequence[Item]]
 """What each rank does, in order."""
@@ -65,8 +67,6 @@ def entry(name: str) -> Entry:
 
 
 def _entry_of_file(path: str) -> Entry:
-    from megaaccum.schedule.table import read_csv
-
     stored = read_csv(path)
     if stored.placement is None:
         raise ScheduleError(
@@ -137,8 +137,6 @@ def build(
 
 
 def _validated(schedule: Schedule) -> Schedule:
-    from megaaccum.schedule.validate import validate
-
     validate(schedule)
     return schedule
 

@@ -48,6 +48,10 @@ class Costs:
         """Durations of a rank's whole work on one micro-batch, spread evenly over its `chunks`."""
         return cls(forward=forward / chunks, input_grad=input_grad / chunks, weight_grad=weight_grad / chunks, p2p=p2p)
 
+    def by_stage(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
+        """F, I and W of each stage. Raises ScheduleError where they are given for another number of stages."""
+        return tuple(_each(each, num_stages) for each in (self.forward, self.input_grad, self.weight_grad))  # type: ignore[return-value]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
@@ -97,9 +101,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: Costs, early_send: bool):
         stages = schedule.num_stages
         self.schedule, self.p2p, self.early_send = schedule, costs.p2p, early_send
-        self.forward = _each(costs.forward, stages)
-        self.input_grad = _each(costs.input_grad, stages)
-        self.weight_grad = _each(costs.weight_grad, stages)
+        self.forward, self.input_grad, self.weight_grad = costs.by_stage(stages)
         self.fused = None if costs.fused is None else _each(costs.fused, stages)
         slots = stages * schedule.num_microbatches
         # When the forward / the input gradient of (stage, micro-batch) is done; -1 is not yet.

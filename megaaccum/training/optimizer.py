@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed import cpu
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
 from megaaccum.training import lr_schedule
 
@@ -15,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
-    """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms)."""
+    """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms).
+
+    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train.
+    """
     optimizer = plan.config.optimizer
-    groups = lr_schedule.param_groups(list(gpt.named_parameters(chunks)), optimizer.weight_decay)  # type: ignore[arg-type]
+    groups = raise_on_all_ranks(_trained, plan, chunks)
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
@@ -25,6 +30,19 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
+    """The groups; none of the backends starts on ranks without any."""
+    named = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+    groups = lr_schedule.param_groups(named, plan.config.optimizer.weight_decay)
+    if not groups:
+        raise ConfigError(
+            f"all {len(named)} parameters of this pipeline rank are frozen, and each rank has to train some: give it a"
+            " trained layer as well (decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers), or set"
+            f" pipeline_model_parallel_size {plan.layout.pp} lower."
+        )
+    return groups
 
 
 def _takes_fused(plan: Plan) -> bool:

@@ -20,6 +20,7 @@ from megaaccum.upstream.fsdp2 import (
 )
 from megaaccum.upstream.megatron import (
     has_fused_softmax,
+    has_transformer_engine,
     is_parallel_linear,
     linear_forward,
     megatron_adopt,
@@ -67,6 +68,7 @@ __all__ = [
     "fsdp2_tensors",
     "fsdp2_units",
     "has_fused_softmax",
+    "has_transformer_engine",
     "in_backward",
     "is_parallel_linear",
     "linear_forward",

@@ -24,6 +24,13 @@ def check() -> list[str]:
     return problems
 
 
+def has_transformer_engine() -> bool:
+    """Whether Megatron-core found Transformer Engine when it was imported."""
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
+
+
 def has_fused_softmax() -> bool:
     """Whether apex's kernels are here that Megatron-core's fused softmax imports where it is used (0.19:
     FusedScaleMaskSoftmax.is_kernel_available)."""

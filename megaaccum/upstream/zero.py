@@ -149,6 +149,7 @@ class Zero3:
     def __init__(self, engine):
         self.optimizer = engine.optimizer
         self.params = [param for param in engine.module.parameters() if param.requires_grad]
+        self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         _remove_hooks(self.optimizer)
         _leave_verdict_to_us(self.optimizer)
         self.optimizer.parameter_offload._remove_module_hooks()
@@ -195,14 +196,19 @@ class Zero3:
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
         """(parameter, offset of this rank's part, flat views {"param": FP32 master, "exp_avg": ..., "exp_avg_sq": ...})
-        of everything that training changes. Moments that do not exist yet are made, as zeros."""
+        of everything that training changes. Moments that do not exist yet are made, as zeros. Of a frozen parameter,
+        {"param": weight}."""
         for param in self.params:
             group, position, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
             flat, (start, count) = self.optimizer.fp32_partitioned_groups_flat[group], self._own[id(param)]
             yield param, start, views(self.optimizer.optimizer, flat, position, count)
+        for param in self._frozen:
+            start, count = _own_part(param)
+            yield param, start, {"param": param.ds_tensor.detach().view(-1)[:count]}  # type: ignore[attr-defined]
 
     def adopt_state(self, num_steps: int) -> None:
         """Take what was written into the views of `state` as the weights after `num_steps` optimizer steps."""
+        self.release([param for param in self._frozen if self.is_whole(param)])
         set_adam_step(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat, num_steps)
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -364,7 +370,7 @@ class Zero12:
             yield from read(group)
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
-        """As Zero3.state."""
+        """As Zero3.state, of what is trained; frozen parameters are whole on every rank."""
         for group, flat in enumerate(self.optimizer.single_partition_of_fp32_groups):
             rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
             starts = self.optimizer.grad_start_offset[group][rank]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support import whole_runs
 from tests.support.data_samples import write_pair
@@ -212,7 +213,7 @@ def place_of_a_sample(argv: list[str]) -> tuple[int, int]:
     from megaaccum.data.dataset import build_datasets
     from megaaccum.data.indexed import open_pair
 
-    plan = config.resolve(config.load(None, argv), world_size=2)
+    plan = config.resolve(load(None, argv), world_size=2)
     train, ids = build_datasets(plan).train, open_pair(plan.config.data.data_path[0]).ids
     for index in range(2 * plan.batch.global_batch_size, plan.config.run.train_iters * plan.batch.global_batch_size):
         tokens = train[index]["tokens"].numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 from megaaccum.schedule.simulate import by_executor
@@ -107,9 +108,6 @@ def kernels(subject: Subject) -> Iterator[str]:
             "apply_rope_fusion rotates heads of plain attention, and this model has"
             f" {'multi_latent_attention' if model.multi_latent_attention else 'no rope'}: leave it out."
         )
-    for name in ("moe_permute_fusion", "moe_router_fusion"):
-        if getattr(model, name) and model.num_experts is None:
-            yield f"{name} is for experts, and num_experts is not set: leave it out."
     te_only = [
         name for name in ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion") if getattr(model, name)
     ]
@@ -119,14 +117,14 @@ def kernels(subject: Subject) -> Iterator[str]:
 
 def latent_keys(subject: Subject) -> Iterator[str]:
     """Keys of multi-latent attention do nothing without it."""
-    names = subject.given("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    names = subject.given(*that_need("multi_latent_attention"))
     if names and not subject.model.multi_latent_attention:
         yield f"{', '.join(names)} only count with multi_latent_attention: set it to true, or leave them out."
 
 
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
-    model, written = subject.model, subject.given("recompute_method", "recompute_num_layers", "recompute_modules")
+    model, written = subject.model, subject.given(*that_need("recompute_granularity"))
     if model.recompute_granularity is None:
         if written:
             yield f"{', '.join(written)} needs recompute_granularity: set it to full or selective."
@@ -149,6 +147,11 @@ def recompute_modules(subject: Subject) -> Iterator[str]:
     for name in modules:
         if name not in RECOMPUTE_MODULES:
             yield f"recompute_modules names {name!r}: it must be among {', '.join(RECOMPUTE_MODULES)}."
+    if "layernorm" in modules and model.transformer_impl == "local":
+        yield (
+            "recompute_modules names layernorm, which needs Transformer Engine's layers, and transformer_impl is local:"
+            " leave layernorm out, or set transformer_impl to auto."
+        )
     if "moe_act" in modules and not model.moe_grouped_gemm:
         yield "recompute_modules names moe_act, which needs moe_grouped_gemm: set it to true, or leave moe_act out."
     if "mla_up_proj" in modules and not model.multi_latent_attention:
@@ -165,8 +168,8 @@ def prediction(subject: Subject) -> Iterator[str]:
     if model.mtp_num_layers and cp > 1:
         yield (
             f"mtp_num_layers {model.mtp_num_layers} with context_parallel_size {cp}: Megatron-core weighs the"
-            " prediction loss by each context-parallel rank's own tokens, so that the gradient would depend on the cut. Set"
-            " context_parallel_size to 1, or leave mtp_num_layers out."
+            " prediction loss by each context-parallel rank's own tokens, so that the gradient would depend on the cut."
+            " Set context_parallel_size to 1, or leave mtp_num_layers out."
         )
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "mtp_num_layers needs position_embedding_type rope or none, not learned_absolute: set it to rope."

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.config import load, resolve
+from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
+from megaaccum.interop.load import load
 from megaaccum.interop.megatron_args import parse, read_argument_file, read_flags
 from megaaccum.interop.megatron_reading import Unresolved
 from megaaccum.interop.megatron_table import flags

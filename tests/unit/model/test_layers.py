@@ -12,6 +12,7 @@ from megaaccum.config import resolve
 from megaaccum.distributed import cpu
 from megaaccum.errors import ConfigError
 from megaaccum.model import gpt, layers
+from megaaccum.model.names import as_in_local_layers
 from tests.support.configs import make, plan
 
 TE, LOCAL = "transformer_engine", "local"
@@ -93,6 +94,8 @@ def test_a_kernel_of_transformer_engines_is_refused_without_it(gpu):
 def test_documents_are_kept_apart_or_refused(gpu, monkeypatch):
     asked = plan(reset_attention_mask=True)
     gpt._check_te_layers(asked)
+    with pytest.raises(ConfigError, match="transformer_impl to auto"):
+        gpt._check_te_layers(plan(transformer_impl=TE))
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
     with pytest.raises(ConfigError, match="documents would attend to each other"):
         gpt._check_te_layers(asked)
@@ -120,7 +123,7 @@ def test_documents_are_kept_apart_or_refused(gpu, monkeypatch):
     ],
 )  # fmt: skip
 def test_names_are_those_of_local_layers(fused, parts):
-    assert gpt._as_in_local_layers(fused) == parts
+    assert as_in_local_layers(fused) == parts
 
 
 # --- signatures ------------------------------------------------------------------------------------------------------

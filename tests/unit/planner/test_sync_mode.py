@@ -11,6 +11,7 @@ from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.hardware import usual_usage
+from megaaccum.units import GIB
 from tests.support.configs import make, plan
 
 SMALL = dict(vocab_size=1000, reduce_bucket_size=1000, pipeline_model_parallel_size=2, num_layers=16, hidden_size=128)
@@ -24,7 +25,7 @@ def small(world_size: int = 8, **keys: object):
 def held(of, **keys: object) -> float:
     """GiB that `of` holds with these keys of its sharding instead."""
     mode = replace(footprint.chosen(of), **keys)
-    return sync_mode.Forecast(of, 1000).of(mode).held / sync_mode.GIB
+    return sync_mode.Forecast(of, 1000).of(mode).held / GIB
 
 
 def settled(memory_gib: float, **keys: object):
@@ -68,14 +69,14 @@ def test_every_rank_chooses_the_same() -> None:
 def test_the_device_is_the_limit_where_no_key_is() -> None:
     """Of what is free, the libraries' buffers and the allocator's gaps come off."""
     usage = usual_usage()
-    assert usage.runtime_bytes > sync_mode.GIB
+    assert usage.runtime_bytes > GIB
     for sync, chosen in (("resident", "resident"), ("streaming", "streaming")):
         plan = small(sync=sync)
         needed = sync_mode.Forecast(plan, 1000, usage=usage).of(footprint.chosen(plan)).held
-        assert needed > (held(plan) + 4) * sync_mode.GIB
+        assert needed > (held(plan) + 4) * GIB
         assert sync_mode.settle(small(), needed + 1).config.sharding.sync == chosen
     with pytest.raises(ConfigError, match=r"runtime 4\.25 GiB"):
-        sync_mode.settle(small(), 1.01 * held(plan) * sync_mode.GIB)
+        sync_mode.settle(small(), 1.01 * held(plan) * GIB)
     assert sync_mode.settle(small(memory_gib=100.0), 1.0).config.sharding.sync == "resident"
 
 

@@ -1,0 +1,141 @@
+"""Which layers to put on which stage: a local search whose every step is priced by the order that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.actions import Placement, Schedule, place
+from megaaccum.schedule.profile import Cut, Profile, even_cut
+from megaaccum.schedule.simulate import Costs, simulate
+
+Order = Callable[[Costs], Schedule]
+"""The schedule to run with these costs of stages: a named one (which ignores them), or a greedy one."""
+MAX_PRICED = 400
+"""Cuts that are simulated. A local optimum at 16 stages and 128 layers takes 100 to 300."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedCut:
+    """A cut and what it comes to. excess: by how much the fullest rank is over the limit; 0 where it fits."""
+
+    cut: Cut
+    seconds: float
+    peaks: tuple[float, ...]
+    excess: float
+
+
+def tune_cut(
+    profile: Profile,
+    *,
+    pp: int,
+    chunks: int,
+    placement: Placement,
+    order: Order,
+    limit: float | None = None,
+    p2p: float = 0.0,
+    max_priced: int = MAX_PRICED,
+) -> PricedCut:
+    """The fastest cut found of `profile`'s layers into pp * chunks stages of at least one layer each, in `order`.
+
+    It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
+    pass one on) while that is faster. limit: of the profile's memory (bytes, or passes) on every rank, all of
+    activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, where no cut found
+    fits it.
+    """
+    search = _Search(profile, place(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
+    best = min((search.descend(start) for start in search.starts()), key=_rank)
+    if best.excess > 0:
+        needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
+        raise ScheduleError(
+            f"no cut into {pp * chunks} stages fits the memory limit {limit:.6g}: of {search.priced} the closest is"
+            f" {'-'.join(map(str, best.cut))}, where {needs}: raise the limit, or choose a schedule that holds less"
+        )
+    return best
+
+
+def price(profile: Profile, cut: Cut, order: Order, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
+    """What `cut` comes to in `order`."""
+    costs, memory = profile.costs(cut, p2p=p2p), profile.memory(cut)
+    schedule = order(costs)
+    peaks = memory.peaks(schedule)
+    excess = 0.0 if limit is None else max(0.0, max(peaks) - limit)
+    return PricedCut(cut=cut, seconds=simulate(schedule, costs).makespan, peaks=peaks, excess=excess)
+
+
+def _rank(priced: PricedCut) -> tuple[float, float]:
+    return priced.excess, priced.seconds
+
+
+class _Search:
+    def __init__(
+        self,
+        profile: Profile,
+        stages: tuple[tuple[int, ...], ...],
+        order: Order,
+        limit: float | None,
+        p2p: float,
+        max_priced: int,
+    ):
+        self.profile, self.order, self.limit, self.p2p, self.left = profile, order, limit, p2p, max_priced
+        self.rank_of = {stage: rank for rank, held in enumerate(stages) for stage in held}
+        self.seconds = [layer.seconds for layer in profile.layers]
+        self.priced = 0
+
+    def starts(self) -> Iterator[Cut]:
+        even = even_cut(self.profile, len(self.rank_of))
+        yield even
+        levelled = self.level(even)
+        if levelled != even:
+            yield levelled
+
+    def price(self, cut: Cut) -> PricedCut:
+        self.priced, self.left = self.priced + 1, self.left - 1
+        return price(self.profile, cut, self.order, limit=self.limit, p2p=self.p2p)
+
+    def work(self, cut: Cut) -> list[float]:
+        """Seconds of each rank's work on one micro-batch, most first."""
+        ranks, at = [0.0] * (1 + max(self.rank_of.values())), 0
+        for stage, count in enumerate(cut):
+            ranks[self.rank_of[stage]] += sum(self.seconds[at : at + count])
+            at += count
+        return sorted(ranks, reverse=True)
+
+    def level(self, cut: Cut) -> Cut:
+        """`cut` with layers moved while the busiest ranks' work falls."""
+        while True:
+            then = min(_neighbours(cut), key=self.work)
+            if self.work(then) >= self.work(cut):
+                return cut
+            cut = then
+
+    def descend(self, cut: Cut) -> PricedCut:
+        """To a local optimum, with half of what is left of the budget at most."""
+        best, seen, end = self.price(cut), {cut}, self.left // 2
+        improved = True
+        while improved and self.left > end:
+            improved = False
+            # The most promising first; where the rank that works most has more to do than now, seldom any good.
+            for then in sorted(_neighbours(best.cut), key=self.work):
+                if then in seen or self.left <= end:
+                    continue
+                seen.add(then)
+                priced = self.price(then)
+                if _rank(priced) < _rank(best):
+                    best, improved = priced, True
+                    break
+        return best
+
+
+def _neighbours(cut: Cut) -> Iterator[Cut]:
+    """Every cut in which one stage has a layer less and another one more."""
+    for giver, count in enumerate(cut):
+        if count < 2:
+            continue
+        for taker in range(len(cut)):
+            if taker != giver:
+                then = list(cut)
+                then[giver] -= 1
+                then[taker] += 1
+                yield tuple(then)

@@ -1,0 +1,63 @@
+"""What stages hold, in bytes or in passes, and the most that a schedule makes of it on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.actions import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Amounts per stage, in any one unit.
+
+    activation: of one micro-batch, from the start of its forward to the end of its input gradient. deferred: from then
+    to the end of its weight gradient. state: at all times (parameters, gradients, optimizer).
+    """
+
+    activation: tuple[float, ...]
+    deferred: tuple[float, ...]
+    state: tuple[float, ...]
+
+    @classmethod
+    def counted(cls, num_stages: int) -> Memory:
+        """1 for every pass of a micro-batch through a stage, from its forward until its weight gradient is done."""
+        return cls(activation=(1.0,) * num_stages, deferred=(1.0,) * num_stages, state=(0.0,) * num_stages)
+
+    def peaks(self, schedule: Schedule) -> tuple[float, ...]:
+        """The most that each rank of `schedule` holds at one time. It follows from the order alone, not from times."""
+        return tuple(self._peak(schedule, rank) for rank in range(schedule.pp))
+
+    def _peak(self, schedule: Schedule, rank: int) -> float:
+        stages = schedule.stages[rank]
+        held = most = sum(self.state[stage] for stage in stages)
+        for kind, chunk, _ in schedule.actions(rank):
+            stage = stages[chunk]
+            if kind == "F":
+                held += self.activation[stage]
+            elif kind == "W":
+                held -= self.deferred[stage]
+                continue
+            else:
+                held += self.deferred[stage] - self.activation[stage]
+            most = max(most, held)
+            if kind == "B":
+                held -= self.deferred[stage]
+        return most
+
+    def check(self, stages: Sequence[Sequence[int]], limit: float) -> None:
+        """Raises ScheduleError, with what each rank needs, where `limit` cannot hold state and one micro-batch."""
+        short = []
+        for rank, held in enumerate(stages):
+            # A micro-batch comes to the rank's chunks one after the other, and leaves them in turn.
+            need = sum(self.state[s] + max(self.activation[s], self.deferred[s]) for s in held)
+            if need > limit:
+                state = sum(self.state[s] for s in held)
+                short.append(f"rank {rank} needs {need:.6g} ({state:.6g} of it state)")
+        if short:
+            raise ScheduleError(
+                f"memory limit {limit:.6g} does not hold one micro-batch: {'; '.join(short)}: raise the limit, or cut"
+                " the layers onto more ranks"
+            )

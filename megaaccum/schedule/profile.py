@@ -1,0 +1,180 @@
+"""Costs of a model's layers, and what a cut of them into stages makes of them.
+
+A profile says of every kind of layer how long a micro-batch's forward, input gradient and weight gradient take, and how
+many bytes it holds; and which kinds the model's layers are, in order. A cut is a tuple of layers per stage.
+
+In a file it is JSON:
+
+    {"pattern": "ETTTTL",
+     "kinds": {"T": {"name": "transformer layer", "forward": 1.7e-3, "input_grad": 2e-3, "weight_grad": 1.1e-3,
+                     "activation": 67108864, "deferred": 33554432, "state": 1610612736}, ...}}
+
+Durations are seconds, the rest bytes: `activation` from a forward until its input gradient is done, `deferred` from
+then until its weight gradient is done, `state` for parameters, gradients and optimizer. Bytes may be left out
+everywhere; memory is then counted in passes. The format of SimPipe (`pattern`, `forward_ms`, `backward_ms`,
+`weight_ms`) is read too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megaaccum.errors import ScheduleError
+from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.simulate import Costs
+
+EMBEDDING, HEAD = "E", "L"
+"""Kinds of the first and of the last layer: embedding; final norm, head and loss."""
+Cut = tuple[int, ...]
+"""Layers of each stage, in model order."""
+_SECONDS, _BYTES = ("forward", "input_grad", "weight_grad"), ("activation", "deferred", "state")
+_SIMPIPE = {"forward": "forward_ms", "input_grad": "backward_ms", "weight_grad": "weight_ms"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One micro-batch on one layer: seconds of its three passes, and bytes (module's docstring)."""
+
+    name: str = ""
+    forward: float
+    input_grad: float
+    weight_grad: float
+    activation: float = 0.0
+    deferred: float = 0.0
+    state: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all three passes."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The layers of a model. pattern: a kind per layer, in model order. kinds: the cost of each kind."""
+
+    pattern: str
+    kinds: Mapping[str, LayerCost]
+
+    def __post_init__(self):
+        if problems := list(_problems(self)):
+            raise ScheduleError(problems)
+
+    @property
+    def layers(self) -> list[LayerCost]:
+        """The cost of each layer, in model order."""
+        return [self.kinds[kind] for kind in self.pattern]
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether it knows what layers hold."""
+        return any(cost.activation for cost in self.kinds.values())
+
+    def costs(self, cut: Cut, *, p2p: float = 0.0) -> Costs:
+        """Durations of the stages of `cut`."""
+        self.check_cut(cut)
+        return Costs(**{name: self._sums(cut, name) for name in _SECONDS}, p2p=p2p)
+
+    def memory(self, cut: Cut) -> Memory:
+        """What the stages of `cut` hold: bytes, or (where the profile knows none) 1 for each pass of a micro-batch
+        from its forward until its weight gradient is done."""
+        self.check_cut(cut)
+        if not self.has_bytes:
+            return Memory.counted(len(cut))
+        return Memory(**{name: self._sums(cut, name) for name in _BYTES})
+
+    def check_cut(self, cut: Cut) -> None:
+        """Raises ScheduleError where `cut` is not one of this model's layers."""
+        if sum(cut) != len(self.pattern) or min(cut) < 0:
+            raise ScheduleError(
+                f"cut {'-'.join(map(str, cut))} has {sum(cut)} layers, and the profile has {len(self.pattern)}"
+                " (embedding and head count as a layer each)"
+            )
+
+    def _sums(self, cut: Cut, name: str) -> tuple[float, ...]:
+        each, sums, at = [getattr(layer, name) for layer in self.layers], [], 0
+        for count in cut:
+            sums.append(math.fsum(each[at : at + count]))
+            at += count
+        return tuple(sums)
+
+
+def _problems(profile: Profile):
+    if missing := sorted(set(profile.pattern) - set(profile.kinds)):
+        yield f"profile: the model has layers of kind {', '.join(missing)}, for which kinds has no costs: measure them"
+    if not profile.pattern:
+        yield "profile: pattern is empty: give a letter per layer"
+    for kind, cost in profile.kinds.items():
+        for name in _SECONDS + _BYTES:
+            value = getattr(cost, name)
+            if not math.isfinite(value) or value < 0:
+                yield f"profile: {name} of kind {kind} is {value}: give a finite number that is not negative"
+        if not cost.seconds > 0:
+            yield f"profile: kind {kind} takes no time at all: give forward, input_grad or weight_grad above 0"
+
+
+def even_cut(profile: Profile, num_stages: int) -> Cut:
+    """The layers between embedding and head shared out evenly (where they do not divide, earlier stages have one
+    more), embedding on the first stage and head on the last. Raises ScheduleError for fewer layers than stages."""
+    first, last = profile.pattern[0] == EMBEDDING, profile.pattern[-1] == HEAD
+    layers = len(profile.pattern) - first - last
+    if layers < num_stages:
+        raise ScheduleError(
+            f"{layers} layers cannot be cut into {num_stages} stages: lower pipeline_model_parallel_size or the chunks"
+            f" per rank until they make at most {layers}"
+        )
+    share, more = divmod(layers, num_stages)
+    cut = [share + (stage < more) for stage in range(num_stages)]
+    cut[0] += first
+    cut[-1] += last
+    return tuple(cut)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile in a JSON file. Raises ScheduleError, with the file, where it is none."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ScheduleError(f"profile {path}: the file cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ScheduleError(f"profile {path}: it is not JSON: {error}") from error
+    try:
+        return _from_simpipe(content) if "forward_ms" in content else _from_content(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ScheduleError):
+            raise ScheduleError(f"{path}: {error}") from error
+        raise ScheduleError(f"profile {path}: {error!r}: it needs pattern and kinds (docs/search.md)") from error
+
+
+def _from_content(content: dict[str, Any]) -> Profile:
+    kinds = {kind: LayerCost(**cost) for kind, cost in content["kinds"].items()}
+    return Profile(pattern=content["pattern"], kinds=kinds)
+
+
+def _from_simpipe(content: dict[str, Any]) -> Profile:
+    """Milliseconds by pass and kind; a pass that takes no time is written as 0.0001."""
+    kinds = {
+        kind: LayerCost(**{name: content[key][kind] / 1e3 for name, key in _SIMPIPE.items()})
+        for kind in content["forward_ms"]
+    }
+    return Profile(pattern=content["pattern"], kinds=kinds)
+
+
+def write_profile(profile: Profile, path: str | Path, **notes: Any) -> None:
+    """Write `profile` as JSON. notes: further keys (device, versions), which readers leave alone."""
+    kinds = {kind: asdict(cost) for kind, cost in profile.kinds.items()}
+    Path(path).write_text(json.dumps(notes | {"pattern": profile.pattern, "kinds": kinds}, indent=1) + "\n")
+
+
+def describe_cut(profile: Profile, cut: Sequence[int]) -> str:
+    """The kinds of each stage's layers between bars: `ETT|TTT|TTL`."""
+    at, stages = 0, []
+    for count in cut:
+        stages.append(profile.pattern[at : at + count])
+        at += count
+    return "|".join(stages)
