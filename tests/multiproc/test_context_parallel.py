@@ -12,7 +12,7 @@ SPLIT = "--grad_accum_steps 2 --pp_microbatches 4 "
 FUSED = "--attention_backend fused "
 LLAMA = (
     "--num_layers 4 --swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope"
-    " --num_query_groups 2 --disable_bias_linear "
+    " --num_query_groups 2 --group_query_attention --disable_bias_linear "
 )
 SHORT = "--num_layers 4 "
 
