@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaaccum.schedule.actions import place
-from megaaccum.schedule.simulate import BY_MEGATRON
+from megaaccum.schedule.simulate import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,4 +51,4 @@ class Layout:
     @property
     def splits_backward(self) -> bool:
         """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-        return self.schedule not in BY_MEGATRON | {"none"}
+        return by_executor(self.schedule)

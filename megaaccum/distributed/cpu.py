@@ -87,11 +87,12 @@ def _hide_gpu_extensions() -> None:
 
 
 def _on_cpu(factory):
-    """`factory` with a CUDA device argument read as the CPU."""
+    """`factory` with a CUDA device argument read as the CPU; pinned memory needs a driver, and is plain memory here."""
     import torch
 
     @functools.wraps(factory)
     def make(*args, device=None, **kwargs):
+        kwargs.pop("pin_memory", None)
         if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)

@@ -416,6 +416,8 @@ class TrainStep:
                 f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
                 f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
             )
+        if not agreed.told:  # every rank has as many as are planned
+            return agreed.stop, ""
         counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
         return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
 
@@ -452,6 +454,7 @@ class TrainStep:
             self._digest,
             details=self._plan.facts,
             tell={"given": given, "dp_rank": self._groups.dp.rank()},
+            usual={"given": self._plan.batch.num_microbatches if call == "train_step" else 0},
             stop=stop,
             problem=problem or self._problem(),
             **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
