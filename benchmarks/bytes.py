@@ -107,11 +107,12 @@ def ours(flags: list[str], microbatches: int) -> tuple[float, int, int]:
 def stepper_of(plan, groups, chunks):
     """megaaccum's train_step over the backend of `plan`."""
     from megaaccum import sharding
+    from megaaccum.model.gpt_forward import GptForwardStep
     from megaaccum.step.train_step import TrainStep
     from megaaccum.training import optimizer
 
     bound = sharding.build(plan, groups, chunks, optimizer.build(plan, chunks))
-    return TrainStep(plan, groups, chunks, bound)
+    return TrainStep(plan, groups, chunks, bound, GptForwardStep(groups, plan.batch.loss_norm))
 
 
 def stock(name: str, microbatches: int) -> tuple[float, int, int]:

@@ -196,16 +196,26 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
 
 def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
     """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
-    from megaaccum.step.transaction import Transaction
-    from megaaccum.training import loop as train
+    from megaaccum.engine import initialize
+    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.training import loop
 
     parts = _Parts(plan)
-    log = train._open_log(plan, parts.data, start_step=0)
+    log = loop._open_log(plan, parts.data, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
-    schedule, train_step = parts.schedule_and_stepper()
-    loader = train._loader(plan, parts.groups, parts.data, 0)
-    steps, watchdog = Transaction(plan, train_step, loader, schedule), train._watchdog(plan, train_step)
-    return lambda: of(train._one_step(plan, steps, loader, log, watchdog, stop=False, problem=None).result)
+    forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
+    engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
+    loader, watchdog = loop._loader(engine, parts.data), loop._watchdog(engine)
+
+    def step() -> Any:
+        microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
+        with watchdog.step(engine.step + 1):
+            result = engine.train_step(microbatches, problem=problem)
+        loader.commit(plan.batch.global_batch_size)
+        loop.log_step(log, engine, result)
+        return of(result)
+
+    return step
 
 
 def bare_arm(plan, steps: int) -> Callable[[], float]:
@@ -272,14 +282,6 @@ class _Parts:
             _Parts._groups = groups.build(plan.layout, timeout_minutes=5)
         self.plan, self.groups, self.data = plan, _Parts._groups, build_datasets(plan)
         self.chunks = gpt.build_chunks(plan, self.groups, vocab_size=self.data.vocabulary.size)
-
-    def schedule_and_stepper(self):
-        from megaaccum import sharding
-        from megaaccum.step.train_step import TrainStep
-        from megaaccum.training import lr_schedule, optimizer
-
-        bound = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
-        return lr_schedule.build(bound, self.plan.config), TrainStep(self.plan, self.groups, self.chunks, bound)
 
 
 def _plan(path: str, overrides: list[str]):

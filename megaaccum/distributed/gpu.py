@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.distributed import cpu
-from megaaccum.schedule.simulate import BY_MEGATRON
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -37,7 +36,7 @@ def prepare(plan: Plan) -> None:
 def defaults(plan: Plan) -> dict[str, str]:
     """Variables for this plan where the environment has none."""
     chosen = {} if _OLD_ALLOCATOR in os.environ else {ALLOCATOR: "expandable_segments:True"}
-    if plan.layout.schedule not in BY_MEGATRON | {"none"}:
+    if plan.layout.splits_backward:
         chosen[QUEUES] = "32"
     return chosen
 

@@ -26,6 +26,7 @@ from megaaccum.model import recompute
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.local_norm import with_own_norms
 from megaaccum.model.names import over_stages
+from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 
 if TYPE_CHECKING:
@@ -39,17 +40,12 @@ def uses_transformer_engine(plan: Plan) -> bool:
     """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
     wanted = plan.config.model.transformer_impl
     if wanted == "auto":
-        if splits_backward(plan) and plan.config.quantization.fp8_format is None:
+        if plan.layout.splits_backward and plan.config.quantization.fp8_format is None:
             return False  # Megatron's own layers, whose backward megaaccum splits itself
         from megatron.core.extensions import transformer_engine
 
         return cpu.has_accelerator() and bool(getattr(transformer_engine, "HAVE_TE", False))
     return wanted == "transformer_engine"
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Whether the schedule is run by megaaccum's executor, which computes weight gradients apart."""
-    return plan.layout.schedule not in ("none", "1f1b", "interleaved")
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
@@ -92,7 +88,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
     # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
-    built.delay_wgrad_compute = splits_backward(plan) and uses_transformer_engine(plan)
+    built.delay_wgrad_compute = plan.layout.splits_backward and uses_transformer_engine(plan)
     return built
 
 
@@ -271,11 +267,13 @@ def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None
 def global_name(chunk: GPTModel, local_name: str) -> str:
     """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
     ranks, and the head's copy of a tied embedding has the embedding's name."""
+    if isinstance(chunk, TorchChunk):
+        return local_name.removeprefix("module.")
     match = re.match(r"(.*)(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)", local_name)
     if match:  # experts one by one, or the grouped ones of Transformer Engine
         expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
         local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
-    if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     return over_stages(chunk, local_name)
 

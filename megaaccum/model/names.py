@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 def over_stages(chunk: GPTModel, local_name: str) -> str:
-    """A name in a chunk with its layer numbered over all stages, and nothing else changed."""
+    """A name in a chunk with its layer numbered over all stages, and nothing else changed. A chunk of a user's own may
+    bring a `name_in_model` ("stages.3."), put before names that a layer's number does not tell apart."""
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
-    if not match:
-        return local_name
-    layer = chunk.decoder.layers[int(match[1])]
-    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+    layer = chunk.decoder.layers[int(match[1])] if match else None
+    if match is None or not hasattr(layer, "layer_number"):
+        return getattr(chunk, "name_in_model", "") + local_name
+    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"  # type: ignore[union-attr]

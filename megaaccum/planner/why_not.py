@@ -16,6 +16,7 @@ from megaaccum.planner.search import Ranked, search
 from megaaccum.planner.space import AXES, Limits, schedules
 from megaaccum.planner.stages import layout_text, split_layers
 from megaaccum.planner.workload import Workload
+from megaaccum.units import GIB
 
 _KEYS = {
     "tp": ("parallel", "tensor_model_parallel_size"),
@@ -74,7 +75,7 @@ def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranke
 def _place(ranked: Ranked, index: int, named: str, rank: str) -> str:
     """A layout that fits: its place, and what the first is better at."""
     seconds, best = ranked.time.total[index], ranked.time.total[0]
-    gib, best_gib = ranked.memory.total[index] / 2**30, ranked.memory.total[0] / 2**30
+    gib, best_gib = ranked.memory.total[index] / GIB, ranked.memory.total[0] / GIB
     if index == 0:
         return f"{named} is the first of {len(ranked)} layouts by {rank}."
     return (

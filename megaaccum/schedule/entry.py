@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 UNSUPPORTED = {
-    "variable_seq_lengths": "the messages of a flush have one shape",
     "defer_embedding_wgrad_compute": "the schedule says when weight gradients are computed",
     "num_microbatches_with_partial_activation_checkpoints": "every micro-batch is recomputed alike",
     "fine_grained_activation_offloading": "activations stay on their rank",
@@ -108,13 +107,16 @@ class ForwardBackward:
         p2p_communicator: Any = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
+        seq_lengths: Sequence[int] | None = None,
     ) -> list:
         """One flush of num_microbatches micro-batches. Returns, on the rank of the last stage, what loss functions
         report per micro-batch, in order; elsewhere an empty list.
 
-        p2p_communicator is not used: messages go over channels of our own, so that receives can be posted ahead. Over
-        NCCL the first flush makes groups for them and is collective over the world: all pipelines begin together.
-        Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails on the way.
+        seq_lengths: tokens per sequence of each micro-batch, on every rank of the pipeline, with
+        `variable_seq_lengths`. p2p_communicator is not used: messages go over channels of our own, so that receives can
+        be posted ahead. Over NCCL the first flush makes groups for them and is collective over the world: all pipelines
+        begin together. Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails
+        on the way.
         """
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = _config_of(chunks)
@@ -129,7 +131,8 @@ class ForwardBackward:
             if chunk not in self._installed:
                 wgrad.install(chunk)
                 self._installed.add(chunk)
-        shape = _message_shape(config, collection, decoder_seq_length or seq_length, micro_batch_size)
+        lengths = _lengths(config, decoder_seq_length or seq_length, seq_lengths, num_microbatches)
+        shapes = [_message_shape(config, collection, length, micro_batch_size) for length in lengths]
         call = Call(
             forward_step_func=forward_step_func,
             data_iterator=_per_chunk(data_iterator, len(chunks)),
@@ -146,7 +149,7 @@ class ForwardBackward:
         mail = Mail(
             schedule,
             self._channels_of(collection.pp, schedule),
-            lambda: blank.new_empty(shape),
+            lambda message: blank.new_empty(shapes[message[1]]),
             forward_only=forward_only,
         )
         hooks = Hooks(schedule, rank, config, chunks)
@@ -167,7 +170,12 @@ class ForwardBackward:
         """The schedule of this size, proven once."""
         wanted = chunks if self.name == "interleaved" else None
         schedule = build(
-            self.name, pp=pp, num_microbatches=num_microbatches, chunks=wanted, group_size=self._group_size
+            self.name,
+            pp=pp,
+            num_microbatches=num_microbatches,
+            chunks=wanted,
+            group_size=self._group_size,
+            short=True,
         )
         if schedule.chunks != chunks:
             raise ConfigError(
@@ -227,6 +235,18 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _lengths(config: Any, seq_length: int, given: Sequence[int] | None, num_microbatches: int) -> Sequence[int]:
+    """Tokens per sequence of each micro-batch. Raises ConfigError."""
+    if given is None and getattr(config, "variable_seq_lengths", False):
+        raise ConfigError(
+            "variable_seq_lengths: receives are posted before a message comes, so every stage has to know the lengths:"
+            " give seq_lengths, one per micro-batch"
+        )
+    if given is not None and len(given) != num_microbatches:
+        raise ConfigError(f"{len(given)} seq_lengths for {num_microbatches} micro-batches: give one for each")
+    return [seq_length] * num_microbatches if given is None else given
 
 
 def _message_shape(config: Any, collection: Any, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:

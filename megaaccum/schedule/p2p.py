@@ -60,7 +60,7 @@ def check_queues(schedule: Schedule) -> None:
 class Mail:
     """What one rank sends and receives in one flush. Used by one thread.
 
-    members: global ranks of the pipeline. new_buffer: an empty tensor of the one shape that all messages have.
+    members: global ranks of the pipeline. new_buffer: an empty tensor of a message's shape.
     forward_only: activations alone.
     """
 
@@ -68,7 +68,7 @@ class Mail:
         self,
         schedule: Schedule,
         channels: PipelineChannels,
-        new_buffer: Callable[[], torch.Tensor],
+        new_buffer: Callable[[Message], torch.Tensor],
         *,
         forward_only: bool = False,
     ):
@@ -92,7 +92,7 @@ class Mail:
         due: Iterator[Message] = self._due[channel]
         # The range first: at its end zip must not have taken a message already.
         for _, message in zip(range(count), due, strict=False):
-            buffer = self._new_buffer()
+            buffer = self._new_buffer(message)
             work = self._channels.receive(buffer, source, kind)
             self._posted[channel].append((message, work, buffer))
 

@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.schedule.simulate import BY_MEGATRON
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -142,11 +137,6 @@ class ShardingBackend(Protocol):
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
-def splits_backward(plan: Plan) -> bool:
-    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-    return plan.layout.schedule not in BY_MEGATRON | {"none"}
-
-
 @runtime_checkable
 class FollowsSplit(Protocol):
     """What a backend that does something between the flush's first and last action hears of a split backward: its
@@ -164,6 +154,11 @@ class FollowsSplit(Protocol):
 
     def after_weight_grad(self, chunk: int) -> None:
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
+    return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
 
 
 class Kept:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum import upstream
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, splits_backward, whole_frozen_pieces
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class DdpBackend:
         self._kept = Kept()
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
-        if splits_backward(plan):
+        if plan.layout.splits_backward:
             self.grad_sync_func = self._reduce_chunk
         else:
             for ddp in self._ddp:

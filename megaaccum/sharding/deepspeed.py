@@ -23,7 +23,7 @@ from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.schedule import wgrad
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, whole_frozen_pieces
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 
@@ -75,7 +75,7 @@ class DeepSpeedBackend:
             self.parts = upstream.deepspeed_parts(self.engine, accumulate_in)
             self.reduction_divisor = groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
-        self._reduce_in_backward = plan.config.model.num_experts is None
+        self._reduce_in_backward = not has_experts(chunks)
         self._syncing = self._reducing = False
         self._last_flush = True
         self._kept = Kept()

@@ -19,7 +19,8 @@ from megaaccum import upstream
 from megaaccum.distributed import groups as process_groups
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.model.torch_chunk import layers_of
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece
 from megaaccum.sharding.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Fsdp2Backend:
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
         self._streaming = sharding.sync == "streaming"
-        self._splits = splits_backward(plan)
+        self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()
@@ -76,7 +77,7 @@ class Fsdp2Backend:
             cast_forward_inputs=False,
         )
         kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
-        for layer in chunk.decoder.layers:  # type: ignore[union-attr, operator]
+        for layer in layers_of(chunk):
             fully_shard(layer, **kept)  # type: ignore[call-overload]
         root = fully_shard(chunk, **kept)  # type: ignore[call-overload]
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another

@@ -20,7 +20,7 @@ from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, splits_backward, whole_frozen_pieces
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MegatronBackend:
         self._last_flush, self._reduced = True, False
         self._kept = Kept()
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
-        if splits_backward(plan):
+        if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
 
     @staticmethod
@@ -77,7 +77,7 @@ class MegatronBackend:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
             # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
-            overlap_grad_reduce=plan.config.model.num_experts is None,
+            overlap_grad_reduce=not has_experts([chunk]),
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,

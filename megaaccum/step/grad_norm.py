@@ -37,8 +37,8 @@ def global_norm(
         square = torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
     if overflow is not None:
         square = square.to(overflow.device) + overflow
-    device = grads[0].device if grads else cpu.device()
-    sums = torch.stack([each.to(device) for each in (square, *along)])
+    # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
+    sums = torch.stack([each.to(cpu.device()) for each in (square, *along)])
     dist.all_reduce(sums)
     total, *others = sums.tolist()
     return total**0.5, others

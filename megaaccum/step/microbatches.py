@@ -40,7 +40,7 @@ class Microbatches:
 
     @property
     def can_run_again(self) -> bool:
-        return isinstance(self.data, Sequence) and not _are_iterators(self.data)
+        return isinstance(self.data, Sequence) and not are_iterators(self.data)
 
     def iterators(self, chunks: int) -> list[Iterator | None]:
         """One per model chunk, as Megatron's schedules take them."""
@@ -98,7 +98,7 @@ class Microbatches:
 _PER_MICROBATCH = ("tokens", "weights", "token_weights", "lengths")
 
 
-def _are_iterators(data: Sequence[Any]) -> bool:
+def are_iterators(data: Sequence[Any]) -> bool:
     """Megatron's list of iterators, one per chunk; None on stages that read nothing."""
     return bool(data) and all(each is None or (hasattr(each, "__next__")) for each in data)
 

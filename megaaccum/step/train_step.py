@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import check_agreement, printed_once, raise_on_all_ranks
+from megaaccum.distributed import cpu, rng
+from megaaccum.distributed.agreement import Agreed, check_agreement, printed_once, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace, traced
-from megaaccum.errors import MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.metrics.observer import Observer
 from megaaccum.model import router_state
 from megaaccum.precision import fp8
 from megaaccum.precision.nonfinite import Findings, Probe
-from megaaccum.schedule.entry import get_forward_backward_func
+from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
-from megaaccum.step.microbatches import Microbatches, shapes_of
+from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.side_losses import SideLosses
 
@@ -159,7 +159,10 @@ class TrainStep:
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
-                self._run(self._filled(microbatches), last=True)
+                filled, unknown = self._with_lengths(self._filled(microbatches))
+                if filled.lengths is not None or unknown is not None:
+                    raise_on_all_ranks(_raise, unknown)
+                self._run(filled, last=True)
                 assert self._open is not None
                 self._open.short = short
                 result = self._end(step, stop)
@@ -169,16 +172,15 @@ class TrainStep:
         """Add the gradients of `batch` to the step's. total: N of the whole step, over all ranks and calls, where it is
         known. last: whether the reduction may run inside the last backward, if no further call is expected."""
         with self._observer.watching():
-            self._agree_on_call(batch, total)
+            batch, problem = self._with_lengths(batch)
+            bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
+            self._agree_on("forward_backward", problem=problem, num_microbatches=len(batch), total_weight=bits)
             self._run(batch, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
         with self._observer.watching():
-            calls = 0 if self._open is None else len(self._open.calls)
-            agreed = check_agreement(
-                self._digest, stop=stop, problem=problem or self._problem(), step=step, calls_before_optim_step=calls
-            )
+            agreed = self._agree_on("optim_step", stop=stop, problem=problem, step=step)
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
             result = self._end(step, agreed.stop)
@@ -288,6 +290,9 @@ class TrainStep:
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
         for chunk in self._chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
+        lengths: dict[str, Any] = {}
+        if batch.lengths is not None and isinstance(self._schedule, ForwardBackward):
+            lengths = {"seq_lengths": batch.lengths}  # Megatron's own schedules send the shapes ahead
         self._schedule(
             forward_step_func=forward_step,
             data_iterator=batch.iterators(len(self._chunks)),
@@ -298,6 +303,7 @@ class TrainStep:
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
+            **lengths,
         )
         self._fp8.end_flush()
 
@@ -320,7 +326,7 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
         any rank is raised on every rank."""
-        check_agreement(self._digest, num_microbatches=len(microbatches), problem=problem)
+        self._agree_on("evaluate", problem=problem, num_microbatches=len(microbatches))
         tally = self.forward(self.batch_of(microbatches))
         total, weight, *_ = self._summed(tally.sums())
         return total / (weight or 1.0), weight
@@ -347,16 +353,24 @@ class TrainStep:
         count: int | None = None,
         weights: Sequence[float] | None = None,
         expected: float | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Microbatches:
         """`data` as the step takes it. What is known of its micro-batches in advance is asked of the forward step
-        function where that tells (`weights`, `token_weights`)."""
+        function where it has `weights` and `token_weights`. Raises ConfigError for what is missing."""
         function = forward_step_func or self._forward_step_func
-        assert function is not None, "an engine without a forward_step_func has to be given one with each call"
+        if function is None:
+            raise ConfigError("no forward_step_func: give one to initialize, or with the call")
+        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
+            raise ConfigError("data comes from an iterator: give num_microbatches with it")
         plan, first = self._plan.batch, 0 if self._open is None else self._open.num_microbatches
         listed = isinstance(data, Sequence) and count is None
         count = len(data) if listed else count
         assert count is not None
         shapes = shapes_of(data) if listed else []
+        if self._plan.config.batch.variable_seq_lengths and lengths is None:
+            lengths = [length for _, length in shapes] or None
+        if lengths is not None:
+            shapes = [(plan.micro_batch_size, length) for length in lengths]
         tokens = [rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count
         if weights is None and listed and hasattr(function, "weights"):
             weights = function.weights(data)
@@ -369,6 +383,7 @@ class TrainStep:
             weights=weights,
             token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
             expected=expected,
+            lengths=lengths,
         )
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
@@ -385,13 +400,13 @@ class TrainStep:
         any rank."""
         batch = self._plan.batch
         planned = (batch.micro_batch_size, batch.seq_length)
-        rows, length = next((shape for shape in shapes_of(microbatches) if shape != planned), planned)
-        agreed = check_agreement(
-            self._digest,
-            details=self._plan.facts,
-            tell={"num_microbatches": len(microbatches), "dp_rank": self._groups.dp.rank()},
+        shapes = [] if self._plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
+        rows, length = next((shape for shape in shapes if shape != planned), planned)
+        agreed = self._agree_on(
+            "train_step",
             stop=stop,
-            problem=problem or self._problem(),
+            problem=problem,
+            given=len(microbatches),
             step=step,
             seq_length=length,
             micro_batch_size=rows,
@@ -401,19 +416,47 @@ class TrainStep:
                 f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
                 f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
             )
-        counts, dp_ranks = agreed.told["num_microbatches"], agreed.told["dp_rank"]
+        counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
         return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
 
-    def _agree_on_call(self, batch: Microbatches, total: float | None) -> None:
-        """Before a flush: all ranks make the same call, with as many micro-batches and the same N."""
-        bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
+    def _with_lengths(self, batch: Microbatches) -> tuple[Microbatches, MegaaccumError | None]:
+        """`batch` with the lengths that some stage of this pipeline knows, or why there are none. Collective over the
+        pipeline, where lengths vary."""
+        if not self._plan.config.batch.variable_seq_lengths:
+            return batch, None
+        known = [0] * len(batch) if batch.lengths is None else list(batch.lengths)
+        limits = torch.tensor([known, [-length if length else -self._LONGEST for length in known]], device=cpu.device())
+        torch.distributed.all_reduce(limits, op=torch.distributed.ReduceOp.MAX, group=self._groups.pp)
+        most, least = limits[0].tolist(), (-limits[1]).tolist()
+        longest = self._plan.batch.seq_length
+        if 0 in most:
+            return batch, ConfigError("variable_seq_lengths: no stage of the pipeline knows the lengths: give lengths=")
+        if most != least:
+            return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
+        if max(most) > longest:
+            return batch, ConfigError(f"a micro-batch has {max(most)} tokens, and seq_length is {longest}: raise it")
+        tokens = [self._plan.batch.micro_batch_size * length for length in most]
+        return replace(batch, lengths=most, tokens=tokens), None
+
+    _LONGEST = 2**40
+
+    def _agree_on(
+        self, call: str, *, stop: bool = False, problem: MegaaccumError | None = None, given: int = 0, **facts: int
+    ) -> Agreed:
+        """All ranks make the same `call`, with the same `facts`. It compares as many numbers in each of them, so that
+        ranks that make different calls disagree and do not hang. given: micro-batches that each rank has, not compared.
+        """
+        plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
         calls = 0 if self._open is None else len(self._open.calls)
-        check_agreement(
+        return check_agreement(
             self._digest,
-            problem=self._problem(),
-            forward_backward_call=calls + 1,
-            num_microbatches=len(batch),
-            total_weight=bits,
+            details=self._plan.facts,
+            tell={"given": given, "dp_rank": self._groups.dp.rank()},
+            stop=stop,
+            problem=problem or self._problem(),
+            **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
+            **{"calls since the last optim_step": calls},
+            **(plain | facts),
         )
 
     def _problem(self) -> StepError | None:
@@ -490,7 +533,10 @@ class TrainStep:
         self._fp8.restore(before.fp8)
 
 
-def _raise(problem: StepError | None) -> None:
+_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
+
+
+def _raise(problem: MegaaccumError | None) -> None:
     if problem is not None:
         raise problem
 

@@ -137,11 +137,11 @@ class Run:
     """A model in training; its gradients are noted before the optimizer reads them."""
 
     def __init__(self, case, *, split: str = ""):
-        from megaaccum.model import gpt as model
+        from megaaccum.config.plan import Layout
         from megaaccum.schedule.entry import get_forward_backward_func
         from tests.support.parity import Rig
 
-        with patch.object(model, "splits_backward", lambda plan: bool(split)):
+        with patch.object(Layout, "splits_backward", bool(split)):
             self.rig = Rig.of(case)
         if split:
             self.rig.train_step._schedule = get_forward_backward_func(split, own=True)

@@ -1,4 +1,4 @@
-"""Adam counts updates, however often DeepSpeed calls it: with an optimizer that counts calls, as fused ones do."""
+"""Adam counts updates, however often DeepSpeed calls it in one; shown with an optimizer that counts calls."""
 
 import pytest
 import torch

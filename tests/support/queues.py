@@ -87,7 +87,7 @@ def stream_of(channel: tuple[int, int, str]) -> Hashable:
 def launched(schedule: Schedule, rank: int) -> list[Kernel]:
     """What `rank` launches in one flush, in order."""
     on = Launched(rank, list(range(schedule.pp)))
-    mail = Mail(schedule, on, object)  # type: ignore[arg-type]
+    mail = Mail(schedule, on, lambda _message: object())  # type: ignore[arg-type]
     owner, last = schedule.rank_of_stage, schedule.num_stages - 1
     for action in schedule.actions(rank):
         stage, kind = schedule.stage(rank, action), "F" if action.kind == "F" else "B"

@@ -13,6 +13,8 @@ def required(subject: Subject) -> Iterator[str]:
     """Keys without which there is no model and no training."""
     for name in names_where(lambda facts: facts.required):
         number, facts = value(subject.config, name), all_keys()[name].facts
+        if subject.own_model and name != "seq_length":
+            continue
         if subject.written.origin.get(name) == UNREADABLE or (isinstance(number, int | float) and facts.allow(number)):
             continue
         if name in subject.given(name):
