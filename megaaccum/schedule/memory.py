@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Schedule
 
+TINY = 1e-9
+"""Share of a limit that sums of floating-point numbers may be over it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:

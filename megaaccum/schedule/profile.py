@@ -9,9 +9,10 @@ In a file it is JSON:
      "kinds": {"T": {"name": "transformer layer", "forward": 1.7e-3, "input_grad": 2e-3, "weight_grad": 1.1e-3,
                      "activation": 67108864, "deferred": 33554432, "state": 1610612736}, ...}}
 
-Durations are seconds, the rest bytes: `activation` from a forward until its input gradient is done, `deferred` from then
-until its weight gradient is done, `state` for parameters, gradients and optimizer. Bytes may be left out everywhere;
-memory is then counted in passes. The format of SimPipe (`pattern`, `forward_ms`, `backward_ms`, `weight_ms`) is read too.
+Durations are seconds, the rest bytes: `activation` from a forward until its input gradient is done, `deferred` from
+then until its weight gradient is done, `state` for parameters, gradients and optimizer. Bytes may be left out
+everywhere; memory is then counted in passes. SimPipe's format (`pattern`, `forward_ms`, `backward_ms`, `weight_ms`) is
+read too.
 """
 
 from __future__ import annotations
