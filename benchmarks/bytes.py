@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum import config as configuration
+from megaaccum.interop.load import load
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.stages import Stage
 from megaaccum.planner.weights import stage_parameters
@@ -106,11 +107,12 @@ def ours(flags: list[str], microbatches: int) -> tuple[float, int, int]:
 def stepper_of(plan, groups, chunks):
     """megaaccum's train_step over the backend of `plan`."""
     from megaaccum import sharding
+    from megaaccum.model.gpt_forward import GptForwardStep
     from megaaccum.step.train_step import TrainStep
     from megaaccum.training import optimizer
 
     bound = sharding.build(plan, groups, chunks, optimizer.build(plan, chunks))
-    return TrainStep(plan, groups, chunks, bound)
+    return TrainStep(plan, groups, chunks, bound, GptForwardStep(groups, plan.batch.loss_norm))
 
 
 def stock(name: str, microbatches: int) -> tuple[float, int, int]:
@@ -229,7 +231,7 @@ def _large(traffic) -> tuple[float, int]:
 
 def plan_of(flags: list[str], microbatches: int):
     keys = [*MODEL, "--pp_microbatches", str(microbatches), "--data_path", "none", *flags]
-    return configuration.resolve(configuration.load(None, keys), world_size=RANKS)
+    return configuration.resolve(load(None, keys), world_size=RANKS)
 
 
 def build(flags: list[str], microbatches: int):

@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import frameworks
-from benchmarks.published import GIB, Row, read
+from benchmarks.published import Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
 from megaaccum.planner.compute import Efficiency
 from megaaccum.planner.hardware import Hardware, load_hardware
 from megaaccum.planner.memory import Usage
+from megaaccum.units import GIB
 
 CONSTANTS = [field.name for field in fields(Efficiency)]
 PULL = 0.5

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks
 
 
@@ -70,7 +71,7 @@ def _layer(hidden: int, tokens: int):
         "--attention_dropout 0 --hidden_dropout 0 --train_iters 1 --lr 1e-3 --pp_microbatches 1 --backend ddp "
         "--data_path none --swiglu --normalization RMSNorm --position_embedding_type rope"
     )
-    plan = config.resolve(config.load(None, flags.split()), world_size=1)
+    plan = config.resolve(load(None, flags.split()), world_size=1)
     built = groups.build(plan.layout, timeout_minutes=1)
     return gpt.build_chunks(plan, built, vocab_size=64)[0].decoder
 

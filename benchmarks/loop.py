@@ -26,6 +26,8 @@ from typing import Any
 from unittest.mock import patch
 
 from megaaccum import config as configuration
+from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks
 
 CONFIG = str(Path(__file__).resolve().parents[1] / "configs" / "tiny_cpu.yaml")
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict:
     """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio."""
-    world_size = configuration.load(path, overrides).run.nproc_per_node or 1
+    world_size = load(path, overrides).run.nproc_per_node or 1
     with tempfile.TemporaryDirectory() as folder:
         request = (path, [*overrides, "--output_dir", folder])
         blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
@@ -194,16 +196,26 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
 
 def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
     """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
-    from megaaccum.step.transaction import Transaction
-    from megaaccum.training import loop as train
+    from megaaccum.engine import initialize
+    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.training import loop
 
     parts = _Parts(plan)
-    log = train._open_log(plan, parts.data, start_step=0)
+    log = loop._open_log(plan, parts.data, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
-    schedule, train_step = parts.schedule_and_stepper()
-    loader = train._loader(plan, parts.groups, parts.data, 0)
-    steps, watchdog = Transaction(plan, train_step, loader, schedule), train._watchdog(plan, train_step)
-    return lambda: of(train._one_step(plan, steps, loader, log, watchdog, stop=False, problem=None).result)
+    forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
+    engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
+    loader, watchdog = loop._loader(engine, parts.data), loop._watchdog(engine)
+
+    def step() -> Any:
+        microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
+        with watchdog.step(engine.step + 1):
+            result = engine.train_step(microbatches, problem=problem)
+        loader.commit(plan.batch.global_batch_size)
+        loop.log_step(log, engine, result)
+        return of(result)
+
+    return step
 
 
 def bare_arm(plan, steps: int) -> Callable[[], float]:
@@ -218,7 +230,7 @@ def bare_arm(plan, steps: int) -> Callable[[], float]:
     bare = BareLoop(
         parts.chunks,
         parts.groups,
-        plan.deepspeed_config(),
+        deepspeed_config(plan),
         adam,
         num_tokens=plan.batch.tokens_per_step,
         clip_grad=plan.config.optimizer.clip_grad,
@@ -271,20 +283,12 @@ class _Parts:
         self.plan, self.groups, self.data = plan, _Parts._groups, build_datasets(plan)
         self.chunks = gpt.build_chunks(plan, self.groups, vocab_size=self.data.vocabulary.size)
 
-    def schedule_and_stepper(self):
-        from megaaccum import sharding
-        from megaaccum.step.train_step import TrainStep
-        from megaaccum.training import lr_schedule, optimizer
-
-        bound = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
-        return lr_schedule.build(bound, self.plan.config), TrainStep(self.plan, self.groups, self.chunks, bound)
-
 
 def _plan(path: str, overrides: list[str]):
     import torch
 
     world_size = torch.distributed.get_world_size()
-    return configuration.resolve(configuration.load(path, overrides), world_size=world_size)
+    return configuration.resolve(load(path, overrides), world_size=world_size)
 
 
 def _resident(field: str) -> int:

@@ -24,9 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the file runs without being installed
 
 from benchmarks import frameworks
-from benchmarks.published import GIB, LeftOut, Row, read
+from benchmarks.published import LeftOut, Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
 from megaaccum.planner.hardware import load_hardware
+from megaaccum.units import GIB
 
 TABLES = {"memory": "measured_memory.csv", "vtrain": "measured_vtrain.csv", "training": "measured_training.csv"}
 SPREAD = 0.14

@@ -17,8 +17,6 @@ from megaaccum.config import Config
 from megaaccum.config.derive import derive
 from megaaccum.config.schema import ModelConfig
 
-GIB = 2**30
-
 
 class LeftOut(Exception):
     """A row that cannot be used, and why."""

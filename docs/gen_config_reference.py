@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 import sys
+import typing
 from pathlib import Path
+from typing import Literal
 
 from megaaccum.config import schema
-from megaaccum.config.keys import ALIASES, SECTIONS
-from megaaccum.config.rules.values import REQUIRED
+from megaaccum.config.facts import Facts
+from megaaccum.config.keys import ALIASES, SECTIONS, Key, all_keys
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -87,28 +88,30 @@ def field_docs() -> dict[str, dict[str, str]]:
 
 
 def _section(name: str, cls: type, docs: dict[str, str]) -> str:
-    rows = [_row(field, docs[field.name]) for field in dataclasses.fields(cls)]
+    rows = [_row(field, all_keys()[field.name], docs[field.name]) for field in dataclasses.fields(cls)]
     about = (cls.__doc__ or "").splitlines()[0]
     return "\n".join(
         [f"## `{name}`", "", about, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     )
 
 
-def _row(field: dataclasses.Field, doc: str) -> str:
-    cells = [f"`{field.name}`", _type(str(field.type)), _default(field), " ".join(doc.split())]
+def _row(field: dataclasses.Field, key: Key, doc: str) -> str:
+    values = [_type(key.annotation), key.facts.range]
+    cells = [f"`{field.name}`", ", ".join(filter(None, values)), _default(field, key.facts), " ".join(doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _type(annotation: str) -> str:
+def _type(annotation: object) -> str:
     """`Literal['a', 'b'] | None` as 'a, b'; other types by Python's name. The default says what None means."""
-    choices = re.findall(r"Literal\[([^\]]*)\]", annotation)
-    if choices:
-        return ", ".join(f"`{word.strip().strip(chr(39) + chr(34))}`" for word in choices[0].split(","))
-    return f"`{annotation.removesuffix(' | None')}`"
+    members = [each for each in (annotation, *typing.get_args(annotation)) if typing.get_origin(each) is Literal]
+    if members:
+        return ", ".join(f"`{word}`" for word in typing.get_args(members[0]))
+    name = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+    return f"`{name.removesuffix(' | None')}`"
 
 
-def _default(field: dataclasses.Field) -> str:
-    if field.name in REQUIRED:
+def _default(field: dataclasses.Field, facts: Facts) -> str:
+    if facts.required:
         return "required"
     value = field.default
     if field.default_factory is not dataclasses.MISSING:

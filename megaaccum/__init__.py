@@ -3,14 +3,12 @@
 Importing this package imports neither torch nor DeepSpeed nor Megatron, and starts no CUDA and no process group.
 """
 
+import importlib
 from typing import Any
 
 from megaaccum.errors import (
     CheckpointError,
     ConfigError,
-    DataError,
-    FlushError,
-    LaunchError,
     MegaaccumError,
     RankDisagreement,
     ScheduleError,
@@ -22,22 +20,36 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
-    "DataError",
-    "FlushError",
-    "LaunchError",
+    "Engine",
     "MegaaccumError",
+    "Plan",
     "RankDisagreement",
     "ScheduleError",
     "StepError",
+    "StepResult",
     "__version__",
     "get_forward_backward_func",
+    "initialize",
 ]
+
+_WITH_TORCH = {
+    "Engine": "megaaccum.engine",
+    "StepResult": "megaaccum.step.train_step",
+    "get_forward_backward_func": "megaaccum.schedule.entry",
+    "initialize": "megaaccum.engine",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when asked for: it needs torch and Megatron.
-    if name == "get_forward_backward_func":
-        from megaaccum.schedule.entry import get_forward_backward_func
+    """Names that need more than the standard library, imported when they are asked for. Those of an engine bring torch,
+    DeepSpeed and Megatron, and on a machine without a GPU first their stand-ins: import them before Megatron there."""
+    if name == "Plan":
+        from megaaccum.config import Plan
 
-        return get_forward_backward_func
+        return Plan
+    if name in _WITH_TORCH:
+        from megaaccum.distributed import preload
+
+        preload.libraries()
+        return getattr(importlib.import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

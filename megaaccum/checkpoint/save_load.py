@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from megaaccum.checkpoint.folders import Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
@@ -42,21 +43,8 @@ __all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
     """What has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may differ)."""
-    m = plan.config.model
-    return {
-        "num_layers": m.num_layers,
-        "hidden_size": m.hidden_size,
-        "ffn_hidden_size": m.ffn_hidden_size,
-        "num_attention_heads": m.num_attention_heads,
-        "num_query_groups": m.num_query_groups,
-        "vocab_size": padded_vocab_size(plan.config, vocab_size),
-        "num_experts": m.num_experts,
-        "swiglu": m.swiglu,
-        "normalization": m.normalization,
-        "position_embedding_type": m.position_embedding_type,
-        "untie_embeddings_and_output_weights": m.untie_embeddings_and_output_weights,
-        "tensor_model_parallel_size": plan.layout.tp,
-    }
+    fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
+    return fixed | {"vocab_size": padded_vocab_size(plan.config, vocab_size)}
 
 
 Buffers = dict[str, torch.Tensor]
@@ -296,7 +284,7 @@ def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]
     pieces = {}
     for piece in backend.state():
         twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-        if twice or backend.replica > 0:
+        if twice or backend.replica > 0 or piece.replica > 0:
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():

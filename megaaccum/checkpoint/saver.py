@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING
 from megaaccum.checkpoint import save_load
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
-from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement
+from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.training.run_folder import checkpoint_folder
 
 if TYPE_CHECKING:
     import torch
 
-    from megaaccum.checkpoint.save_load import BackgroundSave, Progress
-    from megaaccum.config import Plan
+    from megaaccum.checkpoint.save_load import BackgroundSave
     from megaaccum.data.dataset import Datasets
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
-    from megaaccum.training.lr_schedule import LrSchedule
+    from megaaccum.engine import Engine
 
 _WAIT_AFTER_AN_ERROR = 5.0
 """Seconds in which a checkpoint that is being written may become whole when the run ends with an error; less than the
@@ -36,23 +33,18 @@ class Saver:
     A context manager around the steps: at its end what is being written in the background is waited for.
     """
 
-    plan: Plan
-    places: Groups
-    backend: ShardingBackend
-    schedule: LrSchedule
+    engine: Engine
     data: Datasets
-    shape: dict
-    buffers: dict[str, torch.Tensor]
     _writing: BackgroundSave | None = None
     _group: torch.distributed.ProcessGroup | None = None
 
     @property
     def folder(self) -> Path:
-        return checkpoint_folder(self.plan.config)
+        return checkpoint_folder(self.engine.plan.config)
 
     def is_due(self, step: int, ends: bool) -> bool:
         """After every save_interval steps, and (save_at_end) after the last one or a signal; never with interval 0."""
-        run = self.plan.config.run
+        run = self.engine.plan.config.run
         return run.save_interval > 0 and (step % run.save_interval == 0 or (ends and run.save_at_end))
 
     def last_good(self) -> str:
@@ -60,20 +52,19 @@ class Saver:
         current = save_load.latest(self.folder)
         return f"The last good checkpoint is {current}." if current else "There is no checkpoint of this run."
 
-    def save(self, step: int, consumed_samples: int, transaction: dict) -> str:
-        """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what to tell the user.
+    def save(self) -> str:
+        """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what the log reports.
         Raises CheckpointError on every rank when this one, or the one that was being written, failed."""
         self.finish()
-        what = self._progress(step, consumed_samples, transaction)
-        if not self.plan.config.run.async_save:
-            return str(self._save_now(what))
+        if not self.engine.plan.config.run.async_save:
+            return str(self._save_now())
         self._writing = save_load.BackgroundSave(
             self.folder,
-            self.backend,
-            self.places,
-            what,
-            keep_last=self.plan.config.run.keep_last,
-            buffers=self.buffers,
+            self.engine.backend,
+            self.engine.groups,
+            self.engine.progress(self.data.digest),
+            keep_last=self.engine.plan.config.run.keep_last,
+            buffers=self.engine.buffers,
             group=self._background_group(),
         )
         return f"{self._writing.target} (being written)"
@@ -88,20 +79,19 @@ class Saver:
         """What went wrong in the background, as far as this rank knows by now."""
         return self._writing.problem() if self._writing is not None else None
 
-    def saved(self, error: MegaaccumError, step: int, consumed_samples: int, transaction: dict) -> MegaaccumError:
-        """`error`, which ends the run behind `step`, after a checkpoint of that step where one is wanted and possible.
-
-        It is when all ranks raise the error together, in front of the next step: then they stand alike.
-        """
+    def saved(self, error: MegaaccumError) -> MegaaccumError:
+        """`error`, which ends the run, after a checkpoint of the steps before it where one is wanted and possible: when
+        all ranks raise the error together, before the next step, they are in the same state."""
+        if isinstance(error, StepError):
+            return StepError(f"{error} {self.last_good()}")
         everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
-        if not everywhere or not self.is_due(step, ends=True):
+        if not everywhere or not self.is_due(self.engine.step, ends=True):
             return error
         texts = [str(error)]
         try:
             with suppress(CheckpointError):  # that may be the error; its step is written again
                 self.finish()
-            path = self._save_now(self._progress(step, consumed_samples, transaction))
-            texts.append(f"nothing is lost: {path} holds the {step} steps before")
+            texts.append(f"nothing is lost: {self._save_now()} holds the {self.engine.step} steps before")
         except CheckpointError as second:
             texts.append(str(second))
         return printed_once(type(error)("\n".join(dict.fromkeys(texts))))
@@ -115,49 +105,44 @@ class Saver:
         elif self._writing is not None:
             self._writing.wait(_WAIT_AFTER_AN_ERROR)
 
-    def _save_now(self, what: Progress) -> Path:
-        keep = self.plan.config.run.keep_last
-        return save_load.save(self.folder, self.backend, self.places, what, keep_last=keep, buffers=self.buffers)
-
-    def _progress(self, step: int, consumed_samples: int, transaction: dict) -> Progress:
-        return save_load.Progress(
-            step=step,
-            consumed_samples=consumed_samples,
-            lr_schedule=self.schedule.state_dict(),
-            data=self.data.digest,
-            shape=self.shape,
-            transaction=transaction,
+    def _save_now(self) -> Path:
+        return save_load.save(
+            self.folder,
+            self.engine.backend,
+            self.engine.groups,
+            self.engine.progress(self.data.digest),
+            keep_last=self.engine.plan.config.run.keep_last,
+            buffers=self.engine.buffers,
         )
 
     def _background_group(self) -> torch.distributed.ProcessGroup:
         if self._group is None:
-            self._group = groups.for_background(self.plan.config.parallel.distributed_timeout_minutes)
+            self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
         return self._group
 
-    def resume(self) -> tuple[int, int, dict]:
-        """Take up the current checkpoint of `load` (default: `save`). Returns (step, consumed samples, state of the
-        transaction), or (0, 0, {})."""
+    def resume(self) -> None:
+        """Take up the current checkpoint of `load` (default: `save`), if there is one."""
         current = raise_on_all_ranks(self._current)
         # Ranks that each resume from what their own host has would wait for each other for ever.
         assert_same_on_ranks(
             "the checkpoint to resume from; hosts have to share its folder", current.name if current else "none"
         )
         if current is None:
-            return 0, 0, {}
-        progress = save_load.load(current, self.backend, self.places, shape=self.shape, buffers=self.buffers)
+            return
+        engine = self.engine
+        progress = save_load.load(current, engine.backend, engine.groups, shape=engine.shape, buffers=engine.buffers)
         if progress.data != self.data.digest:
             text = (
                 f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
                 "global_batch_size have changed; set them back, or start afresh with --no_load"
             )
             raise printed_once(CheckpointError(text))
-        self.schedule.load_state_dict(progress.lr_schedule)
+        engine.resume(progress)
         if int(os.environ["RANK"]) == 0:
             print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
-        return progress.step, progress.consumed_samples, progress.transaction
 
     def _current(self) -> Path | None:
-        run = self.plan.config.run
+        run = self.engine.plan.config.run
         if run.no_load:
             return None
         current = save_load.latest(run.load or self.folder)

@@ -20,6 +20,7 @@ import yaml
 
 from megaaccum.errors import ConfigError
 from megaaccum.model.flops import peak_flops
+from megaaccum.units import GIB
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ def measure(like: str, *, seconds: float) -> dict[str, Any] | None:
     }
     return {
         "like": like,
-        "hbm_gib": round(_memory_bytes(device) / 2**30, 2),
+        "hbm_gib": round(_memory_bytes(device) / GIB, 2),
         "peak_tflops": round(peak / 1e12, 4),
         **({} if device.type == "cuda" else {"hbm_tb_per_s": round(memory / 1e12, 5)}),
         **links,

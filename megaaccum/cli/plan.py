@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megaaccum.config.load import load
+from megaaccum.cli.arguments import asked, split_command, take_path
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
 from megaaccum.planner import emit, report
@@ -18,6 +19,7 @@ from megaaccum.planner.search import RANKINGS, Ranked, search
 from megaaccum.planner.space import Limits
 from megaaccum.planner.why_not import parse_axes, why_not
 from megaaccum.planner.workload import make_workload
+from megaaccum.units import GIB
 
 _DESCRIPTION = """\
 Predict memory and step time of every legal layout of a configuration, and rank those that fit. What the file says about
@@ -30,10 +32,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: no layout is legal or fits, or an argument cannot be used.
     """
-    args, overrides = _parse(argv)
+    words, command, jail = split_command(argv)
+    args, overrides = _parse(words)
     world_size, per_node = _gpus(args)
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
-    workload = make_workload(load(args.config, overrides), world_size=world_size, hardware=hardware)
+    with asked(args.config, overrides, command, jail=jail) as found:
+        config = found.checked()
+    workload = make_workload(config, world_size=world_size, hardware=hardware)
     limits = Limits(
         fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
     )  # fmt: skip
@@ -49,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    # The configuration comes first, so that the values of overrides cannot be taken for it.
-    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    config, rest = take_path(argv)
     parser = argparse.ArgumentParser(
         prog="megaaccum plan",
         usage="megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]",
@@ -76,7 +80,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--picture", metavar="F", help="draw memory bars and the Pareto front as PNG")
-    args, overrides = parser.parse_known_args(list(rest))
+    args, overrides = parser.parse_known_args(rest)
     args.config = config
     return args, overrides
 
@@ -94,7 +98,7 @@ def _gpus(args: argparse.Namespace) -> tuple[int, int | None]:
     return sum(slots.values()), args.gpus_per_node or next(iter(slots.values()))
 
 
-def _fixed(args: argparse.Namespace) -> dict:
+def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     fixed = parse_axes(args.fix)
     if args.schedule is not None:
         fixed["schedule"] = args.schedule
@@ -126,7 +130,7 @@ def _write(ranked: Ranked, index: int, path: Path) -> None:
     """Write a row's configuration, with what is predicted for it."""
     work = ranked.workload
     comment = (
-        f"Planned for {work.hardware.name}: {ranked.memory.total[index] / 2**30:.1f} GiB on the most loaded rank,"
+        f"Planned for {work.hardware.name}: {ranked.memory.total[index] / GIB:.1f} GiB on the most loaded rank,"
         f" {ranked.time.total[index]:.3g} s per step (predicted)."
     )
     emit.write(work, ranked.name_of(index), path, comment=comment)

@@ -87,5 +87,35 @@ def _solve(config: Config, data_parallel_size: int, sizes: dict[str, int]) -> Ba
         seq_length=config.model.seq_length,
         flush=config.batch.flush,
         loss_norm=config.batch.loss_norm,
+        allow_underfilled_pipeline=config.batch.allow_underfilled_pipeline,
         **sizes,
     )
+
+
+def deepspeed_problems(config: Config, batch: BatchPlan, notes: list[str]) -> list[str]:
+    """One text if the DeepSpeed block's batch sizes are not those of `batch`; a note if the command line wins.
+
+    DeepSpeed multiplies train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp. The first two may be what
+    its pipeline engine, its plain engine or megaaccum itself would call them: see `readings`.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    theirs = {name: value for name in names if (value := config.deepspeed.get(name)) not in (None, "auto")}
+    whole, micro, steps = (theirs.get(name) for name in names)
+    readings = [
+        (batch.micro_batch_size, batch.num_microbatches),
+        (batch.device_batch_size, batch.grad_accum_steps),
+        (batch.micro_batch_size * batch.num_microbatches, 1),
+    ]
+    agrees = any((micro in (None, m)) and (steps in (None, s)) for m, s in readings)
+    if agrees and whole in (None, batch.global_batch_size):
+        return []
+    said = ", ".join(f"{name} {value}" for name, value in theirs.items())
+    ours = ", ".join(f"{name} {getattr(batch, name)}" for name in SIZES)
+    if any(config.origin.get(name) == COMMAND_LINE for name in SIZES):
+        notes.append(f"deepspeed's {said} is set aside: with the command line the batch is {ours}.")
+        return []
+    pairs = " or ".join(f"{m} with {s}" for m, s in dict.fromkeys(readings))
+    return [
+        f"deepspeed.{said} disagrees with {ours}: set train_batch_size to {batch.global_batch_size} and"
+        f" train_micro_batch_size_per_gpu with gradient_accumulation_steps to {pairs}, or leave them out of the JSON."
+    ]

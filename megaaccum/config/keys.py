@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from megaaccum.config import schema
+from megaaccum.config.facts import Facts
 
 SECTIONS: dict[str, type] = {
     "model": schema.ModelConfig,
@@ -55,11 +57,12 @@ ALIASES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: its section, and the type that its values must have (with None where it may be derived)."""
+    """One key: its section, the type that its values must have (with None where it may be derived), and its facts."""
 
     name: str
     section: str
     annotation: object
+    facts: Facts
 
 
 @cache
@@ -67,11 +70,27 @@ def all_keys() -> dict[str, Key]:
     """Every key by name, in the schema's order. Names are unique across the sections."""
     keys: dict[str, Key] = {}
     for section, cls in SECTIONS.items():
-        hints = typing.get_type_hints(cls)
+        plain, annotated = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
         for item in dataclasses.fields(cls):
             assert item.name not in keys, f"{item.name} is in two sections"
-            keys[item.name] = Key(item.name, section, hints[item.name])
+            facts = getattr(annotated[item.name], "__metadata__", (Facts(),))[0]
+            keys[item.name] = Key(item.name, section, plain[item.name], facts)
     return keys
+
+
+def names_where(holds: Callable[[Facts], object]) -> tuple[str, ...]:
+    """The keys of whose facts `holds` is true, in the schema's order."""
+    return tuple(key.name for key in all_keys().values() if holds(key.facts))
+
+
+def that_need(other: str) -> tuple[str, ...]:
+    """The keys that have no effect without `other` (`Facts.needs`), in the schema's order."""
+    return names_where(lambda facts: facts.needs == other)
+
+
+def value(config: schema.Config, name: str) -> Any:
+    """What `config` holds under a key."""
+    return getattr(getattr(config, all_keys()[name].section), name)
 
 
 def canonical(name: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
-from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, read_file
+from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, read_text, read_yaml
 from megaaccum.errors import ConfigError
 
 UNREADABLE = "unreadable"
@@ -30,34 +30,33 @@ RIVALS: tuple[frozenset[str], ...] = (
 
 
 def load(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run, as written: nothing is derived yet (see `resolve`).
+    """The configuration of a run in megaaccum's own keys, as written: nothing is derived yet (see `resolve`).
+
+    `megaaccum.interop.load.load` also reads the flags, scripts and JSON of other programs.
 
     Args:
-        path: a YAML or JSON file of keys (flat, or under their section's name), or a file of Megatron flags.
+        path: a YAML or JSON file of keys (flat, or under their section's name).
         overrides: command-line arguments, which outrank the file.
 
     Raises:
         ConfigError: with every key that is unknown, repeated or of the wrong type, in both sources.
     """
-    config, problems = read(path, overrides)
+    sources = [read_yaml(read_text(path), os.path.basename(path))] if path is not None else []
+    if overrides:
+        sources.append(read_command_line(overrides))
+    config, problems = assemble(sources)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def read(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """As `load`, but gives back what could be read together with the problems.
-
-    Raises:
-        ConfigError: the file cannot be opened at all.
-    """
-    sources = [read_file(path)] if path is not None else []
-    if overrides:
-        sources.append(read_command_line(overrides))
+def assemble(sources: Sequence[Source]) -> tuple[Config, list[str]]:
+    """The configuration that the sources give, the last one outranking the others, and what is wrong with them."""
     config = Config()
     problems: list[str] = []
     for source in sources:
         problems += source.problems
+        problems += [unknown.problem() for unknown in source.unknown]
         config.notes += source.notes
         if source.name == COMMAND_LINE:
             _set_aside_rivals(config, source)
@@ -77,9 +76,6 @@ def _apply(config: Config, source: Source) -> list[str]:
         else:
             setattr(getattr(config, key.section), name, typed)
             config.origin[name] = source.name
-    if source.deepspeed is not None:
-        config.deepspeed = source.deepspeed
-        config.origin["deepspeed"] = source.name
     return problems
 
 
@@ -104,4 +100,4 @@ def given(config: Config, name: str) -> bool:
     if name in config.origin:
         return True
     section = getattr(config, all_keys()[name].section)
-    return getattr(section, name) != getattr(type(section)(), name)
+    return bool(getattr(section, name) != getattr(type(section)(), name))

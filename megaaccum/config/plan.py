@@ -1,62 +1,31 @@
-"""What `resolve` makes of a configuration: every key settled, the ranks laid out, the batch cut."""
+"""The plan of a run: every key settled, the ranks laid out, the batch cut."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megaaccum.config.batch import BatchPlan
-from megaaccum.config.keys import SECTIONS
+from megaaccum.config.keys import names_where, value
+from megaaccum.config.layout import Layout
+from megaaccum.config.load import assemble, load
+from megaaccum.config.resolve import layout_of, settle_keys
 from megaaccum.config.schema import Config
-from megaaccum.interop import deepspeed_json
+from megaaccum.config.source import Source
+from megaaccum.errors import ConfigError
 
-RANK_LOCAL = frozenset(
-    {
-        "output_dir", "save", "load", "tensorboard_dir", "csv_dir", "wandb_project", "data_cache_path",
-        "data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model",
-        "num_threads", "nproc_per_node", "schedule_trace", "num_workers", "mmap_bin_files",
-    }
-)  # fmt: skip
-"""Keys that may differ between hosts without changing what is computed: paths, and how a host does its part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the ranks are cut: world_size = tp * cp * pp * dp. The same on every rank."""
-
-    world_size: int
-    """Ranks of the run."""
-    tp: int
-    """Ranks that share each matrix."""
-    pp: int
-    """Pipeline ranks."""
-    vpp: int
-    """Model chunks per pipeline rank."""
-    cp: int
-    """Ranks that share each sequence."""
-    ep: int
-    """Ranks over which experts are spread."""
-    etp: int
-    """Ranks that share each expert's matrices."""
-    dp: int
-    """Ranks that see different sequences."""
-    schedule: str
-    """Pipeline schedule: none, a name that megaaccum.schedule.build knows, or the path of a .csv table."""
-    placement: Literal["loop", "v"] = "loop"
-    """Which stages a rank's chunks are: dealt out in rounds, or (v) rank and 2 * pp - 1 - rank."""
-
-    @property
-    def edp(self) -> int:
-        """Ranks that hold the same experts: world_size / (etp * ep * pp)."""
-        return self.world_size // (self.etp * self.ep * self.pp)
+MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
+"""Blocks of a DeepSpeed JSON that only say where one host writes its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A configuration settled for a number of ranks. Build one with `resolve`; it is the same on every rank."""
+    """A configuration settled for a number of ranks: of a file (`Plan.load`), or of what an engine over a model of the
+    user's own needs (`Plan.of`). It is the same on every rank."""
 
     config: Config
     """A copy of what was read with every key that can be derived filled in. Not to be changed any more."""
@@ -67,32 +36,93 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     """What was derived or set aside in a way that a reader may want to know, one sentence each."""
     written: Config | None = None
-    """What it was made of, before anything was derived: `fit.settle` makes it again with another sync mode."""
+    """What it was made of, before anything was derived: `sync_mode.settle` makes it again with another sync mode."""
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], overrides: Sequence[str] = (), *, world_size: int | None = None
+    ) -> Plan:
+        """The plan of a YAML file of megaaccum's keys.
+
+        Args:
+            path: the file.
+            overrides: as on the command line, ["--grad_accum_steps", "4"].
+            world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
+
+        Raises:
+            ConfigError: with everything that is wrong, all at once.
+        """
+        return resolve(load(path, overrides), world_size=_world_size(world_size))
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        layout: Mapping[str, object] | None = None,
+        batch: Mapping[str, object],
+        sharding: Mapping[str, object] | None = None,
+        step: Mapping[str, object] | None = None,
+        optimizer: Mapping[str, object] | None = None,
+        world_size: int | None = None,
+        **keys: object,
+    ) -> Plan:
+        """The plan of an engine over a model of the user's own: nothing is required that the engine does not use.
+
+        Args:
+            layout: `tp`, `pp`, `vpp`, `cp`, `ep`, `schedule` and what else the section `parallel` of a file holds.
+            batch: `micro_batch_size` (sequences), `seq_length` (tokens, the most that a micro-batch has), and
+                `grad_accum_steps` or `pp_microbatches` (micro-batches of a step on one rank; default 1).
+            sharding: `backend`, `zero_stage`, `sync`, `bf16`, `fp16`, ...
+            step: `nonfinite`, `grad_norm_guard`, `short_batch`, loss scales, ...
+            optimizer: `lr`, `weight_decay`, `clip_grad`, ...; without `lr` the engine has no LR schedule.
+            world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
+            keys: any other key of a file.
+
+        Raises:
+            ConfigError: with everything that is wrong, all at once.
+        """
+        source = Source("Plan.of")
+        parts = {"layout": layout, "batch": batch, "sharding": sharding, "step": step, "optimizer": optimizer}
+        for part, values in (*parts.items(), ("", keys)):
+            for name, each in (values or {}).items():
+                source.put(name, each, f"{part}.{name}" if part else name)
+        config, problems = assemble([source])
+        if problems:
+            raise ConfigError(problems)
+        return resolve(config, world_size=_world_size(world_size), own_model=True)
 
     def digest(self) -> str:
         """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
 
-        Paths and keys that only concern one host (`RANK_LOCAL`) do not enter.
+        Keys that may differ between hosts (`Facts.per_host`) do not enter.
         """
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, object]:
-        """What the digest is made of: every key that decides numbers, what DeepSpeed is given, batch and layout."""
-        settled = {
-            key: value
-            for section in SECTIONS
-            for key, value in dataclasses.asdict(getattr(self.config, section)).items()
-            if key not in RANK_LOCAL
-        }
+        """What the digest is made of: every key that decides numbers, the DeepSpeed block, batch and layout."""
+        settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}
+        theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        return settled | layout | batch | {f"deepspeed.{name}": item for name, item in self.deepspeed_config().items()}
+        return settled | layout | batch | theirs
 
-    def deepspeed_config(self) -> dict[str, object]:
-        """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
 
-        DeepSpeed sees one batch of `num_microbatches * micro_batch_size` sequences per data-parallel rank and one
-        accumulation step: accumulation, the loss divisor and clipping have their one owner outside it. The whole
-        batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
-        """
-        return deepspeed_json.write(self.config, self.batch)
+def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan:
+    """The plan of a run on `world_size` ranks. Needs no process group and gives the same on every rank.
+
+    Args:
+        config: as a loader gives it; not changed.
+        world_size: ranks over all hosts.
+        own_model: the model, its data and its training are the user's own, so their keys are not required.
+
+    Raises:
+        ConfigError: with one text per broken rule, all at once.
+    """
+    settled, batch, notes = settle_keys(config, world_size, own_model=own_model)
+    layout = layout_of(settled, world_size, batch.data_parallel_size)
+    return Plan(config=settled, batch=batch, layout=layout, notes=notes, written=config)
+
+
+def _world_size(given: int | None) -> int:
+    return int(os.environ.get("WORLD_SIZE", "1")) if given is None else given

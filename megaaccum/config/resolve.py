@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import copy
 
-from megaaccum.config.batch import BatchPlan
-from megaaccum.config.batch_keys import settle
+from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
+from megaaccum.config.batch_keys import deepspeed_problems, settle
 from megaaccum.config.derive import derive
-from megaaccum.config.plan import Layout, Plan
+from megaaccum.config.layout import Layout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.interop import deepspeed_json
 from megaaccum.schedule.build import build, entry, interleaved_problems
 
 
-def resolve(config: Config, *, world_size: int) -> Plan:
-    """The plan of a run on `world_size` ranks. Needs no process group and gives the same on every rank.
-
-    Args:
-        config: as `load` gives it; not changed.
-        world_size: ranks over all hosts.
-
-    Raises:
-        ConfigError: with one text per broken rule, all at once.
-    """
+def settle_keys(config: Config, world_size: int, *, own_model: bool) -> tuple[Config, BatchPlan, list[str]]:
+    """(a copy of `config` with every key derived, its batch, notes on what was derived). own_model: see plan.resolve.
+    Raises ConfigError with one text per broken rule."""
     settled = copy.deepcopy(config)
     notes = list(config.notes)
-    problems = deepspeed_json.adopt(settled, notes)
-    written = copy.deepcopy(settled)
+    if own_model and settled.batch.grad_accum_steps is None and settled.batch.pp_microbatches is None:
+        settled.batch.grad_accum_steps = settled.batch.pp_microbatches = 1
     derive(settled, notes)
-    problems += broken_rules(Subject(config=settled, written=written, world_size=world_size))
+    problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
     dp = _data_parallel_size(settled, world_size)
     batch = _cut_batch(settled, dp, notes, problems) if dp else None
     if batch is None or problems:
         raise ConfigError(problems)
-    return Plan(config=settled, batch=batch, layout=_layout(settled, world_size, dp), notes=notes, written=config)
+    return settled, batch, notes
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:
@@ -50,10 +42,16 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
     try:
         batch = settle(config, dp, notes)
     except ConfigError as error:
-        problems += error.problems
+        problems += [problem for problem in error.problems if problem not in problems]
         return None
     for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps"):
         setattr(config.batch, name, getattr(batch, name))
+    if pipeline_fill_problem(batch):
+        pp, m = batch.pipeline_model_parallel_size, batch.microbatches_per_flush
+        idle = (pp - 1) / ((config.parallel.virtual_pipeline_model_parallel_size or 1) * m + pp - 1)
+        notes.append(
+            f"{m} micro-batches for {pp} pipeline ranks: they idle {idle:.0%} of a flush (1F1B, equal stages)."
+        )
     parallel = config.parallel
     if parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size > 1:
         group = parallel.microbatch_group_size_per_vp_stage
@@ -61,7 +59,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
         problems += interleaved_problems(batch.microbatches_per_flush, parallel.pipeline_model_parallel_size, group)
     elif parallel.pipeline_model_parallel_size > 1 and not problems:
         problems += _schedule_problems(config, batch)
-    problems += deepspeed_json.batch_problems(config, batch, notes)
+    problems += deepspeed_problems(config, batch, notes)
     return batch
 
 
@@ -78,7 +76,8 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
     return []
 
 
-def _layout(config: Config, world_size: int, dp: int) -> Layout:
+def layout_of(config: Config, world_size: int, dp: int) -> Layout:
+    """How the ranks of a settled configuration are cut. dp: data-parallel ranks."""
     parallel = config.parallel
     assert parallel.schedule != "auto"
     placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement
@@ -93,5 +92,5 @@ def _layout(config: Config, world_size: int, dp: int) -> Layout:
         etp=parallel.expert_tensor_parallel_size,
         dp=dp,
         schedule=parallel.schedule,
-        placement=placement,  # type: ignore[arg-type]
+        placement=placement,
     )

@@ -27,23 +27,6 @@ class Trace:
         return ", ".join([*parts, f"last P2P {self.message or 'none'}"])
 
 
-class Clock:
-    """Seconds of each phase, by the host's clock: on a GPU what is still queued counts for a later phase."""
-
-    def __init__(self, trace: Trace, phase: str):
-        self.seconds: dict[str, float] = {}
-        self._trace = trace
-        self._last = time.perf_counter()
-        trace.enter(phase)
-
-    def lap(self, following: str) -> None:
-        """The phase that was entered last ends, and `following` begins."""
-        now = time.perf_counter()
-        self.seconds[self._trace.phase] = now - self._last
-        self._last = now
-        self._trace.enter(following)
-
-
 _METHODS = (
     "recv_forward",
     "recv_backward",

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megaaccum.distributed import cpu
+from megaaccum.errors import ConfigError
 from megaaccum.schedule.actions import place
 
 if TYPE_CHECKING:
@@ -127,25 +128,70 @@ def default_collection() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+_LANES = [(kind, up) for kind in "FB" for up in (True, False)]
+_MAX_CTAS = 4
+"""Thread blocks of a lane's kernel, which holds as many multiprocessors while it waits; NCCL's default is up to 32."""
+
+
+def carries_by_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether tensors of this rank's device cross `group` by NCCL, also where it has gloo for the host's
+    (`cpu:gloo,cuda:nccl`)."""
+    return group._get_backend(cpu.device()).name() == "nccl"
+
+
+def _refuse_bound_device(pp: dist.ProcessGroup) -> None:
+    for group in (pp, dist.group.WORLD):
+        if group is not None and group.bound_device_id is not None:
+            raise ConfigError(
+                f"init_process_group was given device_id={group.bound_device_id}, and NCCL then has one stream for all"
+                " messages of a group, so that a receive that is posted ahead holds up every send: leave device_id out"
+            )
+
+
+def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | None) -> list[dist.ProcessGroup]:
+    """A group of these ranks for each lane; collective over the world. Groups are made for every pipeline in one order
+    on all ranks: torch names a group that its members alone make after the number of groups that a rank is in, which
+    differs between the stages of a pipeline (the first and the last share an embedding)."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, members)
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+    mine = []
+    for pipeline in sorted({tuple(each) for each in everyone}):
+        made = [_lane_group(list(pipeline), on_nccl, timeout) for _ in _LANES]
+        if list(pipeline) == members:
+            mine = made
+    return mine
+
+
+def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> Any:
+    if not on_nccl:
+        return dist.new_group(ranks, timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_CTAS
+    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+
+
 class PipelineChannels:
     """Point-to-point traffic within one pipeline, in four lanes: activations (F) and gradients (B), to higher and to
     lower ranks.
 
     gloo matches messages by tag, so one group carries all lanes. NCCL matches those of a pair of ranks by order alone
-    and works them off one by one, so each lane has a group of its own there (`separate`; collective over pp).
+    and works them off one by one, so each lane has a group of its own there (`separate`; collective over the world).
+
+    on_nccl: messages are NCCL's, whose receives are kernels that wait on the device. timeout_minutes: of the lanes'
+    groups; None is torch's default. Raises ConfigError where torch would put all messages of a lane on one stream.
     """
 
-    def __init__(self, pp: dist.ProcessGroup, *, separate: bool | None = None):
+    def __init__(self, pp: dist.ProcessGroup, *, separate: bool | None = None, timeout_minutes: float | None = None):
         self.rank = dist.get_rank(pp)
-        self.sends_can_be_polled = dist.get_backend(pp) == "nccl"
-        separate = self.sends_can_be_polled if separate is None else separate
-        lanes = [(kind, up) for kind in "FB" for up in (True, False)]
-        self.members = ranks = dist.get_process_group_ranks(pp)
+        self.on_nccl = carries_by_nccl(pp)
+        if self.on_nccl:
+            _refuse_bound_device(pp)
+        self.members = dist.get_process_group_ranks(pp)
         self._connected: set[tuple[int, int, str]] = set()
-        self._lanes = {
-            lane: (dist.new_group(ranks, use_local_synchronization=True) if separate else pp, tag)
-            for tag, lane in enumerate(lanes)
-        }
+        separate = self.on_nccl if separate is None else separate
+        own = _lane_groups(self.members, self.on_nccl, timeout_minutes) if separate else [pp] * len(_LANES)
+        self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True))}
 
     def connect(self, channels: Iterable[tuple[int, int, str]], device: torch.device) -> None:
         """Send one element over every channel (source, target, kind), one after the other, in one order on all ranks.
@@ -153,8 +199,6 @@ class PipelineChannels:
         NCCL connects two ranks at their first message, and both wait for it: ranks that post receives ahead, each on
         another lane first, would wait for each other. Collective over the pipeline, once per set of channels.
         """
-        import torch
-
         for source, target, kind in sorted(set(channels) - self._connected):
             element = torch.zeros(1, device=device)
             if self.rank == source:
@@ -232,7 +276,7 @@ class Mpu:
         return self._groups.pp.size()
 
 
-def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
+def replica_mesh(groups: Groups, replicas: int, *, timeout_minutes: float) -> DeviceMesh:
     """The ranks of dp x cp as torch's fully_shard takes them: one dimension, or (replica, shard) with more replicas.
 
     Consecutive ranks share a replica, so that its traffic stays inside a node where it fits. Collective over the world.
@@ -250,7 +294,7 @@ def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
         grid = torch.tensor(row).view(replicas, -1)
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:
-                group = dist.new_group(line)
+                group = dist.new_group(line, timeout=timedelta(minutes=timeout_minutes))
                 if dist.get_rank() in line:
                     mine[name] = group
     grid = torch.tensor(ranks, dtype=torch.int).view(replicas, -1)

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,14 +35,12 @@ class RankProcess:
     """One rank, a child of this process and the leader of a session of its own.
 
     `status` is None while it runs, then its exit code, or minus the number of the signal that ended it.
-    `ended_at` is the time.monotonic() at which its end was seen, in seconds.
     """
 
     rank: int
     pid: int
     pidfd: int
     status: int | None = None
-    ended_at: float = field(default=0.0)
 
     def send(self, signum: int) -> None:
         """Sends a signal to the rank alone; nothing happens when it has ended."""
@@ -61,7 +59,6 @@ class RankProcess:
         """Takes the exit status of a rank that has ended; blocks while it runs."""
         _, status = os.waitpid(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
-        self.ended_at = time.monotonic()
         os.close(self.pidfd)
 
 
@@ -183,21 +180,23 @@ def start(
     try:
         pid = os.fork()
         if pid == 0:
-            _become_rank(parent, mask, body, env, output, error)
+            become_rank(body, parent=parent, env=env, output=output, error=error, mask=mask)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return RankProcess(rank, pid, os.pidfd_open(pid))
 
 
-def _become_rank(
-    parent: int,
-    mask: Iterable[int],
+def become_rank(
     body: Callable[[], None],
+    *,
+    parent: int,
     env: Mapping[str, str],
     output: Path | None,
     error: Path,
+    mask: Iterable[int] = (),
 ) -> NoReturn:
-    """Runs in the child; never returns into the parent's code."""
+    """Makes a fork of process `parent` a rank: as `start`. Never returns into the parent's code. mask: signals that the
+    rank blocks."""
     code = 1
     try:
         atexit._clear()  # the parent's exit handlers are the parent's

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_keys import SIZES
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.load import given
+from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.interop import deepspeed_keys as keys
@@ -63,21 +66,48 @@ class Reconciler:
         self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
 
 
-def adopt(config: Config, notes: list[str]) -> list[str]:
-    """Take over, in place, what `config.deepspeed` says and no key of megaaccum's does.
+def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> dict[str, object] | None:
+    """The DeepSpeed configuration at `path`, or None with a text added to `problems`."""
+    repeated: list[str] = []
+
+    def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+        return dict(pairs)
+
+    try:
+        block = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
+    except OSError as error:
+        problems.append(f"{place}: cannot read the DeepSpeed configuration {path}: {error.strerror}.")
+        return None
+    except ValueError as error:
+        problems.append(f"{place}: {path} is not valid JSON: {error}.")
+        return None
+    problems.extend(f"{place}: {path} gives {name} more than once." for name in repeated)
+    if not isinstance(block, dict):
+        problems.append(f"{place}: {path} must hold a JSON object.")
+        return None
+    return block
+
+
+def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
+    """Make `block` the DeepSpeed block of `config`, and take over, in place, what it says and no key of megaaccum's
+    does; notes go to the configuration's.
 
     Returns one text per key that disagrees with a key of megaaccum's, is unknown, or cannot be honoured. Batch sizes
-    that both give are compared once the batch is solved (`batch_problems`).
+    that both give are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
     """
-    reconciler = Reconciler(config, notes, [])
-    for name, value in config.deepspeed.items():
+    config.deepspeed = block
+    config.origin["deepspeed"] = origin
+    reconciler = Reconciler(config, config.notes, [])
+    for name, value in block.items():
         if handler := _HANDLERS.get(name):
             handler(reconciler, name, value)
         elif name in keys.REFUSED:
             if keys.is_on(value):
                 reconciler.refuse(name, value, keys.REFUSED[name])
         elif name in keys.DROPPED:
-            notes.append(f"deepspeed.{name} is left out: {keys.DROPPED[name]}.")
+            config.notes.append(f"deepspeed.{name} is left out: {keys.DROPPED[name]}.")
         elif name not in keys.TOP_LEVEL:
             reconciler.problems.append(_unknown(name, name, keys.TOP_LEVEL))
     _adopt_batch(reconciler)
@@ -99,38 +129,14 @@ def _adopt_batch(reconciler: Reconciler) -> None:
         reconciler.same("gradient_accumulation_steps", steps, "grad_accum_steps")
 
 
-def batch_problems(config: Config, batch: BatchPlan, notes: list[str]) -> list[str]:
-    """One text if the JSON's batch sizes are not those of `batch`, or a note if the command line outranks them.
+def deepspeed_config(plan: Plan) -> dict[str, object]:
+    """The configuration that megaaccum gives `deepspeed.initialize`, the user's remaining keys merged in.
 
-    DeepSpeed multiplies train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp. The first two may be what
-    its pipeline engine, its plain engine or megaaccum itself would call them: see `readings`.
+    DeepSpeed sees one batch of `num_microbatches * micro_batch_size` sequences per data-parallel rank and one
+    accumulation step: accumulation, the loss divisor and clipping have their one owner outside it. The whole
+    batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
     """
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    theirs = {name: value for name in names if (value := config.deepspeed.get(name)) not in (None, "auto")}
-    whole, micro, steps = (theirs.get(name) for name in names)
-    readings = [
-        (batch.micro_batch_size, batch.num_microbatches),
-        (batch.device_batch_size, batch.grad_accum_steps),
-        (batch.micro_batch_size * batch.num_microbatches, 1),
-    ]
-    agrees = any((micro in (None, m)) and (steps in (None, s)) for m, s in readings)
-    if agrees and whole in (None, batch.global_batch_size):
-        return []
-    said = ", ".join(f"{name} {value}" for name, value in theirs.items())
-    ours = ", ".join(f"{name} {getattr(batch, name)}" for name in SIZES)
-    if any(config.origin.get(name) == COMMAND_LINE for name in SIZES):
-        notes.append(f"deepspeed's {said} is set aside: with the command line the batch is {ours}.")
-        return []
-    pairs = " or ".join(f"{m} with {s}" for m, s in dict.fromkeys(readings))
-    return [
-        f"deepspeed.{said} disagrees with {ours}: set train_batch_size to {batch.global_batch_size} and"
-        f" train_micro_batch_size_per_gpu with gradient_accumulation_steps to {pairs}, or leave them out of the JSON."
-    ]
-
-
-def write(config: Config, batch: BatchPlan) -> dict[str, object]:
-    """What DeepSpeed is given; see `Plan.deepspeed_config`. `config` is a resolved one."""
-    user, sharding = config.deepspeed, config.sharding
+    user, sharding, batch = plan.config.deepspeed, plan.config.sharding, plan.batch
     zero_block = user.get("zero_optimization")
     user_zero = zero_block if isinstance(zero_block, dict) else {}
     zero: dict[str, object] = {name: value for name, value in user_zero.items() if name in keys.ZERO_PASSED}

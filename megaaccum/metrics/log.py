@@ -12,8 +12,8 @@ from megaaccum.config import Config, Plan
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.metrics import journal, plots
 from megaaccum.metrics.journal import Journal, Record
-from megaaccum.metrics.monitor import Monitor, blocks_of, missing_packages
 from megaaccum.metrics.progress import Progress, evaluation_line
+from megaaccum.metrics.services import Services, missing_packages
 from megaaccum.metrics.speed import Speed
 from megaaccum.metrics.summary import summarize
 
@@ -22,8 +22,8 @@ class RunLog:
     """Journal (output_dir/log.jsonl), progress line on standard output, TensorBoard / W&B / CSV, and at the end a
     picture (output_dir/loss.png) and a summary.
 
-    One rank writes, `is_writer`, and it is global rank 0, since DeepSpeed's monitor writes nowhere else; a pipeline
-    has to bring the loss there. On every other rank all methods do nothing. Nothing here communicates.
+    One rank writes, `is_writer`; a pipeline has to bring the loss there. On every other rank all methods do nothing.
+    Nothing here communicates.
 
     Values may be tensors of one element. They are read once, when the step is recorded: the verdict on the step was
     read by then, so the device is idle and nothing waits longer, and no step is missing from the journal of a run that
@@ -34,22 +34,18 @@ class RunLog:
         self,
         plan: Plan,
         *,
-        rank: int,
         is_writer: bool,
         flops_per_step: float,
         peak_flops: float | None,
         start_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Open the files of a run that goes on behind step `start_step` (0: a fresh one).
+        """Open the files of a run that goes on after step `start_step` (0: a fresh one).
 
         `flops_per_step` comes from `model.flops.step_flops`, `peak_flops` (FLOP/s of one device, None where
         unknown) from `model.flops.peak_flops`; `clock` gives seconds. Raises MegaaccumError where a file cannot be
         written or the journal of an earlier start is damaged, and ConfigError as `check` does.
         """
-        assert not is_writer or rank == 0, (
-            f"rank {rank} cannot write the log: DeepSpeed's monitor writes on rank 0 alone"
-        )
         self._is_writer = is_writer
         self.problem: MegaaccumError | None = None
         """Why a record could not be written, once that happened; only ever set on the writing rank."""
@@ -70,7 +66,7 @@ class RunLog:
             self._speed, start_step=start_step, last_step=self._last_step, total_steps=run.train_iters, clock=clock
         )
         self._journal = Journal(Path(run.output_dir) / "log.jsonl", start_step=start_step)
-        self._monitor = Monitor(plan.config, start_step=start_step) if blocks_of(plan.config) else None
+        self._services = Services(plan.config, start_step=start_step)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Record an optimizer step, taken or skipped; called once for each, in order.
@@ -88,7 +84,7 @@ class RunLog:
         self._progress.add(full)
         if self._is_due(full["step"]):
             self.note(self._progress.line(full))
-            self._flush()
+            self._services.flush()
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Record an evaluation: `step` (steps taken before it, 0 for one in front of the first), `loss` (nats per
@@ -98,7 +94,7 @@ class RunLog:
         full = {"kind": "valid", **_read(record)}
         self._write(full)
         self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
-        self._flush()
+        self._services.flush()
 
     def note(self, text: str) -> None:
         """Print a line on the writing rank."""
@@ -115,8 +111,7 @@ class RunLog:
         if not self._is_writer or self._closed:
             return
         self._closed = True
-        if self._monitor is not None:
-            self._monitor.close()
+        self._services.close()
         self._journal.close()
         if self.problem is not None:
             raise self.problem
@@ -130,12 +125,7 @@ class RunLog:
         except MegaaccumError as error:
             self.problem = self.problem or error
             raise
-        if self._monitor is not None:
-            self._monitor.add(record)
-
-    def _flush(self) -> None:
-        if self._monitor is not None:
-            self._monitor.flush()
+        self._services.add(record)
 
     def _is_due(self, step: int) -> bool:
         interval = self._plan.config.run.log_interval

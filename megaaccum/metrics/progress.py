@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megaaccum.metrics.journal import Record
 from megaaccum.metrics.speed import Speed
+from megaaccum.units import duration
 
 
 class Progress:
@@ -66,15 +67,6 @@ def evaluation_line(position: str, loss: float) -> str:
     """Validation loss, and the perplexity that goes with it where that is a readable number."""
     line = f"{position} | validation loss {_number(loss, '.4f')}"
     return f"{line} | perplexity {math.exp(loss):,.2f}" if loss < 20 else line
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03`, `2:03`, `3 d 1:02:03` for so many seconds."""
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{secs:02}" if hours or days else f"{minutes}:{secs:02}"
-    return f"{days} d {clock}" if days else clock
 
 
 def _rates(rates: dict[str, float]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaaccum.metrics.journal import Record
-from megaaccum.metrics.progress import duration
+from megaaccum.units import duration
 
 
 def summarize(records: list[Record], *, outcome: str, seconds: float, files: dict[str, Path | str]) -> str:

@@ -18,10 +18,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
+from megaaccum.model import recompute
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.local_norm import with_own_norms
+from megaaccum.model.names import over_stages
+from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 
 if TYPE_CHECKING:
@@ -30,24 +34,12 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-# Fields of ModelConfig that a TransformerConfig holds under the same name and meaning.
-_SAME_NAME = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups kv_channels normalization "
-    "add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std recompute_granularity "
-    "recompute_method recompute_num_layers recompute_modules moe_layer_freq moe_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size moe_router_topk moe_router_load_balancing_type moe_router_score_function "
-    "moe_router_dtype moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
-    "moe_router_enable_expert_bias moe_router_pre_softmax moe_aux_loss_coeff moe_z_loss_coeff "
-    "moe_token_dispatcher_type moe_grouped_gemm mtp_num_layers mtp_loss_scaling_factor"
-).split()
-_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_base")
-
 
 def uses_transformer_engine(plan: Plan) -> bool:
     """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
     wanted = plan.config.model.transformer_impl
     if wanted == "auto":
-        if splits_backward(plan) and plan.config.quantization.fp8_format is None:
+        if plan.layout.splits_backward and plan.config.quantization.fp8_format is None:
             return False  # Megatron's own layers, whose backward megaaccum splits itself
         from megatron.core.extensions import transformer_engine
 
@@ -55,36 +47,14 @@ def uses_transformer_engine(plan: Plan) -> bool:
     return wanted == "transformer_engine"
 
 
-def splits_backward(plan: Plan) -> bool:
-    """Whether the schedule is run by megaaccum's executor, which computes weight gradients apart."""
-    return plan.layout.schedule not in ("none", "1f1b", "interleaved")
-
-
 def transformer_config(plan: Plan) -> TransformerConfig:
     """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
-    model, layout, sharding = plan.config.model, plan.layout, plan.config.sharding
-    dtype = DTYPES[sharding.params_dtype or "fp32"]
+    model, layout = plan.config.model, plan.layout
+    dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
     on_gpu = cpu.has_accelerator()
-    keys: dict[str, object] = {name: getattr(model, name) for name in _SAME_NAME}
-    keys |= dict(
-        layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.swiglu,
+    keys = _core_keys(plan) | dict(
         activation_func=_activation(model),
-        num_moe_experts=model.num_experts,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        sequence_parallel=plan.config.parallel.sequence_parallel,
-        num_layers_in_first_pipeline_stage=plan.config.parallel.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=plan.config.parallel.decoder_last_pipeline_num_layers,
-        pipeline_model_parallel_layout=plan.config.parallel.pipeline_model_parallel_layout,
-        microbatch_group_size_per_vp_stage=plan.config.parallel.microbatch_group_size_per_vp_stage,
-        overlap_p2p_comm=bool(plan.config.parallel.overlap_p2p_comm),
-        batch_p2p_comm=bool(plan.config.parallel.batch_p2p_comm),
-        overlap_moe_expert_parallel_comm=plan.config.parallel.overlap_moe_expert_parallel_comm,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -92,7 +62,6 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # step/loss.py divides, and nothing else: this tells Megatron's schedules not to.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        deterministic_mode=plan.config.sharding.deterministic,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
         batch_p2p_sync=on_gpu,
@@ -106,27 +75,33 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     if model.multi_latent_attention:
         # Megatron-core's default here is YaRN stretched by 40, whatever position_embedding_type says.
-        keys |= {name: getattr(model, name) for name in _MLA} | {"multi_latent_attention": True, "rope_type": "rope"}
+        keys |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
-    keys |= _fp8(plan)
+    if model.moe_router_load_balancing_type == "global_aux_loss":
+        # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
+        keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
     try:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
     # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
-    built.delay_wgrad_compute = splits_backward(plan) and uses_transformer_engine(plan)
+    built.delay_wgrad_compute = plan.layout.splits_backward and uses_transformer_engine(plan)
     return built
 
 
-def _fp8(plan: Plan) -> dict[str, object]:
-    """Megatron's keys of FP8."""
-    keys = plan.config.quantization
-    if keys.fp8_format is None:
-        return {}
-    same = (field.name for field in fields(keys) if field.name != "fp8_format")
-    return {"fp8": keys.fp8_format} | {name: getattr(keys, name) for name in same}
+def _core_keys(plan: Plan) -> dict[str, object]:
+    """Megatron's name and the value of every key that a TransformerConfig has (`Facts.core`)."""
+    model, quantization = plan.config.model, plan.config.quantization
+    left_out = set() if model.multi_latent_attention else set(that_need("multi_latent_attention"))
+    if quantization.fp8_format is None:
+        left_out |= {field.name for field in fields(quantization)}
+    return {
+        core_name: value(plan.config, name)
+        for name, key in all_keys().items()
+        if (core_name := key.facts.core_name(name)) and name not in left_out
+    }
 
 
 def _check_fp8(plan: Plan) -> None:
@@ -169,6 +144,13 @@ def _check_local_layers(plan: Plan) -> None:
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
             "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
         )
+    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
+    if model.recompute_granularity == "selective" and recomputed:
+        names = ", ".join(sorted(recomputed))
+        problems.append(
+            f"recompute_modules names {names}, which needs Transformer Engine's layers, and {here}. Leave it out:"
+            " core_attn and mlp are recomputed by any layers."
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -199,6 +181,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
+        recompute.prepare(chunk)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
@@ -280,22 +263,15 @@ def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None
 def global_name(chunk: GPTModel, local_name: str) -> str:
     """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
     ranks, and the head's copy of a tied embedding has the embedding's name."""
+    if isinstance(chunk, TorchChunk):
+        return local_name.removeprefix("module.")
     match = re.match(r"(.*)(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)", local_name)
     if match:  # experts one by one, or the grouped ones of Transformer Engine
         expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
         local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
-    if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     return over_stages(chunk, local_name)
-
-
-def over_stages(chunk: GPTModel, local_name: str) -> str:
-    """A name in a chunk with its layer numbered over all stages, and nothing else changed."""
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
-    if not match:
-        return local_name
-    layer = chunk.decoder.layers[int(match[1])]
-    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -23,7 +23,7 @@ def begin_step(chunks: Sequence[torch.nn.Module]) -> None:
     that was skipped."""
     for chunk in chunks:
         config: Any = chunk.config
-        if config.num_moe_experts:
+        if getattr(config, "num_moe_experts", None):
             reset_model_temporary_tensors(config, [chunk])
 
 
@@ -47,6 +47,6 @@ def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
 def _routers(chunk: torch.nn.Module) -> list:
     """The routers of a chunk that keep a bias."""
     config: Any = chunk.config
-    if not config.num_moe_experts:
+    if not getattr(config, "num_moe_experts", None):
         return []
     return [module for module in chunk.modules() if getattr(module, "expert_bias", None) is not None]

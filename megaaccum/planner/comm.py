@@ -103,8 +103,3 @@ def message(num_bytes: Any, crosses_nodes: Any, links: Links) -> Any:
     """One tensor from a rank to another."""
     slow = links.net_latency + num_bytes / links.net_bandwidth
     return np.where(crosses_nodes, slow, links.node_latency + num_bytes / links.node_bandwidth)
-
-
-def parameter_server(num_bytes: float, ranks: int, server_bandwidth: float) -> float:
-    """Seconds in which one server of `server_bandwidth` takes in every rank's gradient and sends each the sum."""
-    return 2 * ranks * num_bytes / server_bandwidth

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megaaccum.config import Plan, resolve
-from megaaccum.config.keys import SECTIONS, all_keys
+from megaaccum.config.keys import SECTIONS, all_keys, names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.planner.stages import V_SHAPED, layout_text, split_layers
 from megaaccum.planner.workload import Workload
-
-PLANNED = (
-    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "microbatch_group_size_per_vp_stage",
-    "overlap_p2p_comm", "batch_p2p_comm", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "sequence_parallel", "schedule", "micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches",
-    "grad_accum_steps", "flush", "recompute_granularity", "recompute_method", "recompute_num_layers", "zero_stage",
-    "sync", "nproc_per_node",
-)  # fmt: skip
-"""Keys that a plan decides: what the configuration said of them is set aside."""
 
 
 def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
@@ -65,13 +55,18 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     return dict(virtual_pipeline_model_parallel_size=at["vpp"]) if has_chunks else {}
 
 
-def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
-    """The workload's configuration with one layout's keys, as if somebody had written them."""
-    config = copy.deepcopy(workload.config)
-    for name in PLANNED:
+def set_aside(config: Config, names: Iterable[str]) -> None:
+    """Put keys back to their defaults, as if nobody had written them."""
+    for name in names:
         section = getattr(config, all_keys()[name].section)
         setattr(section, name, getattr(type(section)(), name))
         config.origin.pop(name, None)
+
+
+def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
+    """The workload's configuration with one layout's keys, as if somebody had written them."""
+    config = copy.deepcopy(workload.config)
+    set_aside(config, names_where(lambda facts: facts.planned))
     keys = planned_keys(workload, at)
     if keys.get("recompute_granularity") != "selective":
         config.model.recompute_modules = None
@@ -121,6 +116,8 @@ def as_sections(config: Config) -> dict[str, Any]:
         keys = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}
         if keys:
             sections[name] = keys
+    if config.megatron:
+        sections["model"] = {**sections.get("model", {}), **config.megatron}
     if config.deepspeed:
         sections["deepspeed"] = config.deepspeed
     return sections

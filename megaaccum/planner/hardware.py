@@ -15,8 +15,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.planner.comm import Links
 from megaaccum.planner.compute import Device, Efficiency
 from megaaccum.planner.memory import Usage
-
-GIB = 2**30
+from megaaccum.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,8 @@ def names() -> list[str]:
 @cache
 def _packaged() -> dict[str, dict[str, Any]]:
     text = files("megaaccum.planner").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return entries
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megaaccum.planner.hardware import GIB
 from megaaccum.planner.memory import KINDS
 from megaaccum.planner.search import Ranked
+from megaaccum.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

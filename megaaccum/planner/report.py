@@ -10,9 +10,9 @@ from rich.table import Table
 from megaaccum.config.batch import BatchPlan
 from megaaccum.model.flops import step_flops
 from megaaccum.planner.emit import checked, planned_keys
-from megaaccum.planner.hardware import GIB
 from megaaccum.planner.memory import KINDS
 from megaaccum.planner.search import Ranked
+from megaaccum.units import GIB
 
 _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}
 
@@ -22,7 +22,7 @@ def mfu(ranked: Ranked, index: int) -> float:
     work = ranked.workload
     batch = _Batch(work.global_batch_size, work.model.seq_length)
     flops = step_flops(_config(ranked), batch, vocab_size=work.vocab_size)
-    return flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size)
+    return float(flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size))
 
 
 @dataclasses.dataclass(frozen=True)

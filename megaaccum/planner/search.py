@@ -10,12 +10,12 @@ import numpy as np
 
 from megaaccum.errors import ConfigError
 from megaaccum.planner import emit
-from megaaccum.planner.hardware import GIB
 from megaaccum.planner.layouts import Layouts
 from megaaccum.planner.memory import Memory
 from megaaccum.planner.space import Limits
 from megaaccum.planner.time import StepTime
 from megaaccum.planner.workload import Workload
+from megaaccum.units import GIB
 
 RANKINGS = ("default", "time", "memory")
 NEAR_FASTEST = 1.25

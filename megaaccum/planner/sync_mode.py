@@ -19,8 +19,7 @@ from megaaccum.planner.memory import MemoryModel
 from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of
 from megaaccum.planner.weights import Elements, rank_parameters
 from megaaccum.planner.workload import memory_model
-
-GIB = 2**30
+from megaaccum.units import GIB, amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +240,3 @@ def _values(mode: ShardingMode) -> dict[str, object]:
 def _keys(mode: ShardingMode) -> list[str]:
     plain = {"max_live_parameters": 0, "data_parallel_replicas": 1}
     return [f"{key} to {value}" for key, value in _values(mode).items() if plain.get(key) != value]
-
-
-def amount(num_bytes: float) -> str:
-    """`1.50 GiB`."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes / 2**10:.2f} KiB"

@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from megaaccum.config import resolve
-from megaaccum.config.keys import all_keys
+from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.planner.emit import PLANNED
+from megaaccum.planner.emit import set_aside
 from megaaccum.planner.search import Ranked, search
 from megaaccum.planner.space import AXES, Limits, schedules
 from megaaccum.planner.stages import layout_text, split_layers
 from megaaccum.planner.workload import Workload
+from megaaccum.units import GIB
 
 _KEYS = {
     "tp": ("parallel", "tensor_model_parallel_size"),
@@ -74,7 +75,7 @@ def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranke
 def _place(ranked: Ranked, index: int, named: str, rank: str) -> str:
     """A layout that fits: its place, and what the first is better at."""
     seconds, best = ranked.time.total[index], ranked.time.total[0]
-    gib, best_gib = ranked.memory.total[index] / 2**30, ranked.memory.total[0] / 2**30
+    gib, best_gib = ranked.memory.total[index] / GIB, ranked.memory.total[0] / GIB
     if index == 0:
         return f"{named} is the first of {len(ranked)} layouts by {rank}."
     return (
@@ -105,11 +106,7 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
 def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
     """The configuration with only these of the planned keys."""
     config = copy.deepcopy(config)
-    for name in PLANNED:
-        if name != "global_batch_size":
-            section = getattr(config, all_keys()[name].section)
-            setattr(section, name, getattr(type(section)(), name))
-            config.origin.pop(name, None)
+    set_aside(config, set(names_where(lambda facts: facts.planned)) - {"global_batch_size"})
     if wanted.get("tp", 1) > 1:
         config.parallel.sequence_parallel = True
     for axis, value in wanted.items():

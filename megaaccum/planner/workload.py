@@ -10,7 +10,6 @@ from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
 from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError, DataError
-from megaaccum.interop.deepspeed_json import adopt
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import BYTES, ShardingMode, state_bytes
 from megaaccum.planner.hardware import Hardware
@@ -94,7 +93,7 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         ConfigError: the model's shape, the vocabulary or global_batch_size is missing.
     """
     settled = copy.deepcopy(config)
-    problems = adopt(settled, [])
+    problems: list[str] = []
     derive(settled, [])
     model, batch = settled.model, settled.batch.global_batch_size
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):

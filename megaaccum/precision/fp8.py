@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.model.names import over_stages
 from megaaccum.upstream import te
 
 if TYPE_CHECKING:
@@ -188,7 +189,5 @@ class Fp8:
 
 
 def _named_states(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    from megaaccum.model import gpt
-
     for name, tensor in te.states(chunk):
-        yield PREFIX + gpt.over_stages(chunk, name), tensor
+        yield PREFIX + over_stages(chunk, name), tensor

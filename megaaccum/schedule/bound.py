@@ -23,13 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.schedule.actions import Placement, Schedule
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.profile import Profile
 from megaaccum.schedule.simulate import Costs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +247,8 @@ def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placemen
     several chunks: the average rank's work, and the longest layer's). Stages may be empty in it. Time is halved until
     0.1 % is left, and the lower end is returned.
     """
+    import numpy as np  # here: schedules are built and timed without it
+
     layers = profile.layers
     seconds = np.array([layer.seconds for layer in layers]) * num_microbatches
     low, high = max(seconds.sum() / pp, seconds.max()), seconds.sum()
@@ -260,9 +266,11 @@ def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placemen
     return float(low)
 
 
-def _loop_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> bool:
+def _loop_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
     """Whether pp consecutive pieces, each as long as it can be, take all layers in `seconds`. A longer piece only
     leaves less, but makes later ones start later: all ends are followed."""
+    import numpy as np
+
     reached = np.zeros(len(work), dtype=bool)
     reached[0] = True
     for _ in range(pp):
@@ -274,8 +282,10 @@ def _loop_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> 
     return bool(reached[-1])
 
 
-def _v_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> bool:
+def _v_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
     """The same from both ends: for each number of layers taken from the left, as many as can be from the right."""
+    import numpy as np
+
     count, layers = len(work), len(work) - 1
     right = np.full(count, count)  # layers from here on are taken; `count` is unreachable
     right[0] = layers

@@ -16,17 +16,16 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.build import build
 from megaaccum.schedule.executor import Flush, FlushRecord
 from megaaccum.schedule.hooks import Hooks
-from megaaccum.schedule.p2p import Mail
+from megaaccum.schedule.p2p import Mail, check_queues
 from megaaccum.schedule.passes import Call, FusedPass, forward_then_backward
 from megaaccum.schedule.simulate import BY_MEGATRON, simulate
 from megaaccum.schedule.timeline import measured_costs, write_trace
-from megaaccum.schedule.validate import validate
+from megaaccum.schedule.validate import sends, validate
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 UNSUPPORTED = {
-    "variable_seq_lengths": "the messages of a flush have one shape",
     "defer_embedding_wgrad_compute": "the schedule says when weight gradients are computed",
     "num_microbatches_with_partial_activation_checkpoints": "every micro-batch is recomputed alike",
     "fine_grained_activation_offloading": "activations stay on their rank",
@@ -58,11 +57,12 @@ def get_forward_backward_func(
 
         # Only whether there are several ranks and several chunks matters to it.
         return megatrons(pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None)
-    group_size = None
+    group_size = timeout_minutes = None
     if not isinstance(config, str):
         group_size = config.config.parallel.microbatch_group_size_per_vp_stage
+        timeout_minutes = config.config.parallel.distributed_timeout_minutes
         trace = trace or config.config.run.schedule_trace
-    return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace)
+    return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace, timeout_minutes=timeout_minutes)
 
 
 class ForwardBackward:
@@ -79,7 +79,9 @@ class ForwardBackward:
         fused: FusedPass = forward_then_backward,
         group_size: int | None = None,
         trace: str | None = None,
+        timeout_minutes: float | None = None,
     ):
+        self._timeout_minutes = timeout_minutes
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
         self._channels: dict[int, groups.PipelineChannels] = {}
@@ -105,12 +107,16 @@ class ForwardBackward:
         p2p_communicator: Any = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
+        seq_lengths: Sequence[int] | None = None,
     ) -> list:
         """One flush of num_microbatches micro-batches. Returns, on the rank of the last stage, what loss functions
         report per micro-batch, in order; elsewhere an empty list.
 
-        p2p_communicator is not used: messages go over channels of our own, so that receives can be posted ahead.
-        Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails on the way.
+        seq_lengths: tokens per sequence of each micro-batch, on every rank of the pipeline, with
+        `variable_seq_lengths`. p2p_communicator is not used: messages go over channels of our own, so that receives can
+        be posted ahead. Over NCCL the first flush makes groups for them and is collective over the world: all pipelines
+        begin together. Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails
+        on the way.
         """
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = _config_of(chunks)
@@ -125,7 +131,8 @@ class ForwardBackward:
             if chunk not in self._installed:
                 wgrad.install(chunk)
                 self._installed.add(chunk)
-        shape = _message_shape(config, collection, decoder_seq_length or seq_length, micro_batch_size)
+        lengths = _lengths(config, decoder_seq_length or seq_length, seq_lengths, num_microbatches)
+        shapes = [_message_shape(config, collection, length, micro_batch_size) for length in lengths]
         call = Call(
             forward_step_func=forward_step_func,
             data_iterator=_per_chunk(data_iterator, len(chunks)),
@@ -142,7 +149,7 @@ class ForwardBackward:
         mail = Mail(
             schedule,
             self._channels_of(collection.pp, schedule),
-            lambda: blank.new_empty(shape),
+            lambda message: blank.new_empty(shapes[message[1]]),
             forward_only=forward_only,
         )
         hooks = Hooks(schedule, rank, config, chunks)
@@ -163,7 +170,12 @@ class ForwardBackward:
         """The schedule of this size, proven once."""
         wanted = chunks if self.name == "interleaved" else None
         schedule = build(
-            self.name, pp=pp, num_microbatches=num_microbatches, chunks=wanted, group_size=self._group_size
+            self.name,
+            pp=pp,
+            num_microbatches=num_microbatches,
+            chunks=wanted,
+            group_size=self._group_size,
+            short=True,
         )
         if schedule.chunks != chunks:
             raise ConfigError(
@@ -176,12 +188,12 @@ class ForwardBackward:
         return schedule
 
     def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> groups.PipelineChannels:
-        from megaaccum.schedule.validate import sends
-
         if id(pp) not in self._channels:
-            self._channels[id(pp)] = groups.PipelineChannels(pp)
+            self._channels[id(pp)] = groups.PipelineChannels(pp, timeout_minutes=self._timeout_minutes)
         channels, once = self._channels[id(pp)], (id(pp), schedule.num_microbatches)
         if once not in self._connected:
+            if channels.on_nccl:
+                check_queues(schedule)
             channels.connect((at for rank in range(schedule.pp) for at in sends(schedule, rank)), cpu.device())
             self._connected.add(once)
         return channels
@@ -223,6 +235,18 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _lengths(config: Any, seq_length: int, given: Sequence[int] | None, num_microbatches: int) -> Sequence[int]:
+    """Tokens per sequence of each micro-batch. Raises ConfigError."""
+    if given is None and getattr(config, "variable_seq_lengths", False):
+        raise ConfigError(
+            "variable_seq_lengths: receives are posted before a message comes, so every stage has to know the lengths:"
+            " give seq_lengths, one per micro-batch"
+        )
+    if given is not None and len(given) != num_microbatches:
+        raise ConfigError(f"{len(given)} seq_lengths for {num_microbatches} micro-batches: give one for each")
+    return [seq_length] * num_microbatches if given is None else given
 
 
 def _message_shape(config: Any, collection: Any, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:

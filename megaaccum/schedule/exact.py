@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 from megaaccum.errors import ScheduleError
@@ -35,7 +34,7 @@ class Exact:
     optimal: bool
 
 
-def _solver() -> ModuleType:
+def _solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

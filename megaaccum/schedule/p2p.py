@@ -18,17 +18,49 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.distributed.groups import PipelineChannels
+from megaaccum.errors import ConfigError
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.validate import Channel, Message, receives
+from megaaccum.schedule.validate import Channel, Message, receives, sends
 
 AHEAD = 2
-"""Receives that are posted on a channel before they are needed."""
+"""Receives that are posted on a channel before they are needed, over gloo."""
+AHEAD_ON_NCCL = 1
+"""The same over NCCL. A second one would wait on the device behind the first, and where streams share a hardware queue
+everything launched later would wait behind both, among it the send that the first one's sender waits for."""
+
+QUEUES_BY_DEFAULT = 8
+"""Hardware queues of a GPU that CUDA uses where CUDA_DEVICE_MAX_CONNECTIONS is not set."""
+
+
+def queues_needed(schedule: Schedule) -> int:
+    """Hardware queues that a rank of `schedule` needs over NCCL: one for compute and one for each stream of messages.
+
+    An NCCL receive is a kernel that waits on the device for its sender. Where its stream shares a queue, it can hold up
+    what that sender, or the sender's own sender, waits for; NCCL promises nothing about two streams side by side.
+    """
+    streams: set[tuple[int, frozenset[int], str, bool]] = set()
+    for rank in range(schedule.pp):
+        for source, target, kind in sends(schedule, rank):
+            streams |= {(each, frozenset((source, target)), kind, target > source) for each in (source, target)}
+    return 1 + max((sum(each[0] == rank for each in streams) for rank in range(schedule.pp)), default=0)
+
+
+def check_queues(schedule: Schedule) -> None:
+    """Raise ConfigError where CUDA was given fewer hardware queues than this schedule needs over NCCL."""
+    given = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES_BY_DEFAULT))
+    if given < (needed := queues_needed(schedule)):
+        raise ConfigError(
+            f"schedule {schedule.name} at pipeline_model_parallel_size {schedule.pp} posts receives ahead on"
+            f" {needed - 1} streams, and the GPU has {given} hardware queues for them and for compute"
+            f" (CUDA_DEVICE_MAX_CONNECTIONS, by default {QUEUES_BY_DEFAULT}), where they could wait for each other for"
+            f" ever: set CUDA_DEVICE_MAX_CONNECTIONS to {needed} or more, best to 32, before CUDA starts"
+        )
 
 
 class Mail:
     """What one rank sends and receives in one flush. Used by one thread.
 
-    members: global ranks of the pipeline. new_buffer: an empty tensor of the one shape that all messages have.
+    members: global ranks of the pipeline. new_buffer: an empty tensor of a message's shape.
     forward_only: activations alone.
     """
 
@@ -36,7 +68,7 @@ class Mail:
         self,
         schedule: Schedule,
         channels: PipelineChannels,
-        new_buffer: Callable[[], torch.Tensor],
+        new_buffer: Callable[[Message], torch.Tensor],
         *,
         forward_only: bool = False,
     ):
@@ -45,28 +77,28 @@ class Mail:
         incoming = receives(schedule, self._rank)
         self._due = {at: iter(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
         self._posted: dict[Channel, deque[tuple[Message, dist.Work, torch.Tensor]]] = {at: deque() for at in self._due}
-        self._outbox = _Outbox(polls=channels.sends_can_be_polled)
-        self._open = False
+        self._outbox = _Outbox(polls=channels.on_nccl)
+        self._ahead = AHEAD_ON_NCCL if channels.on_nccl else AHEAD
+        self._closed = set(self._due)
 
-    def _post_first(self) -> None:
-        """Not before the first pass, whose output others wait for, where that pass needs no message."""
-        if not self._open:
-            self._open = True
-            for channel in self._due:
-                self._post(channel, AHEAD)
+    def _open(self, kinds: str) -> None:
+        """Post the first receives of these kinds, if that has not been done."""
+        for channel in [at for at in self._due if at in self._closed and at[2] in kinds]:
+            self._closed.remove(channel)
+            self._post(channel, self._ahead)
 
     def _post(self, channel: Channel, count: int) -> None:
         source, _, kind = channel
         due: Iterator[Message] = self._due[channel]
         # The range first: at its end zip must not have taken a message already.
         for _, message in zip(range(count), due, strict=False):
-            buffer = self._new_buffer()
+            buffer = self._new_buffer(message)
             work = self._channels.receive(buffer, source, kind)
             self._posted[channel].append((message, work, buffer))
 
     def receive(self, source: int, kind: str, message: Message) -> torch.Tensor:
         """The content of `message` from rank `source` of the pipeline, once it is there."""
-        self._post_first()
+        self._open("F")  # a gradient that is due answers an activation that was sent, so its channel is open
         channel = (source, self._rank, kind)
         expected, work, buffer = self._posted[channel].popleft()
         assert expected == message, f"{expected} is due on {channel}, and {message} is asked for"
@@ -77,7 +109,7 @@ class Mail:
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> None:
         """Begin to send; `tensor` must not change any more, and is let go once it has left."""
         self._outbox.put(self._channels.send(tensor, target, kind), tensor)
-        self._post_first()
+        self._open("FB")  # not before: others wait for what this rank sends first
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""

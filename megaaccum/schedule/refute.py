@@ -10,13 +10,16 @@ order ends by T.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from megaaccum.schedule.memory import TINY
 from megaaccum.schedule.orders import F, I, Problem, W
 
+Array = np.ndarray[Any, Any]
 STEPS = 10
 """Times that are tried between the plain bound and the best order known: they leave 1/1024 of what is between."""
 MOST_PASSES = 600
@@ -57,7 +60,7 @@ class _Proof:
         self.before = [self._before(passes) for passes in self.passes]
         self.waits = list(self._waits())
 
-    def _before(self, passes: np.ndarray) -> np.ndarray:
+    def _before(self, passes: Array) -> Array:
         """[x, y]: whether pass y of the rank comes before pass x in every order, for what x needs."""
         p = self.problem
         kind, rest = np.divmod(passes, p.per_kind)
@@ -65,11 +68,11 @@ class _Proof:
         way = np.where(kind == F, stage, 2 * p.num_stages - 1 - stage)  # where it is on a micro-batch's way
         on_way = (kind != W)[None, :] & (way[None, :] <= way[:, None])
         same_stage = (kind == W)[None, :] & (kind == W)[:, None] & (stage[None, :] == stage[:, None])
-        found = (on_way | same_stage) & (mb[None, :] <= mb[:, None])
+        found: Array = (on_way | same_stage) & (mb[None, :] <= mb[:, None])
         np.fill_diagonal(found, False)
         return found
 
-    def _waits(self):
+    def _waits(self) -> Iterator[tuple[int, int, tuple[tuple[int, int], ...]]]:
         """(stage of a forward, micro-batches between, what it waits for: one of these (kind, stage))."""
         p, memory = self.problem, self.problem.memory
         if p.limit is None:
@@ -118,7 +121,7 @@ class _Proof:
                 return False
         return False
 
-    def _along(self, heads: np.ndarray, tails: np.ndarray) -> None:
+    def _along(self, heads: Array, tails: Array) -> None:
         """What passes need, and what needs them."""
         p, last = self.problem, self.problem.num_stages - 1
         seconds = self.seconds.reshape(self.shape)
@@ -144,16 +147,17 @@ def _above(number: float) -> int:
     return math.floor(number) + 1
 
 
-def _all_before(first: np.ndarray, heads: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _all_before(first: Array, heads: Array, seconds: Array) -> Array:
     """For each pass x: until when those that come before it (first[x]) keep the rank busy, at least. Of the ones that
     start at some time or later, all have to be done after that time."""
     late = np.argsort(-heads, kind="stable")
     there = first[:, late]
     busy = np.cumsum(there * seconds[late], axis=1) + heads[late]
-    return np.max(np.where(there, busy, 0.0), axis=1)
+    latest: Array = np.max(np.where(there, busy, 0.0), axis=1)
+    return latest
 
 
-def _too_full(heads: np.ndarray, tails: np.ndarray, seconds: np.ndarray) -> float:
+def _too_full(heads: Array, tails: Array, seconds: Array) -> float:
     """The latest end of any set of the rank's passes: earliest head, work, least tail."""
     by_head, by_tail = np.argsort(-heads, kind="stable"), np.argsort(-tails, kind="stable")
     place = np.empty(len(heads), dtype=int)

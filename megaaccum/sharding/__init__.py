@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, note_held
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
-__all__ = ["GradShard", "ShardingBackend", "batch_statistics", "build", "fill_hooks", "note_held"]
+__all__ = ["GradShard", "ShardingBackend", "build", "fill_hooks", "note_held"]
 
 
 def build(
@@ -30,20 +29,10 @@ def build(
         from megaaccum.sharding.streaming import StreamingBackend as kind  # type: ignore[assignment]
     else:
         from megaaccum.sharding.deepspeed import DeepSpeedBackend as kind  # type: ignore[assignment]
-    for text in batch_statistics(chunks):
-        warnings.warn(text, stacklevel=2)
+    for chunk in chunks:
+        # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
+        chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
     backend = kind(plan, groups, chunks, optimizer)
     fill_hooks(backend, chunks)
     optimizer.register_step_pre_hook(lambda *_: note_held(backend))
     return backend
-
-
-def batch_statistics(chunks: list[torch.nn.Module]) -> list[str]:
-    """A warning for each module that keeps statistics of its batch: no accumulation makes them the big batch's."""
-    return [
-        f"{name} ({type(module).__name__}) takes statistics of each micro-batch, so its output is not that of the big"
-        " batch, whatever the accumulation: replace it by a norm over features"
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True)
-    ]

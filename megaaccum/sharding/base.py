@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megaaccum.metrics.memory import HighWater
-from megaaccum.schedule.simulate import BY_MEGATRON
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-
+from megaaccum.model import gpt
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -26,7 +22,7 @@ GradSync = Callable | list[Callable] | None
 
 @dataclass(frozen=True, slots=True)
 class GradShard:
-    """This rank's part of one parameter's reduced gradient, after `finalize`.
+    """This rank's part of one parameter's reduced gradient, after `finish_reduction`.
 
     name: the parameter's name in the whole model. grad: flat view, in the precision that the optimizer reads; writing
     to it changes what the optimizer sees. start: offset of the part in the flattened parameter, in elements.
@@ -43,14 +39,23 @@ class StatePiece:
     """This rank's part of what training changes about one parameter.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
-    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}; writing to them and then `adopt_state`
-    changes the model.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of a frozen parameter {"param": weight};
+    writing to them and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same
+    piece, which one this is.
     """
 
     name: str
     param: torch.nn.Parameter
     start: int
     tensors: dict[str, torch.Tensor]
+    replica: int = 0
+
+
+def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
+    """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
+    for name, param in gpt.named_parameters(chunks):  # type: ignore[arg-type]
+        if not param.requires_grad:
+            yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
 
 class ShardingBackend(Protocol):
@@ -87,7 +92,7 @@ class ShardingBackend(Protocol):
     one per chunk, called when a chunk's gradients are all there."""
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        """After the flush: finish the reduction, then the sums over tp and over the two copies of a tied embedding."""
+        """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
@@ -101,8 +106,19 @@ class ShardingBackend(Protocol):
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
 
+    can_defer: bool
+    """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last
+    flush of every call of `forward_backward` is a last one, and reductions add up."""
+
+    def resume_accumulation(self) -> None:
+        """After a flush that was the last: the step goes on all the same, and later flushes add to it."""
+
+    def finish_reduction(self) -> None:
+        """After the step's flushes: reduce what no last backward has reduced, then the sums over tp and over the two
+        copies of a tied embedding."""
+
     def shards(self) -> Iterator[GradShard]:
-        """This rank's parts of the reduced gradient."""
+        """This rank's parts of the reduced gradient, after `finish_reduction`."""
 
     def step(self) -> None:
         """Run the optimizer on the gradients as they are now."""
@@ -111,7 +127,7 @@ class ShardingBackend(Protocol):
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights and optimizer state."""
+        """This rank's parts of weights, frozen ones too, and optimizer state."""
 
     def adopt_state(self, num_steps: int) -> None:
         """Take what was written into `state` as the model after `num_steps` optimizer steps."""
@@ -119,11 +135,6 @@ class ShardingBackend(Protocol):
     @property
     def param_groups(self) -> list[dict]:
         """The optimizer's parameter groups, for the learning-rate schedule."""
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-    return plan.layout.schedule not in BY_MEGATRON | {"none"}
 
 
 @runtime_checkable
@@ -143,6 +154,33 @@ class FollowsSplit(Protocol):
 
     def after_weight_grad(self, chunk: int) -> None:
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
+    return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
+
+
+class Kept:
+    """Reduced gradients that were set aside, because more of them comes: a copy of each shard."""
+
+    def __init__(self) -> None:
+        self._shards: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        self._shards = []
+
+    def add(self, backend: ShardingBackend) -> None:
+        """Take a copy of the backend's reduced gradients, what was kept before added to them."""
+        self.give_back(backend)
+        self._shards = [shard.grad.clone() for shard in backend.shards()]
+
+    def give_back(self, backend: ShardingBackend) -> None:
+        """Add what is kept to the backend's reduced gradients."""
+        if self._shards:
+            for shard, kept in zip(backend.shards(), self._shards, strict=True):
+                shard.grad.add_(kept)
+            self.clear()
 
 
 def note_held(backend: ShardingBackend) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum import upstream
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class DdpBackend:
     """
 
     grad_sync_func: GradSync = None
+    can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
@@ -50,10 +51,11 @@ class DdpBackend:
             ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
         self.replica = groups.dp_cp.rank()
-        self._last_flush, self._syncing = True, False
+        self._last_flush, self._syncing, self._reduced = True, False, False
+        self._kept = Kept()
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
-        if splits_backward(plan):
+        if plan.layout.splits_backward:
             self.grad_sync_func = self._reduce_chunk
         else:
             for ddp in self._ddp:
@@ -106,14 +108,28 @@ class DdpBackend:
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         self._syncing = False
-        if not self._last_flush:
+        if self._last_flush:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """All-reduce what has not been: DDP waits for it here, so it is done in the flush that is the last."""
+        if self._reduced:
             return
-        if self.grad_sync_func is None:
-            for ddp in self._ddp:
-                self._give_zeros(ddp)
+        for ddp in self._ddp if self.grad_sync_func is None or self._waiting else ():
+            self._give_zeros(ddp)
         assert not self._waiting, "a chunk was not reduced"
+        self._reduced = True
+
+    def finish_reduction(self) -> None:
+        self._reduce()
+        self._kept.give_back(self)
         sum_over_tp(self, self._groups)
         sum_tied_copies(self, self._groups)
+
+    def resume_accumulation(self) -> None:
+        self._reduce()
+        self._kept.add(self)
+        self._begin_accumulation()
 
     def _look_and_reduce(self, place, bucket):
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
@@ -127,7 +143,11 @@ class DdpBackend:
         return self._reduce_bucket(group, bucket)
 
     def begin_step(self) -> None:
-        self._waiting, self._syncing = list(self._ddp), False
+        self._kept.clear()
+        self._begin_accumulation()
+
+    def _begin_accumulation(self) -> None:
+        self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -153,11 +173,12 @@ class DdpBackend:
 
     def state(self) -> Iterator[StatePiece]:
         for name, param in gpt.named_parameters(self._chunks):
-            views = upstream.adam_views(self._optimizer, param)
-            yield StatePiece(name, param, 0, views)
+            if param.requires_grad:
+                yield StatePiece(name, param, 0, upstream.adam_views(self._optimizer, param))
+        yield from whole_frozen_pieces(self._chunks, self.replica)
 
     def adopt_state(self, num_steps: int) -> None:
-        upstream.set_adam_step(self._optimizer, [p for _, p in gpt.named_parameters(self._chunks)], num_steps)
+        upstream.set_adam_step(self._optimizer, [p for c in self._chunks for p in _trainable(c)], num_steps)
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""

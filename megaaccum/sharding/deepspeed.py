@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from megaaccum import upstream
 from megaaccum.distributed.groups import Mpu
+from megaaccum.interop.deepspeed_json import deepspeed_config
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.schedule import wgrad
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
 
@@ -39,6 +40,7 @@ class DeepSpeedBackend:
     """
 
     grad_sync_func: GradSync = None
+    can_defer = True
     replica = 0
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
@@ -54,11 +56,12 @@ class DeepSpeedBackend:
         experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
         self._cold = ColdExperts.of(plan, chunks)
+        self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
         self.engine, *_ = deepspeed.initialize(
             model=torch.nn.ModuleList(chunks),
             optimizer=optimizer,
-            config=upstream.zero1_config(plan.deepspeed_config(), next(chunks[0].parameters()).dtype),
+            config=upstream.zero1_config(deepspeed_config(plan), next(chunks[0].parameters()).dtype),
             mpu=Mpu(groups),
             dist_init_required=False,
         )
@@ -72,9 +75,10 @@ class DeepSpeedBackend:
             self.parts = upstream.deepspeed_parts(self.engine, accumulate_in)
             self.reduction_divisor = groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
-        self._reduce_in_backward = plan.config.model.num_experts is None
+        self._reduce_in_backward = not has_experts(chunks)
         self._syncing = self._reducing = False
         self._last_flush = True
+        self._kept = Kept()
         for param in self.parts.params:
             if param.dtype != accumulate_in:
                 param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
@@ -99,24 +103,38 @@ class DeepSpeedBackend:
         return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        """After the step's last flush: reduce what is left, then the sums that no data-parallel reduction makes."""
+        """A flush is over: gradients that come now are not final."""
         self._syncing = False
-        if not self._last_flush:
-            return
-        self._cold.end_step()
-        self._reduce_rest()
-        self.parts.finish_reduction()
-        self._reducing = False
-        self._sum_the_rest()
 
     # --- the step ---
 
     def begin_step(self) -> None:
         self.gather()
-        self._syncing = self._reducing = False
+        self._kept.clear()
         self._cold.begin_step()
+        self._begin_accumulation()
+
+    def _begin_accumulation(self) -> None:
+        self._syncing = self._reducing = False
         for param in self.parts.params:
             param.grad = None
+
+    def resume_accumulation(self) -> None:
+        self._reduce()
+        self._kept.add(self)
+        self._begin_accumulation()
+
+    def finish_reduction(self) -> None:
+        """Reduce what is left, then the sums that no data-parallel reduction makes."""
+        self._cold.end_step()
+        self._reduce()
+        self._kept.give_back(self)
+        self._sum_the_rest()
+
+    def _reduce(self) -> None:
+        self._reduce_rest()
+        self.parts.finish_reduction()
+        self._reducing = False
 
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
@@ -132,6 +150,7 @@ class DeepSpeedBackend:
     def step(self) -> None:
         """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
         self.engine.step()
+        self._updates.done += 1
 
     def discard(self) -> None:
         self.parts.discard()
@@ -139,9 +158,12 @@ class DeepSpeedBackend:
     def state(self) -> Iterator[StatePiece]:
         for param, start, tensors in self.parts.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
+        if not isinstance(self.parts, upstream.Zero3):
+            yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
         self.parts.adopt_state(num_steps)
+        self._updates.done = num_steps
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.parts.tensors()
@@ -165,9 +187,9 @@ class DeepSpeedBackend:
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
         if not comes_again and not self._waits_for_its_copy(param):
-            self._reduce(param)
+            self._hand_over(param)
 
-    def _reduce(self, param: torch.nn.Parameter) -> None:
+    def _hand_over(self, param: torch.nn.Parameter) -> None:
         if not self._reducing:
             self.parts.begin_reduction()
             self._reducing = True
@@ -197,7 +219,7 @@ class DeepSpeedBackend:
             if self._waits_for_its_copy(param) and not self._tied_pair:
                 self._look_at(param)  # a copy that is not finite must not reach the other stage
                 dist.all_reduce(param.grad, group=self._groups.embedding)
-            self._reduce(param)
+            self._hand_over(param)
 
     def _waits_for_its_copy(self, param: torch.nn.Parameter) -> bool:
         """At ZeRO-1 and -2 the two copies of a tied embedding are cut at different places, so their gradients are

@@ -19,7 +19,8 @@ from megaaccum import upstream
 from megaaccum.distributed import groups as process_groups
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.model.torch_chunk import layers_of
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece
 from megaaccum.sharding.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Fsdp2Backend:
     """
 
     grad_sync_func: GradSync = None
+    can_defer = False  # fully_shard reduces in a backward, or not at all
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
@@ -42,12 +44,13 @@ class Fsdp2Backend:
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
         self._streaming = sharding.sync == "streaming"
-        self._splits = splits_backward(plan)
+        self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()
         whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
-        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
+        minutes = plan.config.parallel.distributed_timeout_minutes
+        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas, timeout_minutes=minutes)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         for chunk in chunks:
             self._shard(chunk, mesh, plan)
@@ -74,7 +77,7 @@ class Fsdp2Backend:
             cast_forward_inputs=False,
         )
         kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
-        for layer in chunk.decoder.layers:  # type: ignore[union-attr, operator]
+        for layer in layers_of(chunk):
             fully_shard(layer, **kept)  # type: ignore[call-overload]
         root = fully_shard(chunk, **kept)  # type: ignore[call-overload]
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
@@ -106,11 +109,7 @@ class Fsdp2Backend:
         return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        if not self._last_flush:
-            return
-        assert not self._waiting, "a chunk's last backward ran without the reduction"
-        sum_over_tp(self, self._groups)
-        sum_tied_copies(self, self._groups)
+        assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
 
     # --- a backward in two parts ---
 
@@ -141,6 +140,14 @@ class Fsdp2Backend:
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        self.resume_accumulation()
+
+    def finish_reduction(self) -> None:
+        sum_over_tp(self, self._groups)
+        sum_tied_copies(self, self._groups)
+
+    def resume_accumulation(self) -> None:
+        """What is reduced stays in the shards' gradients, and further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
             upstream.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
@@ -179,16 +186,18 @@ class Fsdp2Backend:
 
     def state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
-            moments: dict[str, Any] = self._optimizer.state[param]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in moments:
-                    moments[moment] = torch.zeros_like(param)
-            tensors = {"param": param, **{moment: moments[moment] for moment in ("exp_avg", "exp_avg_sq")}}
+            tensors: dict[str, Any] = {"param": param} | (self._moments(param) if param.requires_grad else {})
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
             yield StatePiece(name, param, upstream.first_element(param), views)
 
+    def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a parameter that is trained; those that do not exist yet are made, as zeros."""
+        state: dict[str, Any] = self._optimizer.state[param]
+        return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
+
     def adopt_state(self, num_steps: int) -> None:
-        upstream.set_adam_step(self._optimizer, [param for _, param in self._parameters], num_steps)
+        trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
+        upstream.set_adam_step(self._optimizer, trained, num_steps)
         for root in self._roots:
             root.reshard()  # what an evaluation left gathered is of before
 

@@ -20,7 +20,7 @@ from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, splits_backward
+from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class MegatronBackend:
     """
 
     grad_sync_func: GradSync = None
+    can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
@@ -64,9 +65,10 @@ class MegatronBackend:
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
-        self._last_flush = True
+        self._last_flush, self._reduced = True, False
+        self._kept = Kept()
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
-        if splits_backward(plan):
+        if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
 
     @staticmethod
@@ -75,7 +77,7 @@ class MegatronBackend:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
             # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
-            overlap_grad_reduce=plan.config.model.num_experts is None,
+            overlap_grad_reduce=not has_experts([chunk]),
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,
@@ -128,20 +130,45 @@ class MegatronBackend:
         return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        if not self._last_flush:
+        if self._last_flush:
+            assert not self._waiting, "a chunk's last backward ran without the reduction"
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Finish the reduction that a last backward began, or make all of it now."""
+        if self._reduced:
             return
-        assert not self._waiting, "a chunk's last backward ran without the reduction"
+        waiting, self._waiting = self._waiting, {}
         for ddp in self._ddp:
-            if ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
+            if ddp in waiting:
+                waiting[ddp].close()
+                if ddp.ddp_config.overlap_grad_reduce:
+                    ddp.start_grad_sync()
+            elif ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
                 upstream.megatron_give_zeros(ddp)
             ddp.finish_grad_sync()
+        self._reduced = True
+
+    def finish_reduction(self) -> None:
+        self._reduce()
+        self._kept.give_back(self)
         sum_over_tp(self, self._groups)
         # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
         sum_tied_copies(self, self._groups)
 
+    def resume_accumulation(self) -> None:
+        self._reduce()
+        self._kept.add(self)
+        self._begin_accumulation()
+
     # --- the step ---
 
     def begin_step(self) -> None:
+        self._kept.clear()
+        self._begin_accumulation()
+
+    def _begin_accumulation(self) -> None:
+        self._reduced = False
         self._waiting = {ddp: ExitStack() for ddp in self._ddp}
         for ddp, stack in self._waiting.items():
             ddp.zero_grad_buffer()
@@ -172,6 +199,7 @@ class MegatronBackend:
             start, stop = upstream.megatron_share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, upstream.megatron_state(self.optimizer, param))
+        yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
         upstream.megatron_adopt(self.optimizer, num_steps)

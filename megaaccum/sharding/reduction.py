@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum import upstream
+from megaaccum.distributed import cpu
 from megaaccum.model import gpt
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class PartitionReducer:
         """[ranks, elements of a rank's partitions]: row r is what rank r is to sum."""
         ranks = self._group.size()
         widths = [partition.numel() for _, partition in shares]
-        rows = torch.zeros(ranks, sum(widths), dtype=self._dtype, device=shares[0][1].device)
+        rows = torch.zeros(ranks, sum(widths), dtype=self._dtype, device=cpu.device())
         for (param, _), column in zip(shares, rows.split(widths, dim=1), strict=True):
             if param.grad is not None:
                 _fill(column, param.grad.view(-1))
@@ -84,7 +85,7 @@ class PartitionReducer:
 
         def finish(rows=rows) -> None:
             work.wait()
-            total = theirs[0].to(partitions[0].dtype)
+            total = theirs[0].to(partitions[0].dtype)  # on this rank's device, wherever the partitions are
             for row in theirs[1:]:
                 total += row
             _add(partitions, total)
@@ -177,23 +178,26 @@ def sum_tied_copies(backend: ShardingBackend, groups: Groups) -> None:
 
 
 def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over `group`, all in one collective."""
+    """Sum each tensor over `group`, all in one collective; they may lie in host memory (an offloaded optimizer)."""
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
         return
-    flat = torch.cat([t.view(-1) for t in tensors])
+    flat = torch.cat([t.view(-1) for t in tensors]).to(cpu.device())
     dist.all_reduce(flat, group=group)
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.view(-1).copy_(total)
 
 
 def _fill(column: torch.Tensor, flat: torch.Tensor) -> None:
-    """Cut `flat` over the rows of `column` [ranks, width]; what is beyond its end stays as it is."""
+    """Cut `flat` over the rows of `column` [ranks, width]; what is beyond its end stays as it is. Two copies at most,
+    however many ranks there are."""
     width = column.shape[1]
-    for row, piece in zip(column, flat.split(width) if width else (), strict=False):
-        row[: piece.numel()].copy_(piece)
+    full, rest = divmod(flat.numel(), width) if width else (0, 0)
+    column[:full].copy_(flat[: full * width].view(full, width))
+    if rest:
+        column[full, :rest].copy_(flat[full * width :])
 
 
 def _add(partitions: list[torch.Tensor], total: torch.Tensor) -> None:
     for partition, part in zip(partitions, total.split([p.numel() for p in partitions]), strict=True):
-        partition.add_(part)
+        partition.add_(part.to(partition.device))

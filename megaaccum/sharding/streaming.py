@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum import upstream
+from megaaccum.errors import ConfigError
+from megaaccum.model.torch_chunk import layers_of
 from megaaccum.schedule import wgrad
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.reduction import PartitionReducer
@@ -90,11 +92,15 @@ class StreamingBackend(DeepSpeedBackend):
         yield
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
-        """After each flush nothing is gathered or under way; after the last the optimizer gets its partitions."""
+        """After each flush nothing is gathered or under way."""
         self._end_backward()
         self._drop_ahead()
-        if not self._last_flush:
-            return
+
+    def resume_accumulation(self) -> None:
+        """Nothing to do: every micro-batch adds to the accumulators."""
+
+    def finish_reduction(self) -> None:
+        """Give the optimizer the accumulators as its partitions."""
         self._reducer.wait()
         self._zero.finish_accumulation()
         self._sum_the_rest()
@@ -244,18 +250,14 @@ class StreamingBackend(DeepSpeedBackend):
 
 
 def units_of(chunk, number: int = 0) -> list[Unit]:
-    """The units of a Megatron GPT chunk, this rank's chunk `number`, in the order of its forward. Raises AssertionError
-    for a parameter in none."""
-    modules = [getattr(chunk, "embedding", None), *chunk.decoder.layers, chunk.decoder.final_layernorm]
-    modules += [
-        *(chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []),
-        getattr(chunk, "output_layer", None),
-    ]
+    """The units of a chunk, this rank's chunk `number`: each layer, and each other module with parameters of its own
+    (the embedding, the final norm, the head), in the order in which the chunk lists them. Raises ConfigError for
+    parameters that lie beside modules with parameters."""
     owned: set[int] = set()
     units = []
-    for module in modules:
-        if module is None:
-            continue
+    predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
+    whole = [*layers_of(chunk), *predicting, getattr(chunk, "embedding", None)]
+    for module in _parts_of(chunk, {id(module) for module in whole if module is not None}):
         params = list(module.parameters())
         if module is getattr(chunk, "output_layer", None) and not params:
             params = [chunk.shared_embedding_or_output_weight()]
@@ -263,11 +265,24 @@ def units_of(chunk, number: int = 0) -> list[Unit]:
         owned |= {id(param) for param in params}
         if params:
             units.append(Unit(module, params, own, number))
-    left = [name for name, param in chunk.named_parameters() if id(param) not in owned]
-    assert not left, f"parameters outside the embedding, the layers, the final norm and the head: {left}"
+    if left := [name for name, param in chunk.named_parameters() if id(param) not in owned]:
+        raise ConfigError(
+            f"sync streaming gathers module by module, and {', '.join(left[:4])} lie beside modules that have"
+            " parameters"
+            " too: put them into a module of their own, or set sync to resident"
+        )
     for before, after in itertools.pairwise(units):
         before.after, after.before = after, before
     return units
+
+
+def _parts_of(module: torch.nn.Module, whole: set[int]) -> Iterator[torch.nn.Module]:
+    """Modules of `whole`, and outside them those that have no parameters in their children."""
+    if id(module) in whole or not any(True for child in module.children() for _ in child.parameters()):
+        yield module
+    else:
+        for child in module.children():
+            yield from _parts_of(child, whole)
 
 
 def _bytes(params: list[torch.nn.Parameter]) -> int:

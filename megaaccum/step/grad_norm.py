@@ -37,8 +37,8 @@ def global_norm(
         square = torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
     if overflow is not None:
         square = square.to(overflow.device) + overflow
-    device = grads[0].device if grads else cpu.device()
-    sums = torch.stack([each.to(device) for each in (square, *along)])
+    # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
+    sums = torch.stack([each.to(cpu.device()) for each in (square, *along)])
     dist.all_reduce(sums)
     total, *others = sums.tolist()
     return total**0.5, others
@@ -50,13 +50,6 @@ def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
 
 
-def unscale(backend: ShardingBackend, loss_scale: float) -> None:
-    """Take the loss scale out of the reduced gradient, once, in the precision that the optimizer reads."""
-    if loss_scale != 1.0:
-        for shard in backend.shards():
-            shard.grad.mul_(1.0 / loss_scale)
-
-
 def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> bool:
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
     if backend.replica != 0:
@@ -66,9 +59,12 @@ def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> 
     return groups.tp.rank() == 0 or not gpt.is_same_over_tp(shard.param)
 
 
-def clip(backend: ShardingBackend, norm: float, max_norm: float) -> None:
-    """Scale the gradient by max_norm / (norm + 1e-6) if the norm is larger (torch's and Megatron's rule); 0 is off."""
+def scale_and_clip(backend: ShardingBackend, norm: float, max_norm: float, *, factor: float = 1.0) -> None:
+    """Multiply the reduced gradient once: by `factor` (1 / (loss scale * N), whatever is still in it), and by
+    max_norm / (norm + 1e-6) if `norm`, that of the gradient times `factor`, is larger (torch's and Megatron's rule; a
+    max_norm of 0 does not clip). In the precision that the optimizer reads."""
     coefficient = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
-    if coefficient < 1.0:
+    factor *= min(coefficient, 1.0)
+    if factor != 1.0:
         for shard in backend.shards():
-            shard.grad.mul_(coefficient)
+            shard.grad.mul_(factor)

@@ -1,106 +1,182 @@
 """The one place that divides the loss.
 
-The schedules are told to divide nothing (`calculate_per_token_loss`), DeepSpeed's accumulation is 1, and data-parallel
-averaging is taken back here. So the gradient of a step is
+Megatron's schedules divide nothing (`calculate_per_token_loss`), DeepSpeed's accumulation is 1, and data-parallel
+averaging is taken back here. A loss function returns Megatron's triple: the sum of a micro-batch's losses, the weight
+of that sum (its unmasked tokens, sequences, advantages, ...), and what it reports. The gradient of a step is
 
-    loss_norm token:       sum over all unmasked tokens of d loss_token, divided by their number in the whole step
-    loss_norm microbatch:  mean over all ga * pp_microbatches * dp micro-batches of d (mean loss of the micro-batch)
+    1/N * sum over all micro-batches, calls and ranks of d sum,     N = the weights of the whole step added up
+
+N is known before the first backward where the weights are (masks in host memory): the loss is then multiplied by 1/N.
+Else gradients are sums until the commit, which multiplies the reduced shards by 1/N once, together with the loss scale
+and the clip factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.distributed.groups import Groups
+from megaaccum.distributed import cpu
+from megaaccum.errors import StepError
+
+Reports = dict[str, torch.Tensor]
+"""By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
+
+LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]]
+"""Of a model's output: (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)."""
 
 
-class StepLoss:
-    """The divisor of one step, fixed before its first backward.
+class ForwardStepFunc(Protocol):
+    """Megatron's `forward_step_func`: takes the next micro-batch of the iterator through a chunk."""
 
-    masks: loss mask of each of this rank's micro-batches, [micro_batch_size, seq_length], whole sequences also under
-    context parallelism, 1 where a token counts; on the CPU. Collective over dp: one all-reduce of two integers.
-    `reduction_divisor`: by how much the backend's reduction divides the sum over ranks. `dummies`: indices of this
-    rank's micro-batches that stand for none; no token of theirs may be unmasked, and they count in no mean.
+    def __call__(self, data_iterator: Any, chunk: torch.nn.Module, /) -> tuple[torch.Tensor, LossFunc]: ...
 
-    `num_tokens` is the number of unmasked tokens of the step over all ranks. A step without any has no gradient;
-    its divisor is 1, so that it is zero rather than not a number.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisor:
+    """What one step's sums are multiplied by, and where.
+
+    in_loss: before the backward, in every micro-batch. total: N, None while it is not known. reduction_divisor: by how
+    much the backend's reduction divides the sum over ranks.
     """
 
-    def __init__(
-        self,
-        masks: Sequence[torch.Tensor],
-        *,
-        batch: BatchPlan,
-        groups: Groups,
-        reduction_divisor: int,
-        dummies: Collection[int] = (),
-    ):
-        self._per_token = batch.loss_norm == "token"
-        self.num_microbatches = len(masks)
-        self._counts = torch.stack([mask.count_nonzero() for mask in masks])
-        self.dummies = frozenset(dummies)
-        assert not any(self._counts[index] for index in self.dummies), "a dummy micro-batch has no tokens"
-        total = torch.tensor([int(self._counts.sum()), len(masks) - len(self.dummies)]).to(_device())
-        dist.all_reduce(total, group=groups.dp)
-        self.num_tokens, real_microbatches = total.tolist()
-        self._loss_microbatches = max(real_microbatches, 1)
-        divisor = max(self.num_tokens, 1) if self._per_token else self._loss_microbatches
-        self._scale = reduction_divisor / divisor
+    in_loss: float
+    total: float | None
+    reduction_divisor: int
 
-    def of_microbatch(self, index: int):
-        """The `loss_func` that Megatron's schedule calls with the model's output of micro-batch `index`:
-        per-token losses [micro_batch_size, seq_length] -> (loss to differentiate, tokens, what is reported)."""
-        return partial(self._loss, index)
+    @classmethod
+    def known(cls, total: float, *, reduction_divisor: int) -> Divisor:
+        """N is `total`. A step without any weight has no gradient; its divisor is 1, so that it is zero rather than
+        not a number."""
+        return cls(in_loss=reduction_divisor / (total or 1), total=total, reduction_divisor=reduction_divisor)
 
-    def _loss(self, index: int, mask: torch.Tensor, output: torch.Tensor):
-        # Half precision would lose the sum; float64 stays what it is.
-        losses = output if output.dtype is torch.float64 else output.float()
-        total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
-        weight = 1.0 if self._per_token else 1.0 / max(int(self._counts[index]), 1)
-        # Cloned: what is reported must not change if somebody scales the loss in place.
-        report = (total.detach() * weight).clone()
-        return total * (weight * self._scale), torch.zeros((), dtype=torch.int, device=output.device), report
+    @classmethod
+    def at_commit(cls, *, reduction_divisor: int, nominal: float | None = None) -> Divisor:
+        """N is known after the last backward. nominal: about N, for FP16 alone: a power of two near 1 / nominal keeps
+        sums of millions of tokens from driving the loss scale to its floor, and rounds nothing."""
+        power = 1.0 if nominal is None else 2.0 ** -round(math.log2(max(nominal, 1.0)))
+        return cls(in_loss=reduction_divisor * power, total=None, reduction_divisor=reduction_divisor)
 
-    def aux_scale(self, rows: int) -> float:
-        """Scale of an auxiliary loss (MoE load balancing, z) so that its coefficient means the same at any split: the
-        mean over all micro-batches of the step. For a dummy micro-batch it is 0 instead.
+    def at_end(self, total: float) -> float:
+        """What is left to multiply the reduced gradient by, where the step's weights add up to `total`."""
+        if self.total is not None:
+            return 1.0
+        return self.reduction_divisor / (self.in_loss * (total or 1))
 
-        rows: tokens of a whole micro-batch, masked ones included. Megatron multiplies the loss by the tokens that this
-        rank's router sees and by the ranks of tp x cp that share the rest, where the schedule does not divide
-        (megatron-core 0.19: TopKRouter.attach_and_log_load_balancing_loss).
-        """
-        return (
-            self._scale
-            * (max(self.num_tokens, 1) if self._per_token else self._loss_microbatches)
-            / (self._loss_microbatches * rows)
+
+def total_weight(weights: Sequence[float], count: int, group: dist.ProcessGroup) -> tuple[float, int]:
+    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over `group`, the
+    ranks with different sequences."""
+    totals = torch.tensor([math.fsum(weights), count], dtype=torch.float64).to(cpu.device())
+    dist.all_reduce(totals, group=group)
+    total, num_microbatches = totals.tolist()
+    return total, round(num_microbatches)
+
+
+@dataclass
+class Tally:
+    """What loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong with it
+    first, raised on all ranks at the next collective that they share."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    reports: list[Reports] = field(default_factory=list)
+    problem: StepError | None = None
+
+    def sums(self) -> list[torch.Tensor]:
+        """[sum of the losses, sum of the weights, weights that are negative or not numbers, 1 where there is a
+        problem], float64 scalars."""
+        if not self.losses:
+            return [torch.zeros((), dtype=torch.float64, device=cpu.device()) for _ in range(4)]
+        weights = torch.stack(self.weights)
+        bad = torch.logical_not(weights >= 0).sum().double()
+        problem = torch.full_like(bad, float(self.problem is not None))
+        return [torch.stack([loss.double() for loss in self.losses]).sum(), weights.sum(), bad, problem]
+
+
+def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
+    """(sum, weight as a float64 scalar on its device, reports) of what a loss function returned. Raises StepError."""
+    if not isinstance(given, tuple) or len(given) != 3:
+        found = f"{len(given)} values" if isinstance(given, tuple) else type(given).__name__
+        raise StepError(
+            f"a loss function has to return (sum of the losses, weight, reports), and it returned {found}: give the sum"
+            " over the micro-batch, not its mean, the weight of that sum (its tokens), and a dict (it may be empty)"
         )
-
-    @property
-    def scale(self) -> float:
-        """What a sum of per-token losses is multiplied by (multi-token prediction takes the same)."""
-        return self._scale
-
-    def share(self, reports: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
-        """What this rank adds to the sum of the step's losses over the world, a float64 scalar: `reports` are those
-        that the last stage's schedule returned (elsewhere empty). Ranks of one tp group have the same; the first
-        counts."""
-        if not reports or groups.tp.rank() != 0:
-            return torch.zeros((), dtype=torch.float64, device=_device())
-        return torch.stack([report.double() for report in reports]).sum()
-
-    def mean(self, total: float) -> float:
-        """The step's loss as a user reads it. total: sum of all ranks' `share`."""
-        return total / (max(self.num_tokens, 1) if self._per_token else self._loss_microbatches)
+    total, weight, reports = given
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        raise StepError(f"the first value of a loss function has to be a scalar tensor, the sum of losses, not {shape}")
+    if not isinstance(reports, Mapping):
+        raise StepError(f"the third value of a loss function has to be a dict of reports, not {type(reports).__name__}")
+    weight = torch.as_tensor(weight).detach().to(device=total.device, dtype=torch.float64)
+    if weight.numel() != 1:
+        raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
+    # Cloned: what is reported must not change if it is scaled in place.
+    kept = {name: torch.as_tensor(value).detach().clone() for name, value in reports.items()}
+    return total.reshape(()), weight.reshape(()), kept
 
 
-def _device() -> torch.device:
-    from megaaccum.distributed import cpu
+class ReportReducer:
+    """Reduces what loss functions report, over the step's micro-batches and all ranks.
 
-    return cpu.device()
+    how: by name `sum`, `mean` (by the micro-batch's weight; of Megatron's pair [sum, count] the quotient of sums) or
+    `microbatch` (as they are, on the ranks of the last stage). Names that are not given are means.
+    """
+
+    def __init__(self, how: Mapping[str, str] | None = None):
+        self._how = dict(how or {})
+        if wrong := {name: each for name, each in self._how.items() if each not in ("sum", "mean", "microbatch")}:
+            raise StepError(f"reports are reduced by sum, mean or microbatch, not {wrong}")
+        self._names: list[str] = []
+
+    def news(self, tally: Tally) -> torch.Tensor:
+        """1 where this rank has reports whose names other ranks do not know yet, else 0; float64 scalar."""
+        known = set(self._reduced(tally)) <= set(self._names)
+        return torch.full((), float(not known), dtype=torch.float64, device=cpu.device())
+
+    def learn(self, tally: Tally) -> None:
+        """Make the names known to all ranks; collective over the world."""
+        everyone: list[list[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._reduced(tally))
+        self._names = sorted({*self._names, *(name for names in everyone for name in names or [])})
+
+    def _reduced(self, tally: Tally) -> list[str]:
+        names = dict.fromkeys(name for reports in tally.reports for name in reports)
+        return [name for name in names if self._how.get(name) != "microbatch"]
+
+    def sums(self, tally: Tally) -> list[torch.Tensor]:
+        """[numerator, denominator] of each known name, of this rank's micro-batches; float64 scalars."""
+        return [part for name in self._names for part in self._parts(name, tally)]
+
+    def _parts(self, name: str, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
+        zero = torch.zeros((), dtype=torch.float64, device=cpu.device())
+        pairs = [
+            self._part(name, reports[name].double(), weight)
+            for reports, weight in zip(tally.reports, tally.weights, strict=True)
+            if name in reports
+        ]
+        return (sum((p for p, _ in pairs), zero), sum((q for _, q in pairs), zero))
+
+    def _part(self, name: str, value: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if value.numel() == 2 and value.dim() == 1:
+            return value[0], value[1]
+        value = value.reshape(-1).sum()
+        return (value, torch.ones_like(value)) if self._how.get(name) == "sum" else (value * weight, weight)
+
+    def reduced(self, totals: Sequence[float]) -> dict[str, float]:
+        """Of the sums over all ranks, by name."""
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        return {
+            name: value if self._how.get(name) == "sum" else value / (weight or 1.0)
+            for name, (value, weight) in zip(self._names, pairs, strict=True)
+        }
+
+    def per_microbatch(self, tally: Tally) -> dict[str, list[torch.Tensor]]:
+        """Of this rank, what is wanted per micro-batch, in their order."""
+        names = [name for name, how in self._how.items() if how == "microbatch"]
+        return {name: [each[name] for each in tally.reports if name in each] for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,11 @@ from megaaccum.errors import RankDisagreement, StepError
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
-    from megaaccum.step.train_step import Microbatch
+    from megaaccum.model.gpt_forward import Microbatch
+
+
+_ZEROED = ("tokens", "labels", "loss_mask")
+"""What is zero in a dummy."""
 
 
 def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step: int) -> str:
@@ -45,14 +49,22 @@ def filled(microbatches: Sequence[Microbatch], plan: Plan) -> tuple[Sequence[Mic
     count, wanted = len(microbatches), plan.batch.num_microbatches
     if count == wanted:
         return microbatches, frozenset()
-    dummy = dummy_of(microbatches[0]) if microbatches else _new_dummy(plan)
+    dummy = stand_in(microbatches[0], microbatches) if microbatches else _new_dummy(plan)
     return [*microbatches, *[dummy] * (wanted - count)], frozenset(range(count, wanted))
 
 
 def dummy_of(microbatch: Microbatch) -> Microbatch:
     """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
-    zeros = {name: torch.zeros_like(microbatch[name]) for name in ("tokens", "labels", "loss_mask")}
+    zeros = {name: torch.zeros_like(microbatch[name]) for name in _ZEROED}
     return {**microbatch, **zeros}
+
+
+def stand_in(bad: Any, healthy: Sequence[Any]) -> Any:
+    """What runs in place of `bad`, with a weight of zero: a dummy of its shape, or, of a batch whose format is the
+    user's own, one of `healthy` (where there is none, `bad` itself, and the step is skipped)."""
+    if isinstance(bad, dict) and bad.keys() >= set(_ZEROED):
+        return dummy_of(bad)
+    return healthy[0] if healthy else bad
 
 
 def _new_dummy(plan: Plan) -> Microbatch:

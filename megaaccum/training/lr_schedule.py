@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError
 
@@ -14,24 +15,8 @@ if TYPE_CHECKING:
 
 ParamGroup = dict[str, Any]
 
-KEY_OF_STATE = {
-    "max_lr": "lr",
-    "min_lr": "min_lr",
-    "lr_warmup_steps": "lr_warmup_iters",
-    "lr_decay_steps": "lr_decay_iters",
-    "lr_decay_style": "lr_decay_style",
-    "start_wd": "start_weight_decay",
-    "end_wd": "end_weight_decay",
-    "wd_incr_steps": "train_iters",
-    "wd_incr_style": "weight_decay_incr_style",
-    "init_lr": "lr_warmup_init",
-    "wsd_decay_steps": "lr_wsd_decay_iters",
-    "lr_wsd_decay_style": "lr_wsd_decay_style",
-}
+KEY_OF_STATE = {key.facts.lr_state: key for key in all_keys().values() if key.facts.lr_state}
 """Which key of the configuration decides each number of the schedule's state."""
-
-IN_SAMPLES = frozenset({"lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "wsd_decay_steps"})
-"""State that counts samples where the configuration counts steps."""
 
 
 class HasParamGroups(Protocol):
@@ -120,8 +105,8 @@ class LrSchedule:
         return True
 
     def _difference(self, name: str, saved: Any, now: Any) -> str:
-        key = KEY_OF_STATE[name]
-        if name not in IN_SAMPLES:
+        key = KEY_OF_STATE[name].name
+        if not KEY_OF_STATE[name].facts.in_samples:
             return f"{key}: the checkpoint was made with {saved}, the configuration says {now}; set {key} to {saved}"
         steps = saved / self._global_batch_size if saved is not None else None
         remedy = f"set {key} to {steps:g}" if steps is not None and steps == int(steps) else "set both as they were"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed import cpu
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
 from megaaccum.training import lr_schedule
 
@@ -15,16 +17,40 @@ if TYPE_CHECKING:
 
 
 def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
-    """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms)."""
+    """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms).
+
+    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train.
+    """
     optimizer = plan.config.optimizer
-    groups = lr_schedule.param_groups(list(gpt.named_parameters(chunks)), optimizer.weight_decay)  # type: ignore[arg-type]
+    groups = raise_on_all_ranks(_trained, plan, chunks)
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
-    fused = _fused_adam() if cpu.has_accelerator() and plan.config.sharding.offload_optimizer == "none" else None
+    fused = _fused_adam() if _takes_fused(plan) else None
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
+    """The groups; none of the backends starts on ranks without any."""
+    named = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+    groups = lr_schedule.param_groups(named, plan.config.optimizer.weight_decay)
+    if not groups:
+        raise ConfigError(
+            f"all {len(named)} parameters of this pipeline rank are frozen, and each rank has to train some: give it a"
+            " trained layer as well (decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers), or set"
+            f" pipeline_model_parallel_size {plan.layout.pp} lower."
+        )
+    return groups
+
+
+def _takes_fused(plan: Plan) -> bool:
+    """Whether Transformer Engine's or apex's Adam serves: on a GPU, and where what it updates is FP32. Their moments
+    are FP32 whatever the weights are, which `optimizer_dtype: bf16` is chosen to avoid."""
+    sharding = plan.config.sharding
+    masters = sharding.params_dtype if sharding.backend == "ddp" else sharding.optimizer_dtype
+    return cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
 
 
 def _fused_adam():

@@ -8,7 +8,7 @@ instead of in the middle of a step.
 from __future__ import annotations
 
 from megaaccum.upstream import fsdp2, megatron, pytorch, te, zero
-from megaaccum.upstream.adam import adam_views, optimizer_tensors, set_adam_step
+from megaaccum.upstream.adam import UpdateCount, adam_views, optimizer_tensors, set_adam_step
 from megaaccum.upstream.fsdp2 import (
     Fsdp2WeightGrads,
     drop_unreduced,
@@ -52,6 +52,7 @@ from megaaccum.upstream.zero import (
 __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "Fsdp2WeightGrads",
+    "UpdateCount",
     "Zero3",
     "Zero12",
     "adam_views",

@@ -12,7 +12,7 @@ def views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count:
     for moment in ("exp_avg", "exp_avg_sq"):
         if moment not in state:
             state[moment] = torch.zeros_like(flat)
-    if isinstance(adam, torch.optim.AdamW) and "step" not in state:
+    if isinstance(adam, torch.optim.Adam) and "step" not in state:
         # torch takes a state that is there for whole: a step after a checkpoint of a run that never stepped needs it.
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
@@ -42,8 +42,26 @@ def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_st
     """Adam's bias correction goes on from `num_steps`: torch keeps it per tensor, the fused Adams of TE and apex per
     group."""
     for flat in flats:
-        if isinstance(adam, torch.optim.AdamW):
+        if isinstance(adam, torch.optim.Adam):
             adam.state[flat]["step"] = torch.tensor(float(num_steps), dtype=torch.float32, device=flat.device)
     for group in adam.param_groups:
-        if not isinstance(adam, torch.optim.AdamW):
+        if not isinstance(adam, torch.optim.Adam):
             group["step"] = num_steps
+
+
+class UpdateCount:
+    """Adam's count of updates in an optimizer that keeps it per group and raises it, of every group, in each call
+    (transformer-engine 2.20 and apex: FusedAdam.step; empty groups too). DeepSpeed's ZeRO-3 makes a call for every
+    sub-group of every group, so that the count would run ahead, differently on each stage.
+
+    done: updates before this one. torch's own count is per tensor, and right.
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer):
+        self.done = 0
+        if not isinstance(adam, torch.optim.Adam):
+            adam.register_step_pre_hook(self._before_each_call)
+
+    def _before_each_call(self, adam: torch.optim.Optimizer, *_: object) -> None:
+        for group in adam.param_groups:
+            group["step"] = self.done

@@ -51,10 +51,11 @@ def fsdp2_even_out(unit: Any) -> None:
 
     FSDP2 (torch 2.13: `unsharded_zero_grad_data`) makes them in the parameter's, and then refuses to reduce both.
     """
-    params = [p for p in unit.fsdp_params if p.reduce_dtype is not None and p.sharded_param.requires_grad]
+    params = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
+    # Only then: it has no `reduce_dtype` before its first forward.
     if any(param.unsharded_accumulated_grad is not None for param in params):
         for param in params:
-            if param.unsharded_accumulated_grad is None:
+            if param.unsharded_accumulated_grad is None and param.reduce_dtype is not None:
                 param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
 
 

@@ -20,7 +20,6 @@ from megaaccum.upstream.adam import optimizer_tensors, set_adam_step, views
 _STAGE3 = (
     "_get_norm_groups",
     "check_overflow",
-    "_get_fp32_grad_state_partition",
     "_reassign_or_swap_out_partitioned_parameters",
     "independent_gradient_partition_epilogue",
     "reduce_independent_p_g_buckets_and_remove_grads",
@@ -150,6 +149,7 @@ class Zero3:
     def __init__(self, engine):
         self.optimizer = engine.optimizer
         self.params = [param for param in engine.module.parameters() if param.requires_grad]
+        self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         _remove_hooks(self.optimizer)
         _leave_verdict_to_us(self.optimizer)
         self.optimizer.parameter_offload._remove_module_hooks()
@@ -183,9 +183,11 @@ class Zero3:
     def finish_reduction(self) -> None:
         """Reduce the last bucket and give the optimizer its partitions."""
         self.optimizer.independent_gradient_partition_epilogue()
+        _wait_for_copies(self.optimizer.offload_optimizer)
         for param, shard, _ in self._padded_shards():
             # DeepSpeed pads the last rank's share with uninitialised memory, which its own norm and Adam then read.
-            shard[self._own[id(param)][1] :].zero_()
+            if shard.numel() > (count := self._own[id(param)][1]):
+                shard[count:].zero_()
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements)."""
@@ -194,14 +196,19 @@ class Zero3:
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
         """(parameter, offset of this rank's part, flat views {"param": FP32 master, "exp_avg": ..., "exp_avg_sq": ...})
-        of everything that training changes. Moments that do not exist yet are made, as zeros."""
+        of everything that training changes. Moments that do not exist yet are made, as zeros. Of a frozen parameter,
+        {"param": weight}."""
         for param in self.params:
             group, position, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
             flat, (start, count) = self.optimizer.fp32_partitioned_groups_flat[group], self._own[id(param)]
             yield param, start, views(self.optimizer.optimizer, flat, position, count)
+        for param in self._frozen:
+            start, count = _own_part(param)
+            yield param, start, {"param": param.ds_tensor.detach().view(-1)[:count]}  # type: ignore[attr-defined]
 
     def adopt_state(self, num_steps: int) -> None:
         """Take what was written into the views of `state` as the weights after `num_steps` optimizer steps."""
+        self.release([param for param in self._frozen if self.is_whole(param)])
         set_adam_step(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat, num_steps)
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -225,7 +232,7 @@ class Zero3:
 
     def accumulator(self, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's flat partition of the parameter's gradient, padded, in grad_accum_dtype. (With the optimizer in
-        host memory `_get_fp32_grad_state_partition` shows another one, which exists after `finish_accumulation`.)"""
+        host memory it reads another one, which exists after `finish_accumulation`.)"""
         return getattr(self.optimizer, _ACCUMULATORS)[param.ds_id]  # type: ignore[attr-defined]
 
     def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
@@ -251,10 +258,17 @@ class Zero3:
             self.optimizer._offload_boundary_param_ids.update(p.ds_id for p in self.params)  # type: ignore[attr-defined]
             self.optimizer._finalize_offload_gradient_accumulation()
         self.optimizer.independent_gradient_partition_epilogue()
+        _wait_for_copies(self.optimizer.offload_optimizer)
 
     def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        """Where DeepSpeed's `_get_fp32_grad_state_partition` finds them, without its wait for the reduction stream in
+        each call: the epilogue has waited."""
         for param in self.params:
-            shard, _ = self.optimizer._get_fp32_grad_state_partition(param, release_swap_buffers=True)
+            if self.optimizer.offload_optimizer:
+                group, position, count = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+                shard = self.optimizer.fp32_partitioned_groups_flat[group].grad.narrow(0, position, count)
+            else:
+                shard = self.accumulator(param)
             yield param, shard.view(-1), self._own[id(param)][0]
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
@@ -337,6 +351,7 @@ class Zero12:
 
     def finish_reduction(self) -> None:
         self.optimizer.independent_gradient_partition_epilogue()
+        _wait_for_copies(self.optimizer.cpu_offload)
 
     def discard(self) -> None:
         """Drop this step's gradients."""
@@ -355,7 +370,7 @@ class Zero12:
             yield from read(group)
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
-        """As Zero3.state."""
+        """As Zero3.state, of what is trained; frozen parameters are whole on every rank."""
         for group, flat in enumerate(self.optimizer.single_partition_of_fp32_groups):
             rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
             starts = self.optimizer.grad_start_offset[group][rank]
@@ -407,6 +422,15 @@ class Zero12:
         return param.numel()
 
 
+def _wait_for_copies(offloaded: bool) -> None:
+    """DeepSpeed's copies of gradients to pinned host memory go on when its epilogue returns, and only its own step
+    would wait for them: the norm, the loss scale and clipping read them before."""
+    if offloaded:
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().synchronize()
+
+
 def _remove_hooks(optimizer) -> None:
     """Take DeepSpeed's gradient hooks off: the boundary's own decide in which backward a gradient is final."""
     for hook in optimizer._grad_acc_hooks:
@@ -422,7 +446,7 @@ def _leave_verdict_to_us(optimizer) -> None:
     (`inf_or_nan_tracker` of stage 3, `local_overflow` of stages 1 and 2 with offload) would skip a later, good step.
     """
     optimizer.check_overflow = lambda partition_gradients=True: None
-    optimizer._get_norm_groups = lambda: [torch.zeros((), device=optimizer.device)]  # stage 3
+    optimizer._get_norm_groups = lambda: [0.0]  # stage 3; a tensor would be read, and the host wait for it
     optimizer.compute_grad_norm = False  # stages 1 and 2
 
 

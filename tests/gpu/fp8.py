@@ -137,32 +137,32 @@ class Run:
     """A model in training; its gradients are noted before the optimizer reads them."""
 
     def __init__(self, case, *, split: str = ""):
-        from megaaccum.model import gpt as model
+        from megaaccum.config.plan import Layout
         from megaaccum.schedule.entry import get_forward_backward_func
-        from tests.support.parity import assemble, make
+        from tests.support.parity import Rig
 
-        with patch.object(model, "splits_backward", lambda plan: bool(split)):
-            self.plan, self.groups, self.chunks, self.backend, self.train_step = make(case)
+        with patch.object(Layout, "splits_backward", bool(split)):
+            self.rig = Rig.of(case)
         if split:
-            self.train_step._schedule = get_forward_backward_func(split, own=True)
+            self.rig.train_step._schedule = get_forward_backward_func(split, own=True)
         self.gradient: dict = {}
-        optimizer_step = self.backend.step
+        optimizer_step = self.rig.backend.step
 
         def step() -> None:
-            self.gradient = assemble(self.backend, self.groups, self.chunks)
+            self.gradient = self.rig.assemble()
             optimizer_step()
 
-        self.backend.step = step
+        self.rig.backend.step = step
 
     def train(self, step: int):
         from tests.support.parity import stack
 
-        size, count = self.plan.batch.micro_batch_size, self.plan.batch.num_microbatches
+        size, count = self.rig.plan.batch.micro_batch_size, self.rig.plan.batch.num_microbatches
         batch = [stack(range(at * size, (at + 1) * size)) for at in range(count)]
-        return self.train_step.train(batch, step=step)
+        return self.rig.train_step.train(batch, step=step)
 
     def state(self) -> dict:
-        return {name: tensor.clone() for name, tensor in self.train_step._fp8.tensors.items()}
+        return {name: tensor.clone() for name, tensor in self.rig.train_step._fp8.tensors.items()}
 
 
 def _distance(one: dict, other: dict) -> float:
@@ -220,11 +220,11 @@ def _skipped(run: Run) -> dict:
 
     from tests.support.faults import Fault, differences, injected, state_of
 
-    before, weights = run.state(), state_of(run.backend)
+    before, weights = run.state(), state_of(run.rig.backend)
     last = torch.distributed.get_world_size() - 1
-    with injected([Fault(rank=last, microbatch=2, within="linear_fc2", value=float("nan"))], run.chunks):
+    with injected([Fault(rank=last, microbatch=2, within="linear_fc2", value=float("nan"))], run.rig.chunks):
         skipped = run.train(STEPS).skipped
-    changed = differences(run.state(), before) + differences(state_of(run.backend), weights)
+    changed = differences(run.state(), before) + differences(state_of(run.rig.backend), weights)
     return {"skipped": skipped, "skip changed": changed if skipped else ["the step was not skipped"]}
 
 
@@ -233,7 +233,7 @@ def _evaluated(run: Run) -> dict:
     from tests.support.parity import stack
 
     before = run.state()
-    run.train_step.evaluate([stack([100 + index]) for index in range(run.plan.batch.num_microbatches)])
+    run.rig.train_step.evaluate([stack([100 + index]) for index in range(run.rig.plan.batch.num_microbatches)])
     return {"evaluation changed": differences(run.state(), before)}
 
 
@@ -247,12 +247,12 @@ def _saved(run: Run, keys: str) -> dict:
 
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
-    path = save_load.save(
-        folder[0], run.backend, run.groups, progress(STEPS), keep_last=1, buffers=run.train_step._fp8.tensors
-    )
+    rig = run.rig
+    buffers = rig.train_step._fp8.tensors
+    path = save_load.save(folder[0], rig.backend, rig.groups, progress(STEPS), keep_last=1, buffers=buffers)
     other = Run(_case(keys))
-    save_load.load(path, other.backend, other.groups, shape=SHAPE, buffers=other.train_step._fp8.tensors)
-    lost = differences(other.state(), run.state()) + differences(state_of(other.backend), state_of(run.backend))
+    save_load.load(path, other.rig.backend, other.rig.groups, shape=SHAPE, buffers=other.rig.train_step._fp8.tensors)
+    lost = differences(other.state(), run.state()) + differences(state_of(other.rig.backend), state_of(run.rig.backend))
     run.train(STEPS + 1)
     other.train(STEPS + 1)
     return {"lost": lost, "next gradient apart": _distance(other.gradient, run.gradient)}
@@ -287,8 +287,8 @@ def weight_gradients_apart() -> dict:
         apart.train(0)
         told[name] = {
             "apart": _distance(apart.gradient, whole.gradient),
-            "deferred": apart.train_step._schedule.record.peak_deferred,
-            "delayed layers": sum(1 for chunk in apart.chunks for _ in _delayed(chunk)),
+            "deferred": apart.rig.train_step._schedule.record.peak_deferred,
+            "delayed layers": sum(1 for chunk in apart.rig.chunks for _ in _delayed(chunk)),
         }
     return {"ok": all(t["apart"] < 1e-5 and t["delayed layers"] > 0 for t in told.values())} | told
 
@@ -312,12 +312,12 @@ def seconds() -> dict:
         for step in range(10):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            run.train_step.train(batch, step=step)
+            run.rig.train_step.train(batch, step=step)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         told[name] = {
             "seconds per step": sorted(times[2:])[4],
-            "tokens per step": run.plan.batch.global_batch_size * run.plan.batch.seq_length,
+            "tokens per step": run.rig.plan.batch.global_batch_size * run.rig.plan.batch.seq_length,
             "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
         }
         del run
@@ -332,13 +332,13 @@ def _timed_run(keys: str) -> Run:
 def _random_batch(run: Run) -> list[dict]:
     import torch
 
-    shape = (1, run.plan.batch.seq_length)
+    shape = (1, run.rig.plan.batch.seq_length)
     return [
         {
             "tokens": torch.randint(0, 60, shape), "labels": torch.randint(0, 60, shape),
             "position_ids": torch.arange(shape[1])[None], "loss_mask": torch.ones(shape),
         }
-        for _ in range(run.plan.batch.num_microbatches)
+        for _ in range(run.rig.plan.batch.num_microbatches)
     ]  # fmt: skip
 
 

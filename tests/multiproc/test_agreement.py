@@ -7,7 +7,7 @@ import pytest
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support.distance import problems
 from tests.support.faults import differences, state_of
-from tests.support.parity import Case, Gradient, assemble, make, microbatches
+from tests.support.parity import Case, Gradient, Rig
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
 
@@ -19,8 +19,8 @@ def odd_one_out(kind: str, rank: int) -> str:
     from megaaccum.errors import MegaaccumError
 
     odd = torch.distributed.get_rank() == rank
-    plan, built, _, _, train_step = make(Case(4, PIPELINE, "--num_layers 4"))
-    batches, step = microbatches(plan, built.dp.rank()), 1
+    rig = Rig.of(Case(4, PIPELINE, "--num_layers 4"))
+    batches, step = rig.microbatches(), 1
     if odd and kind == "num_microbatches":
         batches = batches[:-1]
     if odd and kind == "too many":
@@ -30,7 +30,7 @@ def odd_one_out(kind: str, rank: int) -> str:
     if odd and kind == "step":
         step = 2
     try:
-        train_step.train(batches, step=step)
+        rig.train_step.train(batches, step=step)
     except MegaaccumError as error:
         return f"{type(error).__name__}: {error}"
     return "went on"
@@ -89,14 +89,12 @@ def test_configurations_that_differ_end_before_the_groups_are_built(tmp_path, us
 
 def short(case: Case, missing: int) -> tuple[Gradient, str]:
     """The step in which data-parallel rank 1 lacks its last `missing` micro-batches."""
-    plan, built, chunks, bound, train_step = make(case)
-    seen = {}
-    bound.step = lambda: seen.update(assemble(bound, built, chunks))
-    batches = microbatches(plan, built.dp.rank())
-    if built.dp.rank() == 1:
+    rig = Rig.of(case)
+    batches = rig.microbatches()
+    if rig.groups.dp.rank() == 1:
         batches = batches[: len(batches) - missing]
-    result = train_step.train(batches, step=1)
-    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank()), result.note
+    gradient, result = rig.watched(batches, step=1)
+    return gradient, result.note
 
 
 def all_short(cases: list[Case], missing: int) -> list[tuple[Gradient, str]]:
@@ -117,14 +115,14 @@ def test_padding_is_the_step_on_what_there_is(missing):
 def dropped_or_not() -> list[str]:
     from megaaccum.errors import StepError
 
-    plan, built, _, bound, train_step = make(Case(4, PIPELINE, "--num_layers 4 --short_batch drop"))
-    batches = microbatches(plan, built.dp.rank())[: 8 - built.dp.rank()]
-    before = state_of(bound)
-    result = train_step.train(batches, step=1)
-    seen = [result.note, *differences(before, state_of(bound))] if result.skipped else ["not skipped"]
-    *_, train_step = make(Case(4, PIPELINE, "--num_layers 4"))
+    rig = Rig.of(Case(4, PIPELINE, "--num_layers 4 --short_batch drop"))
+    batches = rig.microbatches()[: 8 - rig.groups.dp.rank()]
+    before = state_of(rig.backend)
+    result = rig.train_step.train(batches, step=1)
+    seen = [result.note, *differences(before, state_of(rig.backend))] if result.skipped else ["not skipped"]
+    rig = Rig.of(Case(4, PIPELINE, "--num_layers 4"))
     try:
-        train_step.train(batches, step=7)
+        rig.train_step.train(batches, step=7)
     except StepError as error:
         return [*seen, str(error)]
     return seen

@@ -6,7 +6,7 @@ import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support.distance import check, problems
-from tests.support.parity import Case, make, microbatches
+from tests.support.parity import Case, Rig
 
 PP = "--pipeline_model_parallel_size 2 "
 VPP = PP + "--virtual_pipeline_model_parallel_size 2 "
@@ -81,6 +81,13 @@ def test_fsdp2_engine():
     )
 
 
+def test_one_microbatch():
+    """Nothing has gone forward yet when its backward is told to be the last."""
+    check([Case(4, "--pp_microbatches 1 " + each) for each in ("", "--sync streaming", "--backend megatron")])
+    fsdp2 = "--pp_microbatches 1 --backend fsdp2 "
+    check([Case(4, fsdp2 + each) for each in ("", "--sync streaming", "--data_parallel_replicas 2")])
+
+
 def test_megatron():
     check(
         [
@@ -108,12 +115,12 @@ def kept_in(case: Case) -> set[str]:
 
     from tests.support.faults import weights
 
-    plan, built, chunks, bound, train_step = make(case)
-    before = weights(bound, chunks)
-    train_step.train(microbatches(plan, built.dp.rank()), step=0)
-    after = weights(bound, chunks)
+    rig = Rig.of(case)
+    before = weights(rig.backend, rig.chunks)
+    rig.train(step=0)
+    after = weights(rig.backend, rig.chunks)
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    return {str(tensor.dtype) for piece in bound.state() for tensor in piece.tensors.values()}
+    return {str(tensor.dtype) for piece in rig.backend.state() for tensor in piece.tensors.values()}
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
@@ -168,11 +175,11 @@ def most_held(cases: list[Case]) -> list[tuple[int, int, int]]:
     and elements of the two largest neighbouring units."""
     results = []
     for case in cases:
-        plan, built, _, bound, train_step = make(case)
-        train_step.train(microbatches(plan, built.dp.rank()), step=0)
-        with Watch(bound) as watch:
-            train_step.train(microbatches(plan, built.dp.rank()), step=1)
-        sizes = [unit.numel for unit in bound.units]
+        rig = Rig.of(case)
+        rig.train(step=0)
+        with Watch(rig.backend) as watch:
+            rig.train(step=1)
+        sizes = [unit.numel for unit in rig.backend.units]
         results.append((watch.params, watch.grads, max(map(sum, pairwise(sizes)))))
     return results
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
-from tests.support.parity import Case, make, microbatches
+from tests.support import no_gradient
+from tests.support.parity import Case, Rig
 
 CASE = Case(
     2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --pp_microbatches 2", "--num_layers 2 --clip_grad 1"
@@ -29,18 +32,17 @@ def progress(step: int) -> Progress:
     return Progress(step=step, consumed_samples=step * 8, lr_schedule={}, data="made up", shape=SHAPE)
 
 
-class Run:
-    """A model that can take steps; as much of a training run as a checkpoint holds."""
+@dataclass
+class Run(Rig):
+    """As much of a training run as a checkpoint holds."""
 
-    def __init__(self, case: Case = CASE):
+    def __post_init__(self):
         from megaaccum.model import gpt
 
-        self.plan, self.groups, self.chunks, self.backend, self.train_step = make(case)
         self.buffers = dict(gpt.named_buffers(self.chunks))
 
     def step(self, number: int) -> None:
-        first = number * self.plan.batch.global_batch_size
-        self.train_step.train(microbatches(self.plan, self.groups.dp.rank(), first), step=number)
+        self.train(step=number, first=number * self.plan.batch.global_batch_size)
 
     def state(self) -> dict:
         buffers = {(name, "buffer", 0): buffer.clone() for name, buffer in self.buffers.items()}
@@ -49,6 +51,11 @@ class Run:
             for piece in self.backend.state()
             for kind, tensor in piece.tensors.items()
         }
+
+    def loss(self) -> float:
+        """Of the batch of step 5."""
+        first = 5 * self.plan.batch.global_batch_size
+        return self.train_step.evaluate(self.microbatches(first))[0]
 
     def load(self, folder: Path) -> Progress:
         from megaaccum.checkpoint import save_load
@@ -87,7 +94,7 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run, held = Run(case), Held()
+    run, held = Run.of(case), Held()
     run.step(1)
     run.step(2)
     then = run.state()
@@ -106,7 +113,7 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
     path = writing.finish()
     moved_on = not same(run.state(), then)
     uninterrupted = run.state()
-    resumed = Run(case)
+    resumed = Run.of(case)
     step = resumed.load(Path(folder)).step
     holds_step_2 = same(resumed.state(), then)
     resumed.step(3)
@@ -119,6 +126,45 @@ def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path
         assert outcome == (True, True, True, "step_0000002", 2)
 
 
+BACKENDS = ("", "--sync streaming", "--zero_stage 2", "--zero_stage 1 --bf16", "--backend fsdp2", "--backend megatron",
+            "--backend ddp")  # fmt: skip
+
+
+def frozen_move(folder: str) -> list[tuple[str, float, float]]:
+    """(backend, loss, loss after a resume) of a half-frozen model whose frozen weights are not those of the seed, saved
+    at dp 2 and resumed at pp 2 by the next backend of the list."""
+    from megaaccum.checkpoint import save_load
+    from megaaccum.model import gpt
+
+    no_gradient.changed(no_gradient.frozen)
+    found = []
+    for number, backend in enumerate(BACKENDS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpt, "initialize", functools.partial(and_moved, gpt.initialize))
+            run = Run.of(Case(2, "--pp_microbatches 4 " + backend, "--num_layers 4"))
+        run.step(1)
+        save_load.save(f"{folder}/{number}", run.backend, run.groups, progress(1), keep_last=1)
+        loss = run.loss()
+        following = BACKENDS[(number + 1) % len(BACKENDS)]
+        other = Run.of(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 " + following, "--num_layers 4"))
+        other.load(Path(folder, str(number)))
+        found.append((f"{backend} > {following}", loss, other.loss()))
+    return found
+
+
+def and_moved(initialize, chunk, *args, **kwargs) -> None:
+    """Draw the weights, and move each of them."""
+    initialize(chunk, *args, **kwargs)
+    for param in chunk.parameters():
+        param.data.add_(0.01)
+
+
+def test_frozen_weights_are_in_every_backend_s_checkpoint(tmp_path):
+    for moves in run_ranks(frozen_move, 2, str(tmp_path), timeout=120):
+        for backends, loss, resumed in moves:
+            assert resumed == pytest.approx(loss, rel=5e-3 if "bf16" in backends else 1e-6), backends
+
+
 def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str, int]:
     """Step 1 is saved well; then rank 1 finds no space. Returns the error, what is current and left, and its step."""
     import torch.distributed as dist
@@ -127,7 +173,7 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run, group, create = Run(), groups.for_background(1), FileSystem.create_stream
+    run, group, create = Run.of(CASE), groups.for_background(1), FileSystem.create_stream
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     full = Path("/dev/full")
     if dist.get_rank() == 1:
@@ -145,7 +191,7 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     FileSystem.create_stream = create
     dist.barrier()
     left = sorted(entry.name for entry in Path(folder).iterdir())
-    return text, str(save_load.latest(folder)), " ".join(left), Run().load(Path(folder)).step
+    return text, str(save_load.latest(folder)), " ".join(left), Run.of(CASE).load(Path(folder)).step
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -226,7 +272,7 @@ def damaged(folder: str) -> list[str]:
 
     from megaaccum.checkpoint import save_load
 
-    run = Run()
+    run = Run.of(CASE)
     run.step(1)
     good = save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     before, said = run.state(), []
@@ -261,7 +307,7 @@ def killed_while_it_writes(folder: str) -> None:
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run = Run()
+    run = Run.of(CASE)
     run.step(1)
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=1)
     Held()
@@ -273,7 +319,7 @@ def after_a_kill(folder: str) -> tuple[int, str]:
     """The step that is current, and what is there once another checkpoint was written."""
     from megaaccum.checkpoint import save_load
 
-    run = Run()
+    run = Run.of(CASE)
     step = run.load(Path(folder)).step
     save_load.save(folder, run.backend, run.groups, progress(2), keep_last=1)
     return step, " ".join(sorted(entry.name for entry in Path(folder).iterdir()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaaccum.testing import run_ranks
-from tests.support.parity import Case, assemble, make, microbatches
+from tests.support.parity import Case, Rig
 
 MODEL = (
     "--num_layers 2 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
@@ -40,20 +40,20 @@ class Step:
 
 def trained(case: Case) -> list[Step]:
     """Some steps of training, with an expert that gets tokens from the third on."""
-    plan, built, chunks, bound, train_step = make(case)
-    experts = sizes(chunks)
-    update, steps = bound.step, []
+    rig = Rig.of(case)
+    experts = sizes(rig.chunks)
+    update, steps = rig.backend.step, []
     for step in range(STEPS):
-        send(chunks, avoid=step < 2)
+        send(rig.chunks, avoid=step < 2)
         seen: dict[str, torch.Tensor] = {}
 
         def look_and_update(seen=seen):
-            seen.update(assemble(bound, built, chunks))
+            seen.update(rig.assemble())
             update()
 
-        bound.step = look_and_update
-        batch = microbatches(plan, built.dp.rank(), plan.batch.global_batch_size * step)
-        steps.append(Step(seen, train_step.train(batch, step=step).memory, experts))
+        rig.backend.step = look_and_update
+        result = rig.train(step=step, first=rig.plan.batch.global_batch_size * step)
+        steps.append(Step(seen, result.memory, experts))
     return steps
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.testing import run_ranks
-from tests.support.parity import Case, make, microbatches
+from tests.support.parity import Case, Rig
 
 DP = 2
 GATHER, SCATTER = "all-gather", "reduce-scatter"
@@ -84,12 +84,11 @@ def traffic(cases: list[Case]) -> list[tuple[Counter[str], int, int]]:
     parameters of this rank's stage, and the same with each rounded up to a multiple of dp, as ZeRO-3 cuts them."""
     results = []
     for case in cases:
-        plan, built, _, bound, train_step = make(case)
-        batches = microbatches(plan, built.dp.rank())
-        train_step.train(batches, step=0)
+        rig = Rig.of(case)
+        rig.train(step=0)
         with counted() as count:
-            train_step.train(batches, step=1)
-        sizes = [param.ds_numel for param in bound.parts.params]
+            rig.train(step=1)
+        sizes = [param.ds_numel for param in rig.backend.parts.params]
         results.append((count, sum(sizes), sum(-(-size // DP) * DP for size in sizes)))
     return results
 

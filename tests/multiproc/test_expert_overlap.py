@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
 from megaaccum.testing import run_ranks
 from tests.support.distance import check
-from tests.support.parity import Case, gradient, make, microbatches
+from tests.support.parity import Case, Rig, gradient
 
 MODEL = (
     "--num_layers 8 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
@@ -66,9 +67,8 @@ def test_pairs_of_the_table_are_interleaved_and_change_no_bit():
 def interleaving_flushes(at: Case) -> list[bool]:
     """Whether a step interleaves, one with a dummy micro-batch, and an evaluation."""
     from megaaccum.schedule import executor
-    from megaaccum.step import short_batch
 
-    _, built, _, bound, train_step = make(at)
+    rig = Rig.of(replace(at, layout=at.layout + " --short_batch pad"))
     seen: list[bool] = []
     choose = executor._passes
 
@@ -77,14 +77,12 @@ def interleaving_flushes(at: Case) -> list[bool]:
         seen.append(isinstance(passes, executor.PlanPasses))
         return passes
 
-    bound.step = lambda: None
-    batch = microbatches(at.plan(), built.dp.rank())
-    padded = [*batch[:-1], short_batch.dummy_of(batch[-1])]
+    rig.backend.step = lambda: None
+    batch = rig.microbatches()
     with patch.object(executor, "_passes", watch):
-        train_step.train(batch, step=0)
-        bound.begin_step()
-        train_step._run_flushes(padded, train_step._divisor(padded, frozenset({len(batch) - 1})))
-        train_step.evaluate(batch)
+        rig.train_step.train(batch, step=0)
+        rig.train_step.train(batch[:-1], step=1)
+        rig.train_step.evaluate(batch)
     return seen
 
 

@@ -9,8 +9,10 @@ from unittest.mock import patch
 
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.testing import run_ranks
+from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import check, problems
-from tests.support.parity import Case, Gradient, gradient, make, microbatches
+from tests.support.faults import Fault
+from tests.support.parity import Case, Gradient, Rig, gradient
 
 MODEL = (
     "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
@@ -39,6 +41,16 @@ def test_four_ranks():
             Case(4, EP + TP, MODEL),
         ]
     )
+
+
+def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it():
+    """Its tokens are in the gradients of experts on the other rank, too."""
+    case = Case(2, EP + "--pp_microbatches 4 --nonfinite drop_microbatch", MODEL)
+    ranks = [done for (done,) in run_ranks(attempts, 2, [case], [Fault(1, 1)])]
+    assert [result.sanitized for _, result in ranks] == [1, 1]
+    assert all("micro-batch 1 of data-parallel rank 1: first in" in result.note for _, result in ranks)
+    rest = tuple(index for index in range(8) if index != 3)  # micro-batch m of rank r is sequence 2 * m + r
+    assert problems(case, [gradient for gradient, _ in ranks], rest) == []
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -99,20 +111,20 @@ def save(folder: str, case: Case) -> float:
     """Two steps and a checkpoint. Returns the loss of a third step."""
     from megaaccum.checkpoint import save_load
 
-    plan, groups, _, bound, train_step = make(case)
+    rig = Rig.of(case)
     for step in range(2):
-        train_step.train(microbatches(plan, groups.dp.rank(), 8 * step), step=step)
+        rig.train(step=step, first=8 * step)
     progress = Progress(step=2, consumed_samples=16, lr_schedule={}, data="", shape={})
-    save_load.save(folder, bound, groups, progress, keep_last=1)
-    return train_step.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
+    save_load.save(folder, rig.backend, rig.groups, progress, keep_last=1)
+    return rig.train(step=2, first=16).loss
 
 
 def go_on(folder: str, case: Case) -> float:
     from megaaccum.checkpoint import save_load
 
-    plan, groups, _, bound, train_step = make(case)
-    save_load.load(Path(folder) / "step_0000002", bound, groups, shape={})
-    return train_step.train(microbatches(plan, groups.dp.rank(), 16), step=2).loss
+    rig = Rig.of(case)
+    save_load.load(Path(folder) / "step_0000002", rig.backend, rig.groups, shape={})
+    return rig.train(step=2, first=16).loss
 
 
 def test_a_checkpoint_moves_between_numbers_of_expert_parallel_ranks(tmp_path):

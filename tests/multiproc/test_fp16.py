@@ -9,7 +9,7 @@ import torch
 from megaaccum.testing import run_ranks
 from tests.support.distance import check
 from tests.support.faults import Fault, differences, injected, state_of, weights
-from tests.support.parity import Case, make, microbatches
+from tests.support.parity import Case, Rig
 from tests.unit.precision.test_loss_scaler import of_torch, verdicts
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
@@ -60,27 +60,27 @@ class State:
         return [name for mine, theirs in pairs for name in differences(mine, theirs)]
 
 
-def state(bound, chunks) -> State:
+def state(rig: Rig) -> State:
     from megaaccum.distributed import rng
 
-    return State(state_of(bound), weights(bound, chunks), rng.snapshot())
+    return State(state_of(rig.backend), weights(rig.backend, rig.chunks), rng.snapshot())
 
 
 def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
     """What this rank has to complain about steps with a fault each, behind one without: every one is skipped, changes
     nothing, and halves the scale once."""
-    plan, built, chunks, bound, train_step = make(Case(4, layout, FP16))
-    size = plan.batch.global_batch_size
-    train_step.train(microbatches(plan, built.dp.rank()), step=0)
-    before, problems = state(bound, chunks), []
+    rig = Rig.of(Case(4, layout, FP16))
+    size = rig.plan.batch.global_batch_size
+    rig.train(step=0)
+    before, problems = state(rig), []
     for number, fault in enumerate(faults, start=1):
-        scale = train_step.scaler.scale
-        with injected([fault], chunks):
-            result = train_step.train(microbatches(plan, built.dp.rank(), size), step=number)
+        scale = rig.train_step.scaler.scale
+        with injected([fault], rig.chunks):
+            result = rig.train(step=number, first=size)
         where = f"{layout} {fault}"
         problems += [] if result.skipped else [f"{where}: not skipped"]
-        problems += [] if train_step.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
-        problems += [f"{where}: {what} differs" for what in state(bound, chunks).differences(before)]
+        problems += [] if rig.train_step.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
+        problems += [f"{where}: {what} differs" for what in state(rig).differences(before)]
     return problems
 
 
@@ -94,14 +94,14 @@ def test_an_overflow_anywhere_is_skipped_everywhere_and_changes_nothing():
 
 def run(case: Case, steps: list[Fault | None]) -> State:
     """The state after steps on consecutive global batches, step n with fault n in it; a skipped batch comes again."""
-    plan, built, chunks, bound, train_step = make(case)
+    rig = Rig.of(case)
     first = 0
     for number, fault in enumerate(steps):
-        with injected([fault] if fault else [], chunks):
-            result = train_step.train(microbatches(plan, built.dp.rank(), first), step=number)
+        with injected([fault] if fault else [], rig.chunks):
+            result = rig.train(step=number, first=first)
         assert result.skipped == (fault is not None)
-        first += 0 if result.skipped else plan.batch.global_batch_size
-    return state(bound, chunks)
+        first += 0 if result.skipped else rig.plan.batch.global_batch_size
+    return state(rig)
 
 
 def with_and_without(cases: list[Case], fault: Fault) -> list[str]:
@@ -125,15 +125,15 @@ def to_the_floor() -> list[tuple[float, str]]:
     """Every step overflows, until the run ends: the scale of each and what the end said."""
     from megaaccum.errors import StepError
 
-    plan, built, chunks, _, train_step = make(Case(4, PIPELINE, FP16 + "--initial_loss_scale 8 --min_loss_scale 2"))
+    rig = Rig.of(Case(4, PIPELINE, FP16 + "--initial_loss_scale 8 --min_loss_scale 2"))
     seen = []
-    with injected([Fault(3, 5)], chunks):
+    with injected([Fault(3, 5)], rig.chunks):
         for number in range(5):
             try:
-                result = train_step.train(microbatches(plan, built.dp.rank()), step=number)
+                result = rig.train(step=number)
                 seen.append((result.loss_scale, result.note))
             except StepError as error:
-                seen.append((train_step.scaler.scale, str(error)))
+                seen.append((rig.train_step.scaler.scale, str(error)))
                 break
     return seen
 
@@ -152,7 +152,7 @@ def a_verdict_for_each_rank() -> list[bool]:
     """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
     from megaaccum.step import grad_norm
 
-    plan, built, chunks, _, train_step = make(Case(4, PIPELINE, FP16 + UNTIED))
+    rig = Rig.of(Case(4, PIPELINE, FP16 + UNTIED))
 
     class Alone:
         @staticmethod
@@ -161,8 +161,8 @@ def a_verdict_for_each_rank() -> list[bool]:
 
     real, grad_norm.dist = grad_norm.dist, Alone
     try:
-        with injected([Fault(0, 5)], chunks):
-            return [train_step.train(microbatches(plan, built.dp.rank()), step=0).skipped]
+        with injected([Fault(0, 5)], rig.chunks):
+            return [rig.train().skipped]
     finally:
         grad_norm.dist = real
 
@@ -182,9 +182,9 @@ def test_fifty_steps_of_a_run_have_the_scales_of_torchs_scaler():
 
 def fifty_steps(overflows: list[bool]) -> tuple[list[float], list[bool]]:
     flags = FP16 + "--loss_scale_window 4 --lr 1e-4 --num_layers 2"
-    plan, built, chunks, _, train_step = make(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 4", flags))
+    rig = Rig.of(Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 4", flags))
     results = []
     for number, overflow in enumerate(overflows):
-        with injected([Fault(number % 2, number % 4)] if overflow else [], chunks):
-            results.append(train_step.train(microbatches(plan, built.dp.rank(), 4 * number), step=number))
+        with injected([Fault(number % 2, number % 4)] if overflow else [], rig.chunks):
+            results.append(rig.train(step=number, first=4 * number))
     return [r.loss_scale for r in results], [r.skipped for r in results]

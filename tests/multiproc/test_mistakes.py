@@ -43,59 +43,49 @@ def division_per_stage() -> Iterator[None]:
 
 def division_by_chunks_only() -> Iterator[None]:
     """The mean over the micro-batches of one round, added up over the rounds."""
-    yield from _with_scale(lambda loss: loss._scale * GA)
+    yield from _with_factor(GA)
 
 
 def division_by_ranks_twice() -> Iterator[None]:
     """Data-parallel averaging on top of a divisor that counts all ranks."""
-    yield from _with_scale(lambda loss: loss._scale / 2)
+    yield from _with_factor(1 / 2)
 
 
-def _with_scale(scale: Callable[..., float]) -> Iterator[None]:
-    from megaaccum.step.loss import StepLoss
+def _with_factor(factor: float) -> Iterator[None]:
+    from dataclasses import replace
 
-    init = StepLoss.__init__
+    from megaaccum.step.loss import Divisor
 
-    def with_another(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        self._scale = scale(self)
+    known = Divisor.known
 
-    with patch.object(StepLoss, "__init__", with_another):
+    def with_another(total, *, reduction_divisor):
+        right = known(total, reduction_divisor=reduction_divisor)
+        return replace(right, in_loss=right.in_loss * factor)
+
+    with patch.object(Divisor, "known", with_another):
         yield
 
 
 def mean_of_means() -> Iterator[None]:
     """Every micro-batch weighs the same, however many tokens it has."""
-    from megaaccum.step.loss import StepLoss
+    from megaaccum.model.gpt_forward import GptForwardStep
 
-    init = StepLoss.__init__
-
-    def unweighted(self, masks, *, reduction_divisor, **rest):
-        init(self, masks, reduction_divisor=reduction_divisor, **rest)
-        self._per_token = False
-        self._scale = reduction_divisor / self._loss_microbatches
-
-    with patch.object(StepLoss, "__init__", unweighted):
+    init = GptForwardStep.__init__
+    with patch.object(GptForwardStep, "__init__", lambda self, groups, _norm: init(self, groups, "microbatch")):
         yield
 
 
 def mean_over_own_tokens() -> Iterator[None]:
     """Each rank divides by the tokens that it has itself, and the ranks are averaged."""
-    import torch.distributed as dist
 
     from megaaccum.step import loss
 
     class OwnRankOnly:
         """torch.distributed as loss.py uses it, with an all-reduce that adds the same count for every rank."""
 
-        broadcast = staticmethod(dist.broadcast)
-
         @staticmethod
         def all_reduce(tensor, group):
-            if tensor.is_floating_point():
-                dist.all_reduce(tensor, group=group)
-            else:
-                tensor.mul_(group.size())
+            tensor.mul_(group.size())
 
     with patch.object(loss, "dist", OwnRankOnly):
         yield

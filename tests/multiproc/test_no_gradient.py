@@ -48,9 +48,37 @@ def test_every_boundary(change, model, pipeline):
     check(change, [Case(4, backend + pipeline, model) for backend in BOUNDARIES])
 
 
+def test_a_rank_that_trains_nothing_ends_all_with_one_message():
+    case = Case(2, PLAIN + "--pipeline_model_parallel_size 2", SMALL)
+    ends = try_ranks(no_gradient.gradients, 2, [case], no_gradient.frozen_stage)
+    for end in ends:
+        assert end.error is not None
+        assert end.error.kind == "ConfigError"
+        assert "rank 0: all 26 parameters of this pipeline rank are frozen" in end.error.text
+
+
 def test_other_ways_of_the_backward():
     """Where a last backward, or a whole one, brings what under the other schedule I and W bring."""
     check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
+
+
+RECOMPUTE = (
+    "--recompute_granularity full ",
+    "--recompute_granularity full --recompute_method block --recompute_num_layers 2 ",
+    "--recompute_granularity selective --recompute_modules core_attn mlp ",
+)
+
+
+@pytest.mark.parametrize("backends", [BOUNDARIES[:4], BOUNDARIES[4:]], ids=["deepspeed", "others"])
+def test_what_is_recomputed_behind_frozen_layers_has_its_gradient(backends):
+    """Megatron's checkpoints give none where their input needs none."""
+    layouts = [backend + RECOMPUTE[number % 3] for number, backend in enumerate(backends)]
+    layouts += [backends[0] + each for each in RECOMPUTE[1:]]
+    check(no_gradient.frozen, [Case(4, layout + PLAIN, SMALL) for layout in layouts])
+
+
+def test_recompute_under_a_split_backward():
+    check(no_gradient.frozen, [Case(4, each + SPLIT, SMALL) for each in RECOMPUTE[::2]])
 
 
 def test_sixteen_bit():

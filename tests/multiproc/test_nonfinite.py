@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -10,25 +11,24 @@ import torch
 from megaaccum.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.faults import Fault, differences, injected, state_of, weights
-from tests.support.parity import Case, Gradient, assemble, make, microbatches
+from tests.support.parity import Case, Gradient, Rig
+
+if TYPE_CHECKING:
+    from megaaccum.step.train_step import StepResult
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
 DDP = PIPELINE + "--backend ddp --params_dtype fp64 "
 NAN = float("nan")
 
 
-def attempt(case: Case, faults: list[Fault]) -> tuple[Gradient, object]:
+def attempt(rig: Rig, faults: list[Fault]) -> tuple[Gradient, StepResult]:
     """One step with `faults` in it: the gradient that the optimizer receives, none if it is skipped, and the result."""
-    plan, built, chunks, bound, train_step = make(case)
-    seen: dict[str, torch.Tensor] = {}
-    bound.step = lambda: seen.update(assemble(bound, built, chunks))
-    with injected(faults, chunks):
-        result = train_step.train(microbatches(plan, built.dp.rank()), step=1)
-    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank()), result
+    with injected(faults, rig.chunks):
+        return rig.watched(step=1)
 
 
-def attempts(cases: list[Case], faults: list[Fault]) -> list[tuple[Gradient, object]]:
-    return [attempt(case, faults) for case in cases]
+def attempts(cases: list[Case], faults: list[Fault]) -> list[tuple[Gradient, StepResult]]:
+    return [attempt(Rig.of(case), faults) for case in cases]
 
 
 # --- drop_microbatch -------------------------------------------------------------------------------------------------
@@ -85,15 +85,15 @@ def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
     from megaaccum.step import train_step
 
-    def keeping_tokens(self, microbatches, dummies=frozenset()):
-        return real(self, originals or microbatches)
+    whole: list[tuple[float, int]] = []
 
-    real, originals = train_step.TrainStep._divisor, []
-    with patch.object(train_step.TrainStep, "_divisor", keeping_tokens):
-        plan, built, *_ = made = make(case)
-        originals += microbatches(plan, built.dp.rank())
-        with patch(f"{__name__}.make", lambda _case: made):
-            return attempt(case, DROPPED)[0]
+    def keeping_tokens(weights, count, group):
+        whole.append(total_weight(weights, count, group))
+        return whole[0]
+
+    total_weight = train_step.total_weight
+    with patch.object(train_step, "total_weight", keeping_tokens):
+        return attempt(Rig.of(case), DROPPED)[0]
 
 
 def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():
@@ -104,13 +104,37 @@ def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():
 def test_a_fault_that_does_not_come_back_drops_nothing():
     once = [Fault(1, 1, value=NAN, times=1)]
     cases = [Case(4, PIPELINE + "--nonfinite drop_microbatch "), Case(4, PIPELINE)]
-    clean = run_ranks(attempt, 4, cases[1], [])
+    clean = run_ranks(attempts, 4, cases[1:], [])
     for rank, ((dropped, result), (skipped, its_result)) in enumerate(run_ranks(attempts, 4, cases, once, timeout=60)):
         assert (result.skipped, result.sanitized) == (False, 0)
-        assert differences(dropped.parts, clean[rank][0].parts) == []
+        assert differences(dropped.parts, clean[rank][0][0].parts) == []
         assert its_result.skipped
         assert skipped.parts == {}
         assert "every micro-batch is finite when it runs again" in its_result.note
+
+
+def without_a_token(case: Case, masked: bool, faults: list[Fault]) -> tuple[list[str], list[object]]:
+    """What a step changes in which no token counts, behind one that is taken, and the two results."""
+    rig = Rig.of(case)
+    results: list[object] = [rig.train(step=1)]
+    before = state_of(rig.backend) | weights(rig.backend, rig.chunks)
+    batches = rig.microbatches()
+    if masked:
+        batches = [{**each, "loss_mask": torch.zeros_like(each["loss_mask"])} for each in batches]
+    with injected(faults, rig.chunks):
+        results.append(rig.train_step.train(batches, step=2))
+    return differences(before, state_of(rig.backend) | weights(rig.backend, rig.chunks)), results
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "dropped"])
+def test_a_step_without_a_token_changes_nothing(masked):
+    """Weight decay and Adam's moments would else move the weights; also where no finite micro-batch is left."""
+    case = Case(2, "--pp_microbatches 2 --nonfinite drop_microbatch")
+    faults = [] if masked else [Fault(rank, index, value=NAN) for rank in range(2) for index in range(2)]
+    for changed, (taken, empty) in run_ranks(without_a_token, 2, case, masked, faults):
+        assert not taken.skipped
+        assert (changed, empty.skipped, empty.num_tokens) == ([], True, 0)
+        assert ("every token of the step is masked" if masked else "not finite") in empty.note
 
 
 # --- zero ------------------------------------------------------------------------------------------------------------
@@ -128,9 +152,9 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
     from megaaccum.model import gpt
 
-    clean, _ = attempt(case, [])
-    made = make(case)
-    param = dict(gpt.named_parameters(made[2])).get(NAME)
+    clean, _ = attempt(Rig.of(case), [])
+    rig = Rig.of(case)
+    param = dict(gpt.named_parameters(rig.chunks)).get(NAME)
     if param is not None and torch.distributed.get_rank() == 1:
         backwards: list[int] = []
 
@@ -141,8 +165,7 @@ def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
             )
 
         param.register_hook(spoil)
-    with patch(f"{__name__}.make", lambda _case: made):
-        got, result = attempt(case, [])
+    got, result = attempt(rig, [])
     assert not result.skipped
     changed = [i for name in got.parts for i in _where(got.parts[name], clean.parts[name])]
     finite = all(bool(torch.isfinite(part).all()) for part in got.parts.values())
@@ -172,25 +195,27 @@ def policies() -> dict[str, object]:
     from megaaccum.errors import StepError
 
     seen: dict[str, object] = {}
-    plan, built, chunks, bound, train_step = make(Case(4, PIPELINE + "--nonfinite raise"))
-    before = state_of(bound)
+    rig = Rig.of(Case(4, PIPELINE + "--nonfinite raise"))
+    before = state_of(rig.backend)
     try:
-        with injected([Fault(1, 4, value=NAN, forward=True)], chunks):
-            train_step.train(microbatches(plan, built.dp.rank()), step=9)
+        with injected([Fault(1, 4, value=NAN, forward=True)], rig.chunks):
+            rig.train(step=9)
     except StepError as error:
         seen["raise"] = str(error)
-    seen["changed by raise"] = differences(state_of(bound), before)
-    plan, built, chunks, bound, train_step = make(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2"))
+    seen["changed by raise"] = differences(state_of(rig.backend), before)
+    rig = Rig.of(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2"))
     try:
         for number, faults in enumerate([[Fault(1, 0)], [], [Fault(1, 0)], [Fault(1, 0)]], start=1):
-            with injected(faults, chunks):
-                seen["last good"] = train_step.train(microbatches(plan, built.dp.rank()), step=number).note or number
+            with injected(faults, rig.chunks):
+                seen["last good"] = rig.train(step=number).note or number
     except StepError as error:
         seen["limit"] = str(error)
-    plan, built, chunks, bound, train_step = make(Case(4, PIPELINE + "--nonfinite off"))
-    with injected([Fault(1, 0, value=NAN)], chunks):
-        seen["off"] = train_step.train(microbatches(plan, built.dp.rank()), step=1).skipped
-    seen["not finite with off"] = any(not bool(torch.isfinite(w).all()) for w in weights(bound, chunks).values())
+    rig = Rig.of(Case(4, PIPELINE + "--nonfinite off"))
+    with injected([Fault(1, 0, value=NAN)], rig.chunks):
+        seen["off"] = rig.train(step=1).skipped
+    seen["not finite with off"] = any(
+        not bool(torch.isfinite(w).all()) for w in weights(rig.backend, rig.chunks).values()
+    )
     return seen
 
 
@@ -215,16 +240,16 @@ def guarded(action: str) -> list[tuple[bool, str]]:
     from megaaccum.errors import StepError
 
     flags = f"--grad_norm_guard {action} --grad_norm_guard_window 4 --grad_norm_guard_deviations 20 --lr 1e-4"
-    plan, built, _, bound, train_step = make(Case(4, PIPELINE, flags))
+    rig = Rig.of(Case(4, PIPELINE, flags))
     seen, before = [], {}
     for number in range(7):
-        before = state_of(bound)
-        with patch.object(bound, "reduction_divisor", 200 if number == 5 else 2):
+        before = state_of(rig.backend)
+        with patch.object(rig.backend, "reduction_divisor", 200 if number == 5 else 2):
             try:
-                result = train_step.train(microbatches(plan, built.dp.rank(), 16 * number), step=number)
+                result = rig.train(step=number, first=16 * number)
             except StepError as error:
-                return [*seen, (not differences(state_of(bound), before), str(error))]
-        seen.append((not differences(state_of(bound), before), result.note))
+                return [*seen, (not differences(state_of(rig.backend), before), str(error))]
+        seen.append((not differences(state_of(rig.backend), before), result.note))
     return seen
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.testing import run_ranks
-from tests.support.parity import Case, make, microbatches, one_process
+from tests.support.parity import Case, Rig, one_process
 
 EXPERTS = (
     "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
@@ -47,30 +47,30 @@ def steps() -> SimpleNamespace:
     a router has counted in those that were taken: tokens, and micro-batches for the global balancing loss."""
     from megaaccum.model import router_state
 
-    plan, groups, chunks, _, train_step = make(CASE)
-    router = next(m for m in chunks[0].modules() if getattr(m, "expert_bias", None) is not None)
-    after, by_megatron, counted = [biases(chunks)], [], []
+    rig = Rig.of(CASE)
+    router = next(m for m in rig.chunks[0].modules() if getattr(m, "expert_bias", None) is not None)
+    after, by_megatron, counted = [biases(rig.chunks)], [], []
     update = router_state.update_bias
 
     def watched(*args):
-        by_megatron.append(moved_by_megatron(chunks, chunks[0].config))
+        by_megatron.append(moved_by_megatron(rig.chunks, rig.chunks[0].config))
         counted.append((int(router.local_tokens_per_expert.sum()), int(router.ga_steps)))
         update(*args)
 
     def step(number: int, weight: float = 1.0) -> bool:
-        batches = microbatches(plan, groups.dp.rank(), 16 * number)
+        batches = rig.microbatches(16 * number)
         batches[0]["loss_mask"][0, 0] *= weight
-        return train_step.train(batches, step=number).skipped
+        return rig.train_step.train(batches, step=number).skipped
 
     with patch.object(router_state, "update_bias", watched):
         skipped = [step(0)]
-        after.append(biases(chunks))
+        after.append(biases(rig.chunks))
         skipped.append(step(1, weight=float("nan")))
-        after.append(biases(chunks))
+        after.append(biases(rig.chunks))
         skipped.append(step(2))
-        after.append(biases(chunks))
+        after.append(biases(rig.chunks))
     assert skipped == [False, True, False]
-    return SimpleNamespace(after=after, by_megatron=by_megatron, counted=counted, stage=groups.pp.rank())
+    return SimpleNamespace(after=after, by_megatron=by_megatron, counted=counted, stage=rig.groups.pp.rank())
 
 
 def test_the_bias_moves_as_megatron_moves_it_and_not_in_a_skipped_step():
@@ -102,6 +102,7 @@ def build(flags: str) -> str:
         ("--multi_latent_attention --position_embedding_type rope", "multi_latent_attention needs Transformer Engine"),
         ("--num_experts 4", "add_bias_linear needs Transformer Engine"),
         ("--num_experts 4 --disable_bias_linear", "was built"),
+        ("--recompute_granularity selective --recompute_modules core_attn layernorm", "layernorm, which needs Tran"),
     ],
 )
 def test_what_megatron_s_own_layers_cannot_do_is_refused_by_name(flags, named):

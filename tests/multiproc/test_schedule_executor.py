@@ -48,6 +48,15 @@ def test_lanes_of_their_own_as_on_nccl(name, chunks, placement):
         assert ran.error < 1e-14
 
 
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (4, 1)])
+def test_lanes_between_the_groups_of_training(pp, dp):
+    """Stages are in different numbers of groups (the first and the last share an embedding), and find each other."""
+    for rank, received in enumerate(run_ranks(toy.lanes_of_a_layout, pp * dp, pp, dp)):
+        stage = rank // dp  # pp is the outermost dimension
+        neighbours = [each for each in (stage - 1, stage + 1) if 0 <= each < pp]
+        assert received == [10.0 * each + lane for each in neighbours for lane in (0, 1)]
+
+
 @pytest.mark.parametrize(("name", "chunks", "placement"), [("zbv", 2, "v"), ("1f1b", 1, "loop")])
 def test_outputs_that_are_views(name, chunks, placement):
     assert max(run_ranks(toy.of_views, 2, name, 4, chunks, placement)) < 1e-14

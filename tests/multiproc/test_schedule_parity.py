@@ -1,14 +1,13 @@
 """Gradients under the executor's schedules are those of one process on the whole batch: both lanes, ZeRO-3 resident."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from megaaccum.schedule import build, write_csv
 from megaaccum.testing import run_ranks
 from tests.support.distance import check, one_process_reference, problems
-from tests.support.parity import Case, make, microbatches
+from tests.support.parity import Case, Rig
 
 OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
 UNTIED = "--untie_embeddings_and_output_weights "
@@ -54,12 +53,10 @@ def test_with_data_parallel_ranks(lane):
 def at_one_stage(at: Case):
     """The gradient under ZB-H1 of a pipeline of one, which a configuration would not ask for."""
     from megaaccum import get_forward_backward_func
-    from tests.support import parity
 
-    made = make(at)
-    made[4]._schedule = get_forward_backward_func("zb-h1", own=True)
-    with patch.object(parity, "make", lambda _at: made):
-        return parity.gradient(at)
+    rig = Rig.of(at)
+    rig.train_step._schedule = get_forward_backward_func("zb-h1", own=True)
+    return rig.watched()[0]
 
 
 def test_embedding_and_head_on_one_stage():
@@ -95,10 +92,10 @@ def test_stages_of_different_sizes_in_a_v():
 
 def losses(case: Case) -> list[float]:
     """Validation loss, and the loss of a step after it."""
-    plan, built, _, bound, train_step = make(case)
-    batch = microbatches(plan, built.dp.rank())
-    bound.step = lambda: None
-    return [train_step.evaluate(batch)[0], train_step.train(batch, step=0).loss]
+    rig = Rig.of(case)
+    batch = rig.microbatches()
+    rig.backend.step = lambda: None
+    return [rig.train_step.evaluate(batch)[0], rig.train_step.train(batch, step=0).loss]
 
 
 def test_evaluation_in_a_v():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_train import losses
 
@@ -19,7 +20,7 @@ def trained(flags: str) -> None:
     from megaaccum import config
     from megaaccum.training import loop
 
-    loop.train(config.resolve(config.load(None, flags.split()), world_size=2))
+    loop.train(config.resolve(load(None, flags.split()), world_size=2))
 
 
 def test_a_run_in_a_v_is_resumed_on_1f1b(tmp_path):

@@ -12,9 +12,9 @@ import pytest
 
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
-from tests.support.distance import check, problems
+from tests.support.distance import check, one_process_reference, problems, problems_with
 from tests.support.faults import Fault
-from tests.support.parity import Case, gradients
+from tests.support.parity import Case, Rig, gradients
 
 # Coefficients large enough that a wrong one is far outside of rounding.
 MOE = (
@@ -51,6 +51,19 @@ def test_dropping_a_microbatch_drops_its_side_losses_too():
     assert problems(case, [gradient for gradient, _ in ranks], rest) == []
 
 
+GLOBAL = MOE.replace("--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff")
+
+
+def test_global_balancing_weighs_the_same_at_any_data_parallel_size():
+    """Its statistics are those of all ranks' tokens, so with one micro-batch on each rank it is the big batch's."""
+    layouts = ["", "--backend ddp", "--micro_batch_size 2 --tensor_model_parallel_size 2 --sequence_parallel"]
+    cases = [Case(4, "--pp_microbatches 1 " + layout, GLOBAL) for layout in layouts]
+    exact, near = (one_process_reference(GLOBAL + "--micro_batch_size 4 ", 4, lane) for lane in ("fp64", "fp32"))
+    by_rank = run_ranks(gradients, 4, cases, timeout=60)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert problems_with(case, list(ranks), exact, near) == []
+
+
 MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
 
 
@@ -61,15 +74,19 @@ def test_multi_token_prediction():
     check([Case(2, layout, MTP, lane) for layout in layouts for lane in ("fp32", "fp64")])
 
 
+def test_multi_token_prediction_of_a_mean_over_microbatches():
+    """Its loss is a mean over a micro-batch's tokens then, as the main loss is, whatever their number."""
+    layouts = ["--grad_accum_steps 2 --pp_microbatches 4", "--pipeline_model_parallel_size 2 --pp_microbatches 8"]
+    layouts += ["--pipeline_model_parallel_size 2 --pp_microbatches 8 --schedule zb-h1"]
+    check([Case(2, layout, MTP + "--loss_norm microbatch ", lane) for layout in layouts for lane in ("fp32", "fp64")])
+
+
 def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
-    from megaaccum.step.loss import StepLoss
+    from megaaccum.step.side_losses import SideLosses
 
-    right, scale = StepLoss.aux_scale, StepLoss.scale.fget
-    with (
-        patch.object(StepLoss, "aux_scale", lambda self, rows: factor * right(self, rows)),
-        patch.object(StepLoss, "scale", property(lambda self: factor * scale(self))),
-    ):
+    scalar = SideLosses._scalar
+    with patch.object(SideLosses, "_scalar", lambda self, value, device: scalar(self, factor * value, device)):
         return gradients(cases)
 
 
@@ -86,23 +103,22 @@ def balanced() -> dict[str, object]:
     import torch
 
     from tests.support.faults import injected
-    from tests.support.parity import make, microbatches
 
     bias = MOE + "--moe_router_score_function sigmoid --moe_router_enable_expert_bias "
     seen: dict[str, object] = {"biases": [], "counts": []}
-    plan, built, chunks, _, train_step = make(Case(2, "--pp_microbatches 4", bias))
-    routers = [module for module in chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
+    rig = Rig.of(Case(2, "--pp_microbatches 4", bias))
+    routers = [module for module in rig.chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
     for faults in ([], [Fault(0, 1)], []):
-        with injected(faults, chunks):
-            train_step.train(microbatches(plan, built.dp.rank()), step=1)
+        with injected(faults, rig.chunks):
+            rig.train(step=1)
         seen["biases"].append(torch.stack([router.expert_bias.clone() for router in routers]))
     tracked = MOE.replace(
         "--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff"
     )
-    plan, built, chunks, _, train_step = make(Case(2, "--pp_microbatches 4", tracked))
-    routers = [module for module in chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
+    rig = Rig.of(Case(2, "--pp_microbatches 4", tracked))
+    routers = [module for module in rig.chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
     for step in range(2):
-        train_step.train(microbatches(plan, built.dp.rank()), step=step)
+        rig.train(step=step)
         seen["counts"].append([int(router.ga_steps) for router in routers])
     return seen
 

@@ -12,7 +12,7 @@ import pytest
 
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.testing import run_ranks
-from tests.support.parity import SEQ, VOCAB, Case, make, microbatches
+from tests.support.parity import SEQ, VOCAB, Case, Rig
 
 SMALL = "--num_layers 4 "
 PP = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 "
@@ -63,13 +63,13 @@ def counted(cases: list[Case]) -> list[tuple[int, float, dict[str, int], list[in
     ranks, memory, elements of each parameter of the stage."""
     results = []
     for case in cases:
-        plan, built, chunks, _, train_step = make(case)
-        train_step.train(microbatches(plan, built.dp.rank()), step=0)
-        done = train_step.train(microbatches(plan, built.dp.rank()), step=1)
+        rig = Rig.of(case)
+        rig.train(step=0)
+        done = rig.train(step=1)
         sums = [each for lane, each in done.traffic.items() if lane.split("/")[1] in ("dp_cp", "other")]
-        sizes = [getattr(p, "ds_numel", p.numel()) for chunk in chunks for p in chunk.parameters()]
+        sizes = [getattr(p, "ds_numel", p.numel()) for chunk in rig.chunks for p in chunk.parameters()]
         moved = sum(each.num_bytes for each in sums if each.num_bytes > LARGE * each.calls)
-        results.append((built.pp.rank(), moved, done.memory, sizes))
+        results.append((rig.groups.pp.rank(), moved, done.memory, sizes))
     return results
 
 
@@ -166,9 +166,9 @@ def reduced_without_letting_go(case: Case) -> dict[str, int]:
             param.grad = grad
 
     PartitionReducer.add = keep
-    plan, built, _, _, train_step = make(case)
-    train_step.gradient(microbatches(plan, built.dp.rank()))
-    return train_step._backend.memory.take()
+    rig = Rig.of(case)
+    rig.train_step.gradient(rig.microbatches())
+    return rig.backend.memory.take()
 
 
 @pytest.mark.parametrize(

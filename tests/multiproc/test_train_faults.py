@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support import whole_runs
 from tests.support.data_samples import write_pair
@@ -180,7 +181,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on_from_it(whol
     size = sum(file.stat().st_size for file in (folder / "run/checkpoints/step_0000008").iterdir())
     ended = whole_runs.train_on_a_small_disk(tmp_path, int(1.5 * size) + 100_000, keep_last=1)
     if ended is None:
-        pytest.skip("neither root nor a user who may have namespaces, so no small file system can be made")
+        pytest.skip("a full disk is a small file system in a mount namespace: run it as root, or allow user namespaces")
     first, second = ended
     error = only_error(first, "the checkpoint of step 4 could not be written: No space left on device")
     assert "0.00 GiB are free" in error
@@ -212,7 +213,7 @@ def place_of_a_sample(argv: list[str]) -> tuple[int, int]:
     from megaaccum.data.dataset import build_datasets
     from megaaccum.data.indexed import open_pair
 
-    plan = config.resolve(config.load(None, argv), world_size=2)
+    plan = config.resolve(load(None, argv), world_size=2)
     train, ids = build_datasets(plan).train, open_pair(plan.config.data.data_path[0]).ids
     for index in range(2 * plan.batch.global_batch_size, plan.config.run.train_iters * plan.batch.global_batch_size):
         tokens = train[index]["tokens"].numpy()

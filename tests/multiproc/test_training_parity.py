@@ -13,8 +13,7 @@ from tests.support.parity import (
     Cut,
     Gradient,
     Reference,
-    make,
-    microbatches,
+    Rig,
     named,
     one_process,
     stack,
@@ -50,12 +49,12 @@ def train(cases: list[Case]) -> list[Training]:
     """STEPS steps of each case on this rank."""
     results = []
     for case in cases:
-        plan, built, chunks, bound, train_step = make(case)
-        size = plan.batch.global_batch_size
-        steps = [train_step.train(microbatches(plan, built.dp.rank(), n * size), step=n) for n in range(STEPS)]
-        bound.gather()
-        weights = {name: p.detach().double().clone() for chunk in chunks for name, p in named(chunk)}
-        results.append(Training([s.loss for s in steps], [s.grad_norm for s in steps], weights, built.tp.rank()))
+        rig = Rig.of(case)
+        size = rig.plan.batch.global_batch_size
+        steps = [rig.train(step=n, first=n * size) for n in range(STEPS)]
+        rig.backend.gather()
+        weights = {name: p.detach().double().clone() for chunk in rig.chunks for name, p in named(chunk)}
+        results.append(Training([s.loss for s in steps], [s.grad_norm for s in steps], weights, rig.groups.tp.rank()))
     return results
 
 

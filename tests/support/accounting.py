@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.support.parity import Case
+from tests.support.parity import Case, Rig
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,14 @@ def count(cases: list[Case]) -> list[Counted]:
 
 
 def _count(case: Case) -> Counted:
-    from tests.support.parity import make, microbatches
-
-    plan, groups, chunks, backend, train_step = make(case)
-    batches = microbatches(plan, groups.dp.rank())
-    backend.begin_step()
-    params = [param for chunk in chunks for param in chunk.parameters()]
+    rig = Rig.of(case)
+    batches = rig.microbatches()
+    rig.backend.begin_step()
+    params = [param for chunk in rig.chunks for param in chunk.parameters()]
     gradients: dict[int, int] = {}
     hooks = [p.register_post_accumulate_grad_hook(lambda p: gradients.update({id(p): p.grad.nbytes})) for p in params]
     whole = sum(param.nbytes for param in params)
-    train_step.gradient(batches)
+    rig.train_step.gradient(batches)
     for hook in hooks:
         hook.remove()
-    return Counted(groups.pp.rank(), whole, sum(gradients.values()), backend.memory.take()["activations"])
+    return Counted(rig.groups.pp.rank(), whole, sum(gradients.values()), rig.backend.memory.take()["activations"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megaaccum.config import Config, Plan, resolve
 from megaaccum.config.keys import all_keys
+from megaaccum.errors import ConfigError
+from megaaccum.interop.deepspeed_json import adopt
 
 SMALL: dict[str, object] = dict(
     num_layers=8,
@@ -29,6 +31,9 @@ def make(**keys: object) -> Config:
     return config
 
 
-def plan(world_size: int = 1, **keys: object) -> Plan:
-    """SMALL with these keys, resolved."""
-    return resolve(make(**keys), world_size=world_size)
+def plan(world_size: int = 1, *, deepspeed: dict[str, object] | None = None, **keys: object) -> Plan:
+    """SMALL with these keys and this DeepSpeed block, resolved."""
+    config = make(**keys)
+    if deepspeed is not None and (problems := adopt(config, deepspeed, "test.yaml")):
+        raise ConfigError(problems)
+    return resolve(config, world_size=world_size)

@@ -29,27 +29,26 @@ class Fault:
 @contextmanager
 def injected(faults: list[Fault], chunks) -> Iterator[None]:
     """While inside, the faults of this rank are in every step."""
-    from megaaccum.step import train_step
+    from megaaccum.step.forward_step import ForwardStep
 
     mine = {(f.chunk, f.microbatch): f for f in faults if f.rank == torch.distributed.get_rank()}
     left = {place: fault.times for place, fault in mine.items()}
-    forward = train_step._ForwardStep.__call__
+    forward = ForwardStep._forward
 
-    def call(self, data_iterator, chunk, **plan):
-        index, microbatch = next(data_iterator)
-        place = (next(i for i, each in enumerate(chunks) if each is chunk), index)
+    def call(self, data_iterator, chunk, number, index, plan):
+        microbatch, place = next(data_iterator), (number, self._batch.first + index)
         spoils = left.get(place, 0) > 0 and torch.is_grad_enabled() and bool(microbatch["loss_mask"].any())
         if not spoils:
-            return forward(self, iter([(index, microbatch)]), chunk, **plan)
+            return forward(self, iter([microbatch]), chunk, number, index, plan)
         left[place] -= 1
         where = _module(chunk, mine[place].within)
         handle = where.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))
         try:
-            return forward(self, iter([(index, microbatch)]), chunk)
+            return forward(self, iter([microbatch]), chunk, number, index, False)
         finally:
             handle.remove()
 
-    with patch.object(train_step._ForwardStep, "__call__", call):
+    with patch.object(ForwardStep, "_forward", call):
         yield
 
 

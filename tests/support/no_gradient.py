@@ -6,12 +6,13 @@ Every function here runs inside ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tests.support import parity
-from tests.support.parity import Case, Gradient
+from tests.support.parity import Case, Gradient, Rig
 
 Change = Callable[[list[torch.nn.Module]], None]
 """What is done to a rank's chunks right after they are built."""
@@ -22,6 +23,13 @@ def frozen(chunks) -> None:
     for name, param in named(chunks):
         first = name.startswith(("embedding.", "decoder.layers.0."))
         if first or name.startswith(("decoder.layers.2.input_layernorm", "decoder.layers.2.self_attention.linear_qkv")):
+            param.requires_grad_(False)
+
+
+def frozen_stage(chunks) -> None:
+    """The first half of the model: with two pipeline ranks, all that the first one has."""
+    for name, param in named(chunks):
+        if name.startswith(("embedding.", "decoder.layers.0.", "decoder.layers.1.")):
             param.requires_grad_(False)
 
 
@@ -83,17 +91,12 @@ def gradients(cases: list[Case], change: Change) -> list[Gradient]:
 
 def second_gradient(case: Case) -> Gradient:
     """As parity.gradient, after a step whose gradient was thrown away."""
-    plan, built, chunks, bound, train_step = parity.make(case)
-    seen: dict[str, torch.Tensor] = {}
-    bound.step = lambda: seen.update(parity.assemble(bound, built, chunks))
-    batch = parity.microbatches(plan, built.dp.rank())
-    train_step.train(batch, step=0)
-    bound.discard()
-    seen.clear()
-    result = train_step.train(batch, step=1)
-    trained = {name for name, param in named(chunks) if param.requires_grad}
-    parts = {name: part for name, part in seen.items() if name in trained}
-    return Gradient(parts, result.grad_norm, result.loss, result.num_tokens, built.tp.rank())
+    rig = Rig.of(case)
+    rig.watched(step=0)
+    rig.backend.discard()
+    gradient, _ = rig.watched(step=1)
+    trained = {name for name, param in named(rig.chunks) if param.requires_grad}
+    return replace(gradient, parts={name: part for name, part in gradient.parts.items() if name in trained})
 
 
 def reference(model_flags: str, global_batch: int, dtype: str, change: Change) -> parity.Reference:

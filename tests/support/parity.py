@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+from unittest.mock import patch
 
 import torch
+
+from megaaccum.interop.load import load
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding import ShardingBackend
+    from megaaccum.step.train_step import StepResult, TrainStep
 
 SEQ, VOCAB = 16, 61
 MODEL = (
@@ -47,7 +57,7 @@ class Case:
     def plan(self):
         from megaaccum import config
 
-        return config.resolve(config.load(None, self.flags()), world_size=self.world_size)
+        return config.resolve(load(None, self.flags()), world_size=self.world_size)
 
     def __str__(self) -> str:
         return f"{self.world_size} ranks {self.lane} {self.layout} {self.model}"
@@ -110,20 +120,77 @@ def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Ten
 # --- a layout ------------------------------------------------------------------------------------------------------
 
 
-def make(case: Case):
-    """Plan, groups, chunks, backend and train_step of a case, on a rank."""
-    from megaaccum import sharding
-    from megaaccum.distributed import groups
-    from megaaccum.model import gpt as model
-    from megaaccum.step.train_step import TrainStep
-    from megaaccum.training import optimizer
+@dataclass
+class Rig:
+    """One rank of a model that can take steps."""
 
-    plan = case.plan()
-    groups.destroy()
-    built = groups.build(plan.layout, timeout_minutes=1)
-    chunks = model.build_chunks(plan, built, vocab_size=VOCAB)
-    bound = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
-    return plan, built, chunks, bound, TrainStep(plan, built, chunks, bound)
+    case: Case
+    plan: Plan
+    groups: Groups
+    chunks: list[torch.nn.Module]
+    backend: ShardingBackend
+    train_step: TrainStep
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        """Collective."""
+        from megaaccum import sharding
+        from megaaccum.distributed import groups
+        from megaaccum.model import gpt
+        from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.step.train_step import TrainStep
+        from megaaccum.training import optimizer
+
+        plan = case.plan()
+        groups.destroy()
+        built = groups.build(plan.layout, timeout_minutes=1)
+        chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
+        backend = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
+        forward_step = GptForwardStep(built, plan.batch.loss_norm)
+        return cls(
+            case, plan, built, chunks, backend, TrainStep(plan, built, chunks, backend, forward_step, reports=REPORTS)
+        )
+
+    def microbatches(self, first: int = 0) -> list[dict[str, torch.Tensor]]:
+        """This rank's part of the global batch that starts at sample `first`."""
+        return microbatches(self.plan, self.groups.dp.rank(), first)
+
+    def train(self, step: int = 0, first: int = 0) -> StepResult:
+        """A step on the global batch that starts at sample `first`."""
+        return self.train_step.train(self.microbatches(first), step=step)
+
+    def watched(self, batch: list[dict[str, torch.Tensor]] | None = None, step: int = 0) -> tuple[Gradient, StepResult]:
+        """A step that leaves the weights as they are, and its gradient at the moment when the optimizer would read it:
+        without parts if it does not."""
+        seen: dict[str, torch.Tensor] = {}
+        with patch.object(self.backend, "step", lambda: seen.update(self.assemble())):
+            result = self.train_step.train(self.microbatches() if batch is None else batch, step=step)
+        return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, self.groups.tp.rank()), result
+
+    def assemble(self) -> dict[str, torch.Tensor]:
+        """{name: whole gradient of this rank's tp part}, from the shards of all dp ranks; nan without one."""
+        from megaaccum.model import gpt
+
+        params = dict(gpt.named_parameters(self.chunks))
+        mine = [
+            (s.name, s.start, s.grad.detach().clone(), gpt.is_expert(s.param))
+            for s in self.backend.shards()
+            if s.grad.numel()
+        ]
+        group = self.groups.collection.tp_dp_cp
+        everyone: list = [None] * group.size()
+        torch.distributed.all_gather_object(everyone, (self.groups.tp.rank(), mine), group=group)
+        shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in params.items()}
+        whole = {
+            name: torch.full((torch.Size(shape).numel(),), float("nan"), dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+        for tp_rank, pieces in everyone:
+            for name, start, grad, is_expert in pieces:
+                # Other ranks of tp hold other parts of a dense parameter, and parts of the same expert.
+                if name in whole and (is_expert or tp_rank == self.groups.tp.rank()):
+                    whole[name][start : start + grad.numel()] = grad.double().view(-1)
+        return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 
 def gradients(cases: list[Case]) -> list[Gradient]:
@@ -131,35 +198,8 @@ def gradients(cases: list[Case]) -> list[Gradient]:
 
 
 def gradient(case: Case) -> Gradient:
-    """One whole step of `case`, in which the gradient is taken at the moment when the optimizer would read it."""
-    plan, built, chunks, bound, train_step = make(case)
-    seen: dict[str, torch.Tensor] = {}
-    bound.step = lambda: seen.update(assemble(bound, built, chunks))
-    result = train_step.train(microbatches(plan, built.dp.rank()), step=0)
-    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, built.tp.rank())
-
-
-def assemble(bound, built, chunks) -> dict[str, torch.Tensor]:
-    """{name: whole gradient of this rank's tp part}, from the shards of all data-parallel ranks; nan where none is."""
-    from megaaccum.model import gpt as model
-
-    params = dict(model.named_parameters(chunks))
-    mine = [
-        (s.name, s.start, s.grad.detach().clone(), model.is_expert(s.param)) for s in bound.shards() if s.grad.numel()
-    ]
-    everyone: list = [None] * built.collection.tp_dp_cp.size()
-    torch.distributed.all_gather_object(everyone, (built.tp.rank(), mine), group=built.collection.tp_dp_cp)
-    shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in params.items()}
-    whole = {
-        name: torch.full((torch.Size(shape).numel(),), float("nan"), dtype=torch.float64)
-        for name, shape in shapes.items()
-    }
-    for tp_rank, pieces in everyone:
-        for name, start, grad, is_expert in pieces:
-            # Other ranks of tp hold other parts of a dense parameter, and parts of the same expert.
-            if name in whole and (is_expert or tp_rank == built.tp.rank()):
-                whole[name][start : start + grad.numel()] = grad.double().view(-1)
-    return {name: flat.view(shapes[name]) for name, flat in whole.items()}
+    """Of one whole step of `case`."""
+    return Rig.of(case).watched()[0]
 
 
 # --- one process ---------------------------------------------------------------------------------------------------
@@ -196,17 +236,17 @@ def scaled_backward(chunk, plan, batch: dict[str, torch.Tensor], scale: float) -
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    assert plan.batch.loss_norm == "token"
     size, total = plan.batch.micro_batch_size, batch["loss_mask"].sum()
     parts = [
         {name: each[at : at + size] for name, each in batch.items()} for at in range(0, len(batch["tokens"]), size)
     ]
     for part in parts:
         mask = part["loss_mask"]
+        divisor = total if plan.batch.loss_norm == "token" else len(parts) * mask.sum().clamp(min=1)
         losses = chunk(part["tokens"], part["position_ids"], None, labels=part["labels"], loss_mask=mask)
         losses = losses if losses.dtype is torch.float64 else losses.float()
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale / total))
-        loss = (losses * part["loss_mask"].to(losses.dtype)).sum() / total
+        MTPLossAutoScaler.set_loss_scale(scale / divisor)
+        loss = (losses * mask.to(losses.dtype)).sum() / divisor
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (len(parts) * size * SEQ)))
         (loss * scale).backward()
         yield float(loss)
@@ -219,7 +259,7 @@ def one_process(model_flags: str, dtype: str):
     from megaaccum.model import gpt as model
 
     flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
-    plan = config.resolve(config.load(None, flags), world_size=1)
+    plan = config.resolve(load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
     (chunk,) = model.build_chunks(plan, built, vocab_size=VOCAB)

@@ -14,6 +14,8 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from tests.support import configs
+
 SEQ, BATCH, HIDDEN = 3, 2, 4
 
 
@@ -169,7 +171,7 @@ class Ran:
 
 
 def executed(name: str, m: int, chunks: int, placement: str, separate: bool = False) -> Ran:
-    """Two flushes of `name` by megaaccum's executor, gradients of the second alone."""
+    """Two flushes of `name` by megaaccum's executor, gradients of the second alone. separate: in lanes of their own."""
     from megaaccum import get_forward_backward_func
     from megaaccum.distributed import groups as our_groups
 
@@ -196,6 +198,29 @@ def executed(name: str, m: int, chunks: int, placement: str, separate: bool = Fa
         peak=notes.peak, live=notes.live, record=(function.record.peak_in_flight, function.record.peak_deferred),
         reports=[float(each) for each in reports], fused=len(fused),
     )  # fmt: skip
+
+
+def lanes_of_a_layout(pp: int, dp: int) -> list[float]:
+    """What each rank receives over the executor's lanes, between the groups that training builds: from its neighbours
+    in the pipeline, 10 * the sender's pipeline rank + the lane's number."""
+    from megaaccum.distributed import groups as our_groups
+
+    at = configs.plan(pp * dp, pipeline_model_parallel_size=pp, schedule="gpipe").layout
+    built = our_groups.build(at, timeout_minutes=1)
+    channels = our_groups.PipelineChannels(built.pp, separate=True, timeout_minutes=1)
+    pairs = [(source, source + step) for step in (1, -1) for source in range(pp) if 0 <= source + step < pp]
+    channels.connect([(*pair, kind) for pair in pairs for kind in "FB"], torch.device("cpu"))
+    works, received = [], []
+    for source, target in pairs:
+        for lane, kind in enumerate("FB"):
+            if channels.rank == source:
+                works.append(channels.send(torch.tensor([10.0 * source + lane]), target, kind))
+            elif channels.rank == target:
+                received.append(torch.zeros(1))
+                works.append(channels.receive(received[-1], source, kind))
+    for work in works:
+        work.wait()
+    return [float(each) for each in received]
 
 
 def hooks_of(name: str, m: int, chunks: int, placement: str, with_grad_sync: bool) -> list:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megaaccum.config.keys import all_keys
+from megaaccum.config.keys import that_need, value
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_multiples
-
-HISTORY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-"""Keys of delayed scaling alone."""
 
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """What the sides of an FP8 matrix product have to be multiples of, by recipe (Transformer Engine 2.20:
@@ -20,12 +17,13 @@ get_align_size_for_quantization, assert_dim_for_fp8_exec)."""
 def fp8_keys(subject: Subject) -> Iterator[str]:
     """Keys that do nothing as the others stand."""
     keys = subject.quantization
-    names = subject.given("fp8_recipe", *HISTORY, "first_last_layers_bf16")
+    history = that_need("fp8_recipe delayed")
+    names = subject.given(*that_need("fp8_format"), *history)
     if keys.fp8_format is None:
         if names:
             yield f"{', '.join(names)} without FP8: set fp8_format to hybrid, or leave {_them(names)} out."
         return
-    if keys.fp8_recipe != "delayed" and (names := subject.given(*HISTORY)):
+    if keys.fp8_recipe != "delayed" and (names := subject.given(*history)):
         yield (
             f"{', '.join(names)} with fp8_recipe {keys.fp8_recipe}, which keeps no history: leave {_them(names)} out,"
             " or set fp8_recipe to delayed."
@@ -117,7 +115,7 @@ def fp8_shapes(subject: Subject) -> Iterator[str]:
     recipe, told = subject.quantization.fp8_recipe, set()
     block = ALIGNMENT[recipe]
     for name, times, over in _sides(subject):
-        size = _value(subject, name)
+        size = value(subject.config, name)
         if size * times % (block * over) == 0 or name in told:
             continue
         told.add(name)
@@ -144,10 +142,6 @@ def _sides(subject: Subject) -> Iterator[tuple[str, int, int]]:
     if not model.multi_latent_attention:
         yield "kv_channels", model.num_attention_heads, tp
         yield "kv_channels", model.num_attention_heads + 2 * (model.num_query_groups or 0), tp
-
-
-def _value(subject: Subject, name: str) -> int:
-    return getattr(getattr(subject.config, all_keys()[name].section), name)
 
 
 def _unsettled(subject: Subject) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
@@ -57,11 +58,6 @@ def latent_attention(subject: Subject) -> Iterator[str]:
             f"num_query_groups {model.num_query_groups} has no meaning with multi_latent_attention, whose heads share"
             " a latent instead: leave num_query_groups out."
         )
-    if model.position_embedding_type != "rope":
-        yield (
-            f"multi_latent_attention rotates qk_pos_emb_head_dim channels itself, and position_embedding_type is"
-            f" {model.position_embedding_type}: set it to rope."
-        )
     if model.qk_pos_emb_head_dim % 2:
         yield (
             f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} must be even, as channels are rotated in pairs: set it"
@@ -80,14 +76,14 @@ def latent_attention_kernel(subject: Subject) -> Iterator[str]:
 
 def latent_keys(subject: Subject) -> Iterator[str]:
     """Keys of multi-latent attention do nothing without it."""
-    names = subject.given("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    names = subject.given(*that_need("multi_latent_attention"))
     if names and not subject.model.multi_latent_attention:
         yield f"{', '.join(names)} only count with multi_latent_attention: set it to true, or leave them out."
 
 
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
-    model, written = subject.model, subject.given("recompute_method", "recompute_num_layers", "recompute_modules")
+    model, written = subject.model, subject.given(*that_need("recompute_granularity"))
     if model.recompute_granularity is None:
         if written:
             yield f"{', '.join(written)} needs recompute_granularity: set it to full or selective."
@@ -110,6 +106,11 @@ def recompute_modules(subject: Subject) -> Iterator[str]:
     for name in modules:
         if name not in RECOMPUTE_MODULES:
             yield f"recompute_modules names {name!r}: it must be among {', '.join(RECOMPUTE_MODULES)}."
+    if "layernorm" in modules and model.transformer_impl == "local":
+        yield (
+            "recompute_modules names layernorm, which needs Transformer Engine's layers, and transformer_impl is local:"
+            " leave layernorm out, or set transformer_impl to auto."
+        )
     if "moe_act" in modules and not model.moe_grouped_gemm:
         yield "recompute_modules names moe_act, which needs moe_grouped_gemm: set it to true, or leave moe_act out."
     if "mla_up_proj" in modules and not model.multi_latent_attention:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
-_NEED_EXPERTS = (
-    "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
-    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_pre_softmax", "moe_aux_loss_coeff",
-    "moe_z_loss_coeff", "moe_grouped_gemm", "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
-
 
 def needs_experts(subject: Subject) -> Iterator[str]:
     """Keys of experts do nothing in a dense model."""
-    if subject.model.num_experts is None and (names := subject.given(*_NEED_EXPERTS)):
+    if subject.model.num_experts is None and (names := subject.given(*that_need("num_experts"))):
         # Spelling out a size of 1, as launch scripts do, says nothing about experts.
         names = [n for n in names if getattr(subject.parallel, n, None) != 1]
         if names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 
 
@@ -43,7 +44,7 @@ def stable_then_decay(subject: Subject) -> Iterator[str]:
             yield "lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final anneal: set it."
         elif decay > 0 and anneal > decay:
             yield f"lr_wsd_decay_iters {anneal} is more than lr_decay_iters {decay}: set it to at most {decay}."
-    elif names := subject.given("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+    elif names := subject.given(*that_need("lr_decay_style WSD")):
         yield f"{', '.join(names)} only counts with lr_decay_style WSD, not {optimizer.lr_decay_style}: leave it out."
 
 

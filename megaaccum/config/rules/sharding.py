@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors
 
@@ -89,7 +90,7 @@ def cold_experts(subject: Subject) -> Iterator[str]:
     that moves them is DeepSpeed's at ZeRO-3."""
     sharding, off = subject.sharding, "or cold_expert_offload to false"
     if not sharding.cold_expert_offload:
-        for name in subject.given("cold_expert_tokens", "cold_expert_steps"):
+        for name in subject.given(*that_need("cold_expert_offload")):
             value = getattr(sharding, name)
             yield f"{name} {value} needs cold_expert_offload: set cold_expert_offload to true, or leave {name} out."
         return

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
-
-DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-"""Keys of the dynamic loss scale."""
 
 
 def loss_scale_needs_fp16(subject: Subject) -> Iterator[str]:
     """Only FP16's range is too small for gradients as they are."""
-    names = subject.given("loss_scale", *DYNAMIC)
+    names = subject.given(*that_need("fp16"))
     precision = subject.sharding.params_dtype
     if names and precision != "fp16":
         reason = "BF16 has FP32's range, so its gradients do not underflow" if precision == "bf16" else "no need"
@@ -25,7 +23,8 @@ def loss_scale_needs_fp16(subject: Subject) -> Iterator[str]:
 def one_loss_scale(subject: Subject) -> Iterator[str]:
     """A fixed scale does not move, and a dynamic one starts above its floor."""
     step = subject.config.step
-    if step.loss_scale is not None and (names := subject.given(*DYNAMIC)):
+    dynamic = [name for name in that_need("fp16") if name != "loss_scale"]
+    if step.loss_scale is not None and (names := subject.given(*dynamic)):
         yield f"loss_scale {step.loss_scale:g} is fixed, and {', '.join(names)} move it: leave one or the other out."
     if step.loss_scale is None and 0 < step.initial_loss_scale < step.min_loss_scale:
         yield (
@@ -46,7 +45,7 @@ def overflow_is_seen(subject: Subject) -> Iterator[str]:
 
 def guard_needs_itself(subject: Subject) -> Iterator[str]:
     """Numbers of a guard that is off."""
-    names = subject.given("grad_norm_guard_deviations", "grad_norm_guard_window")
+    names = subject.given(*that_need("grad_norm_guard"))
     if names and subject.config.step.grad_norm_guard == "off":
         yield f"{', '.join(names)} without a guard: set grad_norm_guard to warn, skip or stop, or leave it out."
 

@@ -28,6 +28,8 @@ class Subject:
     """As the user wrote it, the DeepSpeed JSON's values taken over."""
     world_size: int
     """Ranks of the run."""
+    own_model: bool = False
+    """Whether model, data and training are the user's own: their keys are not required."""
 
     @property
     def model(self) -> ModelConfig:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from tests.support.faults import Fault, differences, injected, state_of
-from tests.support.parity import Case, assemble, make, stack
+from tests.support.parity import Case, Rig, stack
 
 ROWS, MICROBATCHES = 30, 4
 MODEL = "--num_layers 4 --transformer_impl transformer_engine --clip_grad 1"
@@ -34,19 +34,17 @@ def case(layout: str, model: str = FP8) -> Case:
 
 
 @dataclass
-class Run:
+class Run(Rig):
     """A model in training. `gradients`: of each step that was taken, by name, whole."""
 
-    of: Case
     gradients: list[Tensors] = field(default_factory=list)
 
     def __post_init__(self):
-        self.plan, self.groups, self.chunks, self.backend, self.train_step = make(self.of)
         self.fp8 = self.train_step._fp8
         optimizer_step = self.backend.step
 
         def step() -> None:
-            self.gradients.append(assemble(self.backend, self.groups, self.chunks))
+            self.gradients.append(self.assemble())
             optimizer_step()
 
         self.backend.step = step
@@ -74,7 +72,7 @@ class Run:
 
 
 def trained(of: Case, *steps: int) -> Run:
-    run = Run(of)
+    run = Run.of(of)
     run.train(*(steps or (0, 1)))
     return run
 
@@ -261,7 +259,7 @@ def quantized_weights() -> dict:
     """How often each weight was quantized: in a step of one flush, of two flushes, in a skipped step (which looks at
     its micro-batches once more), in an evaluation."""
     told = {}
-    run = Run(case(PP2 + " --vpp 2"))
+    run = Run.of(case(PP2 + " --vpp 2"))
     told["weights"] = sum(name.endswith("scale_fwd") for name in run.fp8.tensors)
     with _counted(run) as count:
         run.train(0)
@@ -275,12 +273,12 @@ def quantized_weights() -> dict:
         told["step after it"] = count()
         run.evaluate()
         told["evaluation"] = count()
-    rounds = Run(case(PP2 + " --grad_accum_steps 2 --flush per_round"))
+    rounds = Run.of(case(PP2 + " --grad_accum_steps 2 --flush per_round"))
     with _counted(rounds) as count:
         rounds.train(0)
         told["two flushes"] = count()
     with patch.object(type(rounds.fp8), "_quantize_when_due", lambda self, number, chunk: None):
-        alone = Run(case(PP2 + " --grad_accum_steps 2 --flush per_round"))
+        alone = Run.of(case(PP2 + " --grad_accum_steps 2 --flush per_round"))
     with _counted(alone) as count:
         alone.train(0)
         told["two flushes, left alone"] = count()
@@ -315,7 +313,8 @@ def checkpoints() -> dict:
     saved = trained(case(PP2))
     path = _save(saved, saved.fp8.tensors)
     told: dict = {"plain tensors": _only_tensors(path), "saved": len(saved.fp8.tensors)}
-    whole, chunks, short = Run(case(SERIAL)), Run(case(PP2 + " --vpp 2")), Run(case(PP2, FP8.replace(str(ROWS), "4")))
+    layouts = [case(SERIAL), case(PP2 + " --vpp 2"), case(PP2, FP8.replace(str(ROWS), "4"))]
+    whole, chunks, short = (Run.of(each) for each in layouts)
     for run in (whole, chunks):
         _load(path, run)
     told["read"] = len(whole.fp8.tensors), len(chunks.fp8.tensors)
@@ -329,7 +328,7 @@ def checkpoints() -> dict:
         _load(path, short)
     except CheckpointError as error:
         told["another length"] = str(error)
-    plain, fresh = trained(case(PP2, "")), Run(case(PP2))
+    plain, fresh = trained(case(PP2, "")), Run.of(case(PP2))
     _load(_save(plain, {}), fresh)
     told["from BF16"] = sorted(set(fresh.rows().values()))
     return told
@@ -393,7 +392,7 @@ def split_backward() -> dict:
 
     told = {}
     for name, model in (("fp8", FP8), ("bf16", "")):
-        run = Run(case(PP2 + " --schedule zb-h1", model))
+        run = Run.of(case(PP2 + " --schedule zb-h1", model))
         products, product = [0], extension.generic_gemm
 
         def counted(*args, products=products, product=product, **keys):

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from megaaccum.cli import check
-from megaaccum.config import load, resolve
+from megaaccum.config import resolve
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
+from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.interop.load import load
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
 
@@ -41,6 +43,23 @@ def run_yaml(tmp_path: Path) -> str:
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--bf16", "gradients added in fp32 and reduced in fp32, optimizer in fp32"),
+        ("--bf16 --grad_accum_dtype bf16", "gradients added in bf16 and reduced in fp32, optimizer in fp32"),
+        ("--bf16 --backend fsdp2 --grad_reduce_dtype bf16", "added in bf16 and reduced in bf16, optimizer in fp32"),
+        ("--bf16 --backend megatron --grad_reduce_dtype bf16", "added in bf16 and reduced in bf16, optimizer in fp32"),
+        ("--backend megatron --grad_reduce_dtype bf16", "added in fp32 and reduced in fp32, optimizer in fp32"),
+        ("--bf16 --backend ddp", "added in bf16 and reduced in bf16, optimizer in bf16: torch DDP keeps no FP32"),
+        ("--params_dtype fp64 --backend ddp", "added in fp64 and reduced in fp64, optimizer in fp64\n"),
+    ],
+)
+def test_the_precision_of_sums_is_that_of_the_backend(run_yaml, capsys, flags, words):
+    assert check.main([run_yaml, "--world-size", "4", *flags.split()]) == 0
+    assert words in capsys.readouterr().out
 
 
 def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +103,7 @@ def test_a_world_that_does_not_factor_is_told(run_yaml: str) -> None:
 def test_what_deepspeed_is_given_can_be_printed(run_yaml: str) -> None:
     text = check.run(run_yaml, world_size=4, with_json=True)
     block = json.loads(text[text.index("DeepSpeed is given") :].split("\n", 1)[1])
-    assert block == resolve(load(run_yaml), world_size=4).deepspeed_config()
+    assert block == deepspeed_config(resolve(load(run_yaml), world_size=4))
 
 
 @pytest.mark.parametrize("words", [["--vpp", "2"], ["--backend", "ddp"], ["--ep", "2", "--num_experts", "4"]])
@@ -118,7 +137,7 @@ def test_the_world_size_comes_from_the_nearest_source(
 ) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=4\nb slots=4\n")
-    assert "world_size 2 (tp * cp * pp, the smallest" in check.run(run_yaml)
+    assert "world_size 2 (the smallest" in check.run(run_yaml)
     assert "world_size 4 (nproc_per_node)" in check.run(run_yaml, ["--nproc_per_node", "4"])
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "world_size 4 (WORLD_SIZE in the environment)" in check.run(run_yaml, ["--nproc_per_node", "2"])

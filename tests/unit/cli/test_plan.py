@@ -13,7 +13,8 @@ import pytest
 
 from megaaccum import cli
 from megaaccum.cli import calibrate
-from megaaccum.config import load, resolve
+from megaaccum.config import resolve
+from megaaccum.interop.load import load
 from megaaccum.planner.hardware import load_hardware
 from megaaccum.planner.picture import pareto_front
 

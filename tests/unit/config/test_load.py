@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,15 @@ def test_flat_keys_and_sections_read_alike(tmp_path: Path) -> None:
 
 
 def test_json_is_read(tmp_path: Path) -> None:
-    assert load(write(tmp_path, '{"num_layers": 4, "deepspeed": {"steps_per_print": 5}}', "run.json")).deepspeed == {
-        "steps_per_print": 5
-    }
+    assert load(write(tmp_path, '{"num_layers": 4}', "run.json")).model.num_layers == 4
+
+
+def test_the_names_of_other_programs_are_unknown_here(tmp_path: Path) -> None:
+    texts = problems(write(tmp_path, "deepspeed: {steps_per_print: 5}\ndisable_bias_linear: true\n"))
+    assert [text.split(";")[0].rstrip(".") for text in texts] == [
+        "run.yaml:1: unknown key deepspeed",
+        "run.yaml:2: unknown key disable_bias_linear",
+    ]
 
 
 def test_an_empty_file_and_no_file_give_the_defaults(tmp_path: Path) -> None:
@@ -220,51 +225,3 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_a_file_that_is_no_mapping_is_told(tmp_path: Path, text: str) -> None:
     (problem,) = problems(write(tmp_path, text))
     assert problem.startswith("run.yaml: ")
-
-
-def test_a_deepspeed_block_may_be_a_file_beside_the_configuration(tmp_path: Path) -> None:
-    write(tmp_path, json.dumps({"steps_per_print": 7}), "ds.json")
-    assert load(write(tmp_path, "deepspeed: ds.json\n")).deepspeed == {"steps_per_print": 7}
-    assert load(None, ["--deepspeed_config", str(tmp_path / "ds.json")]).deepspeed == {"steps_per_print": 7}
-
-
-@pytest.mark.parametrize(
-    ("json_text", "words"),
-    [
-        (None, "cannot read the DeepSpeed configuration"),
-        ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ('{"bf16": {}, "bf16": {}}', "gives bf16 more than once"),
-    ],
-)
-def test_a_deepspeed_file_that_cannot_be_read(tmp_path: Path, json_text: str | None, words: str) -> None:
-    if json_text is not None:
-        write(tmp_path, json_text, "ds.json")
-    (text,) = problems(write(tmp_path, "deepspeed: ds.json\n"))
-    assert text.startswith("run.yaml:1: ")
-    assert words in text
-
-
-def test_a_repeated_key_inside_a_deepspeed_block_is_told(tmp_path: Path) -> None:
-    (text,) = problems(write(tmp_path, "deepspeed:\n  zero_optimization:\n    stage: 3\n    stage: 2\n"))
-    assert text == "run.yaml:4: stage was already given at run.yaml:3; give it once."
-
-
-def test_megatrons_own_flags_are_read_everywhere(tmp_path: Path) -> None:
-    by_flag = load(None, ["--disable-bias-linear"])
-    by_yaml = load(write(tmp_path, "disable_bias_linear: true\n"))
-    by_file = load(write(tmp_path, "--disable-bias-linear\n", "flags.txt"))
-    for config in (by_flag, by_yaml, by_file):
-        assert not config.model.add_bias_linear
-    assert load(write(tmp_path, "disable_bias_linear: false\n")).model.add_bias_linear
-
-
-def test_a_megatron_flag_and_the_key_it_stands_for_are_one_key_given_twice() -> None:
-    (text,) = problems(None, ["--no-add-bias-linear", "--disable-bias-linear"])
-    assert "already given" in text
-
-
-def test_a_file_of_megatron_flags_and_the_command_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "--num-layers 4 --hidden-size 64 # shape\n--lr 1e-4\n", "flags.args")
-    config = load(path, ["--lr", "2e-4"])
-    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (4, 64, 2e-4)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.config import Plan, load, resolve
+from megaaccum.config import Plan, resolve
+from megaaccum.interop.load import load
 from megaaccum.model.param_count import count_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"

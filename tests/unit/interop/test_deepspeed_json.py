@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.config import load, resolve
+from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
 from megaaccum.interop import deepspeed_keys as keys
-from megaaccum.interop.deepspeed_json import ORIGIN
-from tests.support.configs import SMALL, make, plan
+from megaaccum.interop.deepspeed_json import ORIGIN, deepspeed_config
+from megaaccum.interop.load import load
+from tests.support.configs import SMALL, plan
 
 
 def problems(block: dict[str, object], **others: object) -> list[str]:
@@ -60,7 +61,7 @@ AGREEING: list[tuple[dict[str, object], str, object, object]] = [
 @pytest.mark.parametrize(("block", "key", "theirs", "other"), AGREEING)
 def test_the_json_supplies_what_no_key_says(block: dict, key: str, theirs: object, other: object) -> None:
     open_keys = {name: None for name in (key,) if name in SMALL}
-    settled = resolve(make(deepspeed=block, **open_keys), world_size=2)
+    settled = plan(2, deepspeed=block, **open_keys)
     assert value(settled.config, key) == theirs
     assert settled.config.origin[key] == ORIGIN
 
@@ -230,7 +231,7 @@ def test_what_has_no_effect_is_told_and_left_out() -> None:
     settled = plan(2, deepspeed=block)
     assert any("stage3_prefetch_bucket_size is left out" in note for note in settled.notes)
     assert any("deepspeed.checkpoint is left out" in note for note in settled.notes)
-    written = settled.deepspeed_config()
+    written = deepspeed_config(settled)
     assert "checkpoint" not in written
     assert "stage3_prefetch_bucket_size" not in written["zero_optimization"]
 
@@ -239,7 +240,7 @@ def test_what_has_no_effect_is_told_and_left_out() -> None:
 
 
 def test_one_owner_of_accumulation_divisor_and_clipping() -> None:
-    written = plan(2, clip_grad=0.5, **CUT).deepspeed_config()
+    written = deepspeed_config(plan(2, clip_grad=0.5, **CUT))
     assert written["gradient_accumulation_steps"] == 1
     assert written["train_micro_batch_size_per_gpu"] == 24
     assert written["gradient_clipping"] == 0.0
@@ -247,7 +248,7 @@ def test_one_owner_of_accumulation_divisor_and_clipping() -> None:
 
 def test_sharding_and_precision_are_written() -> None:
     keys = dict(zero_stage=2, reduce_bucket_size=1000, bf16=True, grad_reduce_dtype="bf16", offload_optimizer="cpu")
-    written = plan(2, **keys).deepspeed_config()
+    written = deepspeed_config(plan(2, **keys))
     assert written["zero_optimization"] == {
         "stage": 2,
         "reduce_bucket_size": 1000,
@@ -263,14 +264,14 @@ def test_the_users_other_keys_are_passed_on() -> None:
         "steps_per_print": 7,
         "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     }
-    written = plan(2, deepspeed=block).deepspeed_config()
+    written = deepspeed_config(plan(2, deepspeed=block))
     assert written["steps_per_print"] == 7
     assert written["zero_optimization"]["overlap_comm"] is False
     assert written["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
 @pytest.fixture(scope="module")
-def deepspeed_config():
+def accept():
     """DeepSpeed's own reader of its configuration."""
     from megaaccum.distributed import cpu
 
@@ -282,9 +283,9 @@ def deepspeed_config():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("extra", [dict(), dict(bf16=True, offload_optimizer="cpu")])
-def test_deepspeed_accepts_what_is_written(deepspeed_config, stage: int, extra: dict) -> None:
+def test_deepspeed_accepts_what_is_written(accept, stage: int, extra: dict) -> None:
     settled = plan(1, zero_stage=stage, **extra, **CUT)
-    read = deepspeed_config(settled.deepspeed_config())
+    read = accept(deepspeed_config(settled))
     assert read.zero_config.stage == stage
     assert read.gradient_accumulation_steps == 1
     assert read.train_batch_size == settled.batch.global_batch_size
@@ -292,7 +293,7 @@ def test_deepspeed_accepts_what_is_written(deepspeed_config, stage: int, extra: 
     assert read.bfloat16_config.enabled == settled.config.sharding.bf16
 
 
-def test_every_key_of_deepspeeds_zero_block_is_known(deepspeed_config) -> None:
+def test_every_key_of_deepspeeds_zero_block_is_known(accept) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     theirs = {
@@ -317,5 +318,5 @@ def test_master_weights_in_bf16_are_a_key() -> None:
     block = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     taken = plan(deepspeed=block)
     assert taken.config.sharding.optimizer_dtype == "bf16"
-    assert taken.deepspeed_config()["bf16"] == block["bf16"]
-    assert plan(bf16=True).deepspeed_config()["bf16"] == {"enabled": True}
+    assert deepspeed_config(taken)["bf16"] == block["bf16"]
+    assert deepspeed_config(plan(bf16=True))["bf16"] == {"enabled": True}

@@ -1,4 +1,4 @@
-"""The run's log: journal, progress line, monitor, summary, and what happens in a bad place or with a bad file."""
+"""The run's log: journal, progress line, services, summary, and what happens in a bad place or with a bad file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import types
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.metrics import journal
 from megaaccum.metrics.log import RunLog, check
-from megaaccum.metrics.monitor import blocks_of
-from megaaccum.metrics.progress import duration
+from megaaccum.metrics.services import asked_for
 from megaaccum.metrics.speed import Speed
-from megaaccum.testing import run_ranks
+from megaaccum.units import duration
 
 
 class Clock:
@@ -47,7 +47,7 @@ def planned(folder: Path, **run) -> types.SimpleNamespace:
 
 def opened(folder: Path, *, start_step=0, peak_flops=None, clock=None, **run) -> RunLog:
     return RunLog(
-        planned(folder, **run), rank=0, is_writer=True, flops_per_step=8e12, peak_flops=peak_flops,
+        planned(folder, **run), is_writer=True, flops_per_step=8e12, peak_flops=peak_flops,
         start_step=start_step, clock=clock or Clock(),
     )  # fmt: skip
 
@@ -76,7 +76,8 @@ def test_every_step_is_one_line_with_its_rates(tmp_path):
 
 
 def test_tensors_become_the_numbers_they_hold(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     log = opened(tmp_path)
     log.step(step(1, loss=torch.tensor(1 / 3), grad_norm=torch.tensor([0.5], dtype=torch.bfloat16)))
     (line,) = lines(tmp_path)
@@ -145,18 +146,13 @@ def test_a_full_disk_is_one_clear_message(tmp_path):
 
 def test_only_the_writing_rank_has_files_and_words(tmp_path, capsys):
     folder = tmp_path / "never"
-    log = RunLog(planned(folder), rank=3, is_writer=False, flops_per_step=1.0, peak_flops=None)
+    log = RunLog(planned(folder), is_writer=False, flops_per_step=1.0, peak_flops=None)
     log.step(step(1))
     log.evaluation(dict(step=1, loss=1.0))
     log.note("hello")
     log.close()
     assert not folder.exists()
     assert capsys.readouterr().out == ""
-
-
-def test_another_rank_than_0_cannot_be_the_writer(tmp_path):
-    with pytest.raises(AssertionError, match="rank 0"):
-        RunLog(planned(tmp_path), rank=3, is_writer=True, flops_per_step=1.0, peak_flops=None)
 
 
 # The progress line
@@ -307,99 +303,108 @@ def test_services_that_nobody_asked_for_are_not_missed(tmp_path, monkeypatch):
     check(planned(tmp_path, csv_dir=str(tmp_path / "csv")).config)
 
 
-# DeepSpeed's monitor
+# Services
 
 
-def test_the_keys_become_deepspeeds_blocks(tmp_path):
-    config = planned(tmp_path, tensorboard_dir="tb", wandb_project="mine", csv_dir="csv").config
-    config.deepspeed = {"wandb": {"enabled": True, "team": "us"}, "csv_monitor": {"enabled": True, "job_name": "job"}}
-    assert blocks_of(config) == {
-        "tensorboard": {"enabled": True, "output_path": "tb", "job_name": ""},
-        "wandb": {"enabled": True, "project": "mine", "team": "us"},
-        "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"},
-    }
+def test_a_deepspeed_json_names_the_folder_of_its_job(tmp_path):
+    plan = planned(tmp_path, csv_dir=str(tmp_path / "csv"))
+    for block, folder in (({}, "csv"), ({"job_name": "job"}, "csv/job"), ({"enabled": True}, "csv/DeepSpeedJobName")):
+        plan.config.deepspeed = {"csv_monitor": block}
+        log = RunLog(plan, is_writer=True, flops_per_step=8e12, peak_flops=None, clock=Clock())
+        log.step(step(1))
+        log.close()
+        assert (tmp_path / folder / "train_loss.csv").read_text().split() == ["step,loss", "1,8.0"]
 
 
 def test_a_block_that_is_off_stays_off(tmp_path):
     config = planned(tmp_path).config
     config.deepspeed = {"csv_monitor": {"enabled": False, "output_path": "csv"}}
-    assert blocks_of(config) == {}
+    assert asked_for(config) == []
 
 
-def _train_twice(folder: Path) -> None:
-    """Seven steps, a kill behind the checkpoint of step 5, and the resumed rest."""
-    places = dict(tensorboard_dir=str(folder / "tb"), csv_dir=str(folder / "csv"), log_interval=2)
-    killed = opened(folder, **places)
+def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):
+    """Seven steps, a kill after the checkpoint of step 5, and the resumed rest."""
+    places = dict(tensorboard_dir=str(tmp_path / "tb"), csv_dir=str(tmp_path / "csv"), log_interval=1)
+    killed = opened(tmp_path, **places)
     for number in range(1, 8):
         killed.step(step(number, loss=100.0 if number > 5 else float(number)))
-    killed._flush()
-    resumed = opened(folder, start_step=5, **places)
+    resumed = opened(tmp_path, start_step=5, **places)
     for number in range(6, 9):
         resumed.step(step(number, loss=float(number)))
     resumed.evaluation(dict(step=8, loss=0.5))
     resumed.close()
-
-
-def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):
-    run_ranks(_train_twice, 1, tmp_path)
     with (tmp_path / "csv" / "train_loss.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["step", "loss"], *[[str(n), str(float(n))] for n in range(1, 9)]]
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(n, float(n)) for n in range(1, 9)]
     assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(8, 0.5)]
     assert "train/tokens_per_second" in events.Tags()["scalars"]
 
 
-def _log_to_wandb(folder: Path) -> list:
-    """W&B itself needs an account, so a module of its name takes its calls."""
-    calls: list = []
+class FakeRun:
+    """W&B itself needs an account; this takes its calls."""
+
+    def __init__(self):
+        self.calls: list = []
+
+    def log(self, data: dict, step: int) -> None:
+        self.calls.append((data, step))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+@pytest.fixture
+def inits(monkeypatch) -> list[dict]:
+    """The keys of each wandb.init; what it returned is under "run"."""
+    found: list[dict] = []
+
+    def init(**keys):
+        found.append(keys | {"run": FakeRun()})
+        return found[-1]["run"]
+
     fake = types.ModuleType("wandb")
-    fake.init = lambda **keys: calls.append(("init", keys))
-    fake.log = lambda data, step, commit: calls.append((data, step))
-    fake.finish = lambda: calls.append(("finish", None))
-    fake.__spec__ = types.SimpleNamespace()
-    sys.modules["wandb"] = fake
-    log = opened(folder, wandb_project="mine")
+    fake.init, fake.__spec__ = init, types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return found
+
+
+def test_wandb_is_given_project_names_and_steps(tmp_path, inits):
+    log = opened(tmp_path, wandb_project="mine")
     log.step(dict(step=1, loss=2.0, grad_norm=math.inf, lr=1e-3, seconds_per_step=2.0))
     log.close()
-    return calls
+    ((data, number), end) = inits[0]["run"].calls
+    assert (inits[0]["project"], inits[0]["group"], inits[0]["entity"]) == ("mine", None, None)
+    assert (data["train/loss"], number) == (2.0, 1)
+    assert "train/grad_norm" not in data  # it was infinite
+    assert end == ("finish", None)
 
 
-def test_wandb_is_given_project_names_and_steps(tmp_path):
-    (calls,) = run_ranks(_log_to_wandb, 1, tmp_path)
-    assert calls[0] == ("init", {"project": "mine", "group": None, "entity": None})
-    assert ({"train/loss": 2.0}, 1) in calls
-    assert not any("train/grad_norm" in data for data, _ in calls)  # it was infinite
-    assert calls[-1] == ("finish", None)
+def test_wandb_goes_on_with_the_run_that_is_resumed_and_no_other(tmp_path, inits, monkeypatch):
+    for start_step in (0, 5, 0):
+        opened(tmp_path, start_step=start_step, wandb_project="mine")
+    monkeypatch.setenv("WANDB_RUN_ID", "own")
+    opened(tmp_path, start_step=5, wandb_project="mine")
+    first, resumed, fresh, own = (keys["id"] for keys in inits)
+    assert first == resumed != fresh
+    assert own == "own"
+    assert {keys["resume"] for keys in inits} == {"allow"}
 
 
-def _refused_by_wandb(folder: Path) -> str:
+def test_a_service_that_refuses_is_a_config_error(tmp_path, inits, monkeypatch):
     def refuse(**keys):
         raise RuntimeError("no API key configured")
 
-    fake = types.ModuleType("wandb")
-    fake.init = refuse
-    fake.__spec__ = types.SimpleNamespace()
-    sys.modules["wandb"] = fake
-    with pytest.raises(ConfigError) as error:
-        opened(folder, wandb_project="mine")
-    return str(error.value)
-
-
-def test_a_service_that_refuses_is_a_config_error(tmp_path):
-    (text,) = run_ranks(_refused_by_wandb, 1, tmp_path)
-    assert text == "wandb could not be opened: RuntimeError: no API key configured"
-
-
-def _fresh_after_another(folder: Path) -> None:
-    for loss in (1.0, 2.0):
-        log = opened(folder, csv_dir=str(folder / "csv"))
-        log.step(step(1, loss=loss))
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(ConfigError, match="wandb could not be opened: RuntimeError: no API key configured"):
+        opened(tmp_path, wandb_project="mine")
 
 
 def test_a_fresh_start_moves_earlier_csv_files_aside(tmp_path):
-    run_ranks(_fresh_after_another, 1, tmp_path)
+    for loss in (1.0, 2.0):
+        log = opened(tmp_path, csv_dir=str(tmp_path / "csv"))
+        log.step(step(1, loss=loss))
     assert (tmp_path / "csv" / "train_loss.csv").read_text().split() == ["step,loss", "1,2.0"]
     assert (tmp_path / "csv" / "train_loss.1.csv").read_text().split() == ["step,loss", "1,1.0"]
 

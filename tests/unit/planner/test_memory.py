@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaaccum.config import load
 from megaaccum.config.schema import ModelConfig
+from megaaccum.interop.load import load
 from megaaccum.model import param_count
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels

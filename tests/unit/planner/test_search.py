@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaaccum.config import Config, load, resolve
+from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
+from megaaccum.interop.load import load
 from megaaccum.planner import emit
 from megaaccum.planner.hardware import Hardware, load_hardware
 from megaaccum.planner.search import NEAR_FASTEST, Ranked, search

@@ -10,6 +10,7 @@ import pytest
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.planner import footprint, sync_mode
+from megaaccum.units import GIB
 from tests.support.configs import make, plan
 
 SMALL = dict(vocab_size=1000, reduce_bucket_size=1000, pipeline_model_parallel_size=2, num_layers=16, hidden_size=128)
@@ -23,7 +24,7 @@ def small(world_size: int = 8, **keys: object):
 def held(of, **keys: object) -> float:
     """GiB that `of` holds with these keys of its sharding instead."""
     mode = replace(footprint.chosen(of), **keys)
-    return sync_mode.Forecast(of, 1000).of(mode).held / sync_mode.GIB
+    return sync_mode.Forecast(of, 1000).of(mode).held / GIB
 
 
 def settled(memory_gib: float, **keys: object):
@@ -66,7 +67,7 @@ def test_every_rank_chooses_the_same() -> None:
 
 def test_the_device_is_the_limit_where_no_key_is() -> None:
     resident, streaming = held(small()), held(small(), sync="streaming")
-    device = 1.01 * streaming * sync_mode.GIB
+    device = 1.01 * streaming * GIB
     assert sync_mode.settle(small(), device).config.sharding.sync == "streaming"
     assert sync_mode.settle(small(memory_gib=2 * resident), device).config.sharding.sync == "resident"
 

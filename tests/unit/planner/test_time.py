@@ -16,10 +16,10 @@ from megaaccum.planner.hardware import load_hardware, names
 from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.memory import MemoryModel
 from megaaccum.planner.time import Software, TimeModel
+from megaaccum.units import GIB
 from tests.support.configs import plan
 
 LINKS = Links(gpus_per_node=8, node_bandwidth=300e9, node_latency=5e-6, net_bandwidth=25e9, net_latency=20e-6)
-GIB = 2.0**30
 
 
 def test_a_ring_moves_its_share_of_the_bytes() -> None:
@@ -51,13 +51,12 @@ def test_one_rank_needs_no_communication() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
-def test_the_documented_example_of_parameter_server_and_ring(ranks: int) -> None:
-    """2e9 parameters of 2 bytes at 25 GB/s: a server takes 2 K S / B, a ring 2 (K - 1) / K S / B, whatever K is."""
+def test_the_documented_example_of_a_ring(ranks: int) -> None:
+    """2e9 parameters of 2 bytes at 25 GB/s take 2 (K - 1) / K S / B."""
     size, bandwidth = 2e9 * 2, 25e9
     links = replace(LINKS, node_bandwidth=bandwidth, net_bandwidth=bandwidth, node_latency=0, net_latency=0)
     ring = float(2 * comm.ring(size, Group(ranks, 1), links))
     assert ring == pytest.approx(2 * (ranks - 1) / ranks * 0.16)
-    assert comm.parameter_server(size, ranks, bandwidth) == pytest.approx(0.32 * ranks)
 
 
 def test_a_product_is_slower_where_a_side_is_short() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaaccum.config import Plan, load, resolve
-from megaaccum.config.plan import Layout
+from megaaccum.config import Layout, Plan, resolve
+from megaaccum.interop.load import load
 from megaaccum.model.param_count import count_parameters
 from megaaccum.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
 from megaaccum.planner.weights import rank_parameters

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megaaccum.errors import RankDisagreement, StepError
-from megaaccum.precision.findings import Finding, Findings
-from megaaccum.precision.sanitize import BadSteps, ZeroNonFinite
-from megaaccum.step.norm_guard import NormGuard
+from megaaccum.precision.nonfinite import Finding, Findings, ZeroNonFinite
+from megaaccum.step.recovery import BadSteps, NormGuard
 from megaaccum.step.short_batch import filled, too_few
 from tests.support.configs import plan
 
@@ -88,7 +87,9 @@ def test_zero_counts_by_parameter() -> None:
     assert float(zero.total()) == 0
 
 
-def finding(microbatch: int, *, backward: bool, distance: int, dp_rank: int = 0) -> Finding:
+def finding(
+    microbatch: int, *, backward: bool, distance: int, dp_rank: int = 0, tokens_of: tuple[int, ...] | None = None
+) -> Finding:
     return Finding(
         dp_rank=dp_rank,
         microbatch=microbatch,
@@ -97,6 +98,7 @@ def finding(microbatch: int, *, backward: bool, distance: int, dp_rank: int = 0)
         stage=0,
         rank=0,
         what=f"{distance}",
+        tokens_of=(dp_rank,) if tokens_of is None else tokens_of,
     )
 
 
@@ -112,6 +114,16 @@ def test_origins_are_the_first_of_the_forward_else_of_the_backward() -> None:
     )
     assert found.bad_microbatches() == {0: [1, 2]}
     assert [(f.microbatch, f.backward, f.distance) for f in found.origins()] == [(1, True, 1), (2, False, 3)]
+
+
+def test_a_spread_expert_tells_whose_tokens_were_bad_only_where_nothing_else_does() -> None:
+    shared = [finding(3, backward=True, distance=0, dp_rank=dp_rank, tokens_of=(0, 1)) for dp_rank in (0, 1)]
+    explained = Findings([*shared, finding(3, backward=True, distance=4, dp_rank=1)])
+    assert explained.bad_microbatches() == {1: [3]}
+    assert [f.distance for f in explained.origins()] == [4]
+    alone = Findings([*shared[:1], finding(2, backward=True, distance=1)])
+    assert alone.bad_microbatches() == {0: [2, 3], 1: [3]}
+    assert "micro-batch 3 of one of the data-parallel ranks 0, 1" in str(alone)
 
 
 def test_many_bad_microbatches_are_counted_not_listed() -> None:

@@ -1,4 +1,4 @@
-"""What was not finite, and where: the step's micro-batches once more, looked at one by one.
+"""Values that are not finite: set to 0 before the reduction (`nonfinite: zero`), or looked for.
 
 A step that overflows is found by its norm, which costs nothing but says only that something overflowed somewhere. To
 say what, the same micro-batches run again on the same weights and random states, without a reduction, and after each
@@ -21,7 +21,9 @@ from megaaccum.model import gpt
 from megaaccum.schedule.wgrad import at_once
 
 if TYPE_CHECKING:
+    from megaaccum.config.schema import StepConfig
     from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding import ShardingBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -30,6 +32,7 @@ class Finding:
 
     dp_rank: whose micro-batch, among the data-parallel ranks. microbatch: its index in the step. backward: in a
     gradient (else in what a stage computed forward). distance: stages between this one and where the pass began.
+    tokens_of: data-parallel ranks whose tokens it was computed from, for a spread expert more than `dp_rank`.
     """
 
     dp_rank: int
@@ -39,11 +42,15 @@ class Finding:
     stage: int
     rank: int
     what: str
+    tokens_of: tuple[int, ...]
 
     def __str__(self) -> str:
         way = "backward" if self.backward else "forward"
+        whose = f"data-parallel rank {self.dp_rank}"
+        if len(self.tokens_of) > 1:
+            whose = f"one of the data-parallel ranks {', '.join(map(str, self.tokens_of))}"
         return (
-            f"micro-batch {self.microbatch} of data-parallel rank {self.dp_rank}: first in the {way} of stage"
+            f"micro-batch {self.microbatch} of {whose}: first in the {way} of stage"
             f" {self.stage} (rank {self.rank}), {self.what}"
         )
 
@@ -59,7 +66,8 @@ class Probe:
         self._chunks = list(chunks)
         self._groups = groups
         self._current = (0, 0)
-        self._found: dict[tuple[int, int, bool], Finding] = {}
+        self._experts_tokens_of = _dp_ranks_of_expert_tokens(groups)
+        self._found: dict[tuple[int, int, bool, tuple[int, ...]], Finding] = {}
         self._inside = ExitStack()
 
     def __enter__(self) -> Probe:
@@ -67,7 +75,8 @@ class Probe:
         for name, param in _whole_parameters(self._chunks):
             if param.requires_grad:
                 # Before the gradient is added to others or handed to a backend, each of which takes it from the param.
-                handle = param.register_hook(lambda grad, name=name: self._look_at(grad, name))  # type: ignore[misc]
+                whose = self._experts_tokens_of if gpt.is_expert(param) else (self._groups.dp.rank(),)
+                handle = param.register_hook(lambda grad, at=(name, whose): self._look_at(grad, *at))  # type: ignore[misc]
                 self._inside.callback(handle.remove)
         return self
 
@@ -78,21 +87,23 @@ class Probe:
         """Look at what `chunk` computed from `microbatch` (its index in the step), and follow its backward."""
         place = (next(i for i, each in enumerate(self._chunks) if each is chunk), microbatch)
         if not torch.isfinite(output.detach()).all():
-            self._note(place, backward=False, what=f"its output holds {_kinds(output.detach())}")
+            what = f"its output holds {_kinds(output.detach())}"
+            self._note(place, backward=False, what=what, tokens_of=(self._groups.dp.rank(),))
         if output.requires_grad:
             output.register_hook(lambda _grad: self._enter_backward(place))
 
     def _enter_backward(self, place: tuple[int, int]) -> None:
         self._current = place
 
-    def _look_at(self, grad: torch.Tensor, name: str) -> torch.Tensor:
+    def _look_at(self, grad: torch.Tensor, name: str, tokens_of: tuple[int, ...]) -> torch.Tensor:
         if torch.isfinite(grad).all():
             return grad
-        self._note(self._current, backward=True, what=f"the gradient of {name} holds {_kinds(grad)}")
+        what = f"the gradient of {name} holds {_kinds(grad)}"
+        self._note(self._current, backward=True, what=what, tokens_of=tokens_of)
         return torch.zeros_like(grad)
 
-    def _note(self, place: tuple[int, int], *, backward: bool, what: str) -> None:
-        """Keep the first finding of a chunk, micro-batch and direction."""
+    def _note(self, place: tuple[int, int], *, backward: bool, what: str, tokens_of: tuple[int, ...]) -> None:
+        """Keep the first finding of a chunk, micro-batch, direction and owners."""
         chunk, microbatch = place
         stage, stages = self._groups.stage(chunk), len(self._chunks) * self._groups.pp.size()
         finding = Finding(
@@ -103,14 +114,22 @@ class Probe:
             stage=stage,
             rank=dist.get_rank(),
             what=what,
+            tokens_of=tokens_of,
         )
-        self._found.setdefault((chunk, microbatch, backward), finding)
+        self._found.setdefault((chunk, microbatch, backward, tokens_of), finding)
 
     def gather(self) -> Findings:
         """What all ranks found, the same on each; collective over the world."""
         everyone: list[list[Finding] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(self._found.values()))
         return Findings([finding for findings in everyone for finding in findings or []])
+
+
+def _dp_ranks_of_expert_tokens(groups: Groups) -> tuple[int, ...]:
+    """Data-parallel ranks that send this rank's experts tokens, in order; collective over the expert-parallel group."""
+    senders: list[int] = [0] * groups.collection.ep.size()
+    dist.all_gather_object(senders, groups.dp.rank(), group=groups.collection.ep)
+    return tuple(sorted(set(senders)))
 
 
 def _whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -137,16 +156,25 @@ class Findings:
         self.found = sorted(found)
 
     def bad_microbatches(self) -> dict[int, list[int]]:
-        """{data-parallel rank: indices of its micro-batches of which some gradient is not finite}."""
+        """{data-parallel rank: indices of its micro-batches of which some gradient is not finite}.
+
+        A spread expert's gradient holds tokens of several ranks' micro-batches. Where no gradient of one of those alone
+        shows which of them was bad, all of them count as bad.
+        """
+        backward = [f for f in self.found if f.backward]
+        surely = {(f.dp_rank, f.microbatch) for f in backward if f.tokens_of == (f.dp_rank,)}
+        groups = [{(dp_rank, f.microbatch) for dp_rank in f.tokens_of} for f in backward if len(f.tokens_of) > 1]
         bad: dict[int, list[int]] = {}
-        for dp_rank, microbatch in sorted({(f.dp_rank, f.microbatch) for f in self.found if f.backward}):
+        for dp_rank, microbatch in sorted(surely.union(*(group for group in groups if not group & surely))):
             bad.setdefault(dp_rank, []).append(microbatch)
         return bad
 
     def origins(self) -> list[Finding]:
-        """For each bad micro-batch where it began: in the forward's first stage, else in the backward's last."""
+        """For each bad micro-batch where it began: in the forward's first stage, else in the backward's last. A spread
+        expert's gradient counts where there is nothing else."""
         first: dict[tuple[int, int], Finding] = {}
-        for finding in self.found:  # sorted: forward before backward, near before far
+        # Sorted: forward before backward, near before far.
+        for finding in sorted(self.found, key=lambda found: len(found.tokens_of) > 1):
             first.setdefault((finding.dp_rank, finding.microbatch), finding)
         bad = self.bad_microbatches()
         return [f for (dp_rank, microbatch), f in first.items() if microbatch in bad.get(dp_rank, [])]
@@ -160,10 +188,59 @@ class Findings:
 
 
 MOST_SHOWN = 4
-"""Micro-batches that a message names."""
+"""Micro-batches, or parameters, that a message names."""
 
 
 def _kinds(tensor: torch.Tensor) -> str:
     """`12 inf and 3 nan`."""
     counts = {"inf": int(torch.isinf(tensor).sum()), "nan": int(torch.isnan(tensor).sum())}
     return " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
+# --- nonfinite: zero --------------------------------------------------------------------------------------------------
+
+
+class ZeroNonFinite:
+    """`nonfinite: zero`. Replaces by 0, in place, what is not finite in a rank's own gradients before they are reduced.
+
+    Called by the backend with each whole local gradient. Counts stay on the device: nothing waits in a good step.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, grad: torch.Tensor) -> None:
+        count = torch.isfinite(grad).logical_not_().sum()
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
+        torch.nan_to_num_(grad, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def total(self) -> torch.Tensor:
+        """Elements replaced on this rank since `clear`, float64 scalar on the gradients' device."""
+        counts = list(self._counts.values())
+        return torch.stack(counts).sum().double() if counts else torch.zeros((), dtype=torch.float64)
+
+    def names(self) -> dict[str, int]:
+        """{parameter: elements replaced on this rank since `clear`}, those with some."""
+        return {name: int(count) for name, count in self._counts.items() if count}
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+
+def describe(zero: ZeroNonFinite) -> str:
+    """What was replaced where on all ranks, the same text on each; collective over the world."""
+    everyone: list[dict[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, zero.names())
+    places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in (names or {}).items()]
+    return ", ".join(places[:MOST_SHOWN]) + (
+        f" and {len(places) - MOST_SHOWN} more" if len(places) > MOST_SHOWN else ""
+    )
+
+
+def install(backend: ShardingBackend, step: StepConfig) -> ZeroNonFinite | None:
+    """Give the backend the sanitizer that `nonfinite: zero` asks for; None, and nothing is done, for every other."""
+    if step.nonfinite != "zero":
+        return None
+    zero = ZeroNonFinite()
+    backend.before_reduce = zero
+    return zero

@@ -1,0 +1,56 @@
+"""What is true of one key beside its type and default: the field of the schema carries it, and no list elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The annotation of a field: `Annotated[int, Facts(at_least=1)]`."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    required: bool = False
+    """A run cannot do without it; the default is a value out of range."""
+    needs: str = ""
+    """The key, and where it matters its value, without which this one has no effect."""
+    core: bool | str = False
+    """It is a field of megatron-core's TransformerConfig: under the same name, or under this one."""
+    fixed: bool = False
+    """A checkpoint is read only into a model with the same value."""
+    lr_state: str = ""
+    """The number of Megatron's learning-rate schedule that it decides; a run resumes only with the same one."""
+    in_samples: bool = False
+    """That number counts samples where the key counts steps."""
+    planned: bool = False
+    """`megaaccum plan` decides it."""
+    per_host: bool = False
+    """It may differ between hosts: a path, or how a host does its part. The numbers of the run do not depend on it."""
+
+    def core_name(self, name: str) -> str:
+        """The field of TransformerConfig that the key `name` becomes; empty if it becomes none."""
+        return self.core if isinstance(self.core, str) else name if self.core else ""
+
+    def allow(self, value: float) -> bool:
+        """Whether a number is in range."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def range(self) -> str:
+        """'at least 0 and below 1'; empty without a bound."""
+        return " and ".join(self._bounds())
+
+    def _bounds(self) -> Iterator[str]:
+        bounds = (("at least", self.at_least), ("more than", self.above), ("at most", self.at_most))
+        for words, bound in (*bounds, ("below", self.below)):
+            if bound is not None:
+                yield f"{words} {bound:g}"

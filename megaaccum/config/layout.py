@@ -1,0 +1,44 @@
+"""How the ranks of a run are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megaaccum.schedule.simulate import BY_MEGATRON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the ranks are cut: world_size = tp * cp * pp * dp. The same on every rank."""
+
+    world_size: int
+    """Ranks of the run."""
+    tp: int
+    """Ranks that share each matrix."""
+    pp: int
+    """Pipeline ranks."""
+    vpp: int
+    """Model chunks per pipeline rank."""
+    cp: int
+    """Ranks that share each sequence."""
+    ep: int
+    """Ranks over which experts are spread."""
+    etp: int
+    """Ranks that share each expert's matrices."""
+    dp: int
+    """Ranks that see different sequences."""
+    schedule: str
+    """Pipeline schedule: none, a name that megaaccum.schedule.build knows, or the path of a .csv table."""
+    placement: Literal["loop", "v"] = "loop"
+    """Which stages a rank's chunks are: dealt out in rounds, or (v) rank and 2 * pp - 1 - rank."""
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts: world_size / (etp * ep * pp)."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
+        return self.schedule not in BY_MEGATRON | {"none"}

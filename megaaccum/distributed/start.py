@@ -1,0 +1,48 @@
+"""Joining the other ranks of a run, on this rank's device."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.distributed import cpu, determinism, gpu
+from megaaccum.errors import LaunchError
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def start_process_group(plan: Plan) -> None:
+    """Start torch.distributed from the launcher's environment, without one as a world of one rank. Does nothing where
+    it is started. The CPU lane's stand-ins have to be there before Megatron is imported.
+
+    Raises LaunchError where the ranks cannot meet.
+    """
+    if torch.distributed.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ.update(_ALONE)
+    gpu.prepare(plan)
+    if not cpu.has_accelerator() and plan.config.run.num_threads:
+        torch.set_num_threads(plan.config.run.num_threads)
+    determinism.apply(plan)
+    timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
+    try:
+        torch.distributed.init_process_group(cpu.backend(), timeout=timeout)
+    except torch.distributed.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. Where the "
+            "port is in use, give the launcher another --master_port"
+        ) from error
+
+
+def end_process_group() -> None:
+    """Leave the others, once all are here."""
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

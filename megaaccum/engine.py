@@ -1,0 +1,310 @@
+"""The public step: exact accumulated steps of anybody's model, loss and loop.
+
+from megaaccum import Plan, initialize
+
+plan = Plan.of(layout=dict(pp=2), batch=dict(micro_batch_size=1, seq_length=4096, grad_accum_steps=8))
+engine = initialize(plan, chunks, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+for microbatches in batches:
+    result = engine.train_step(microbatches)  # or forward_backward(...), any number of times, and optim_step()
+    print(result.loss, result.grad_norm)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+
+from megaaccum import sharding
+from megaaccum.checkpoint import save_load
+from megaaccum.distributed import groups as process_groups
+from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
+from megaaccum.distributed.breadcrumbs import Trace
+from megaaccum.distributed.groups import Groups
+from megaaccum.distributed.start import start_process_group
+from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.model import gpt
+from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.precision import fp8
+from megaaccum.step import chunk_config
+from megaaccum.step.loss import ForwardStepFunc, Reports
+from megaaccum.step.train_step import StepResult, TrainStep
+from megaaccum.step.transaction import Transaction
+from megaaccum.training import lr_schedule
+from megaaccum.training import optimizer as our_optimizer
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megaaccum.config import Plan
+    from megaaccum.training.lr_schedule import LrSchedule
+
+OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes a torch optimizer over this rank's parameters, `torch.optim.AdamW` or a lambda around it."""
+
+_HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
+"""Errors that every rank raises together before anything has changed; the engine can be used after them."""
+
+
+def initialize(
+    plan: Plan,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    *,
+    forward_step_func: ForwardStepFunc | None = None,
+    groups: Groups | ProcessGroupCollection | None = None,
+    optimizer: OptimizerFactory | None = None,
+    reports: Mapping[str, str] | None = None,
+) -> Engine:
+    """An engine over a model; collective over the world.
+
+    Args:
+        plan: how ranks and batch are cut (`Plan.load`, `Plan.of`).
+        model: this rank's Megatron chunks in the order of the schedule (in a V, chunk 0 is stage `rank` and chunk 1
+            stage `2 * pp - 1 - rank`), or, without a pipeline, one torch module. Its parameters may be of any dtype
+            that the sharding backend takes; they are the initial weights, the same on all data-parallel ranks.
+        forward_step_func: Megatron's, `(data_iterator, chunk) -> (output, loss_func)`, where `loss_func(output)`
+        returns
+            (sum of the losses, weight of that sum, reports). Each call may bring another one.
+        groups: Megatron's ProcessGroupCollection of the layout; default: those of `parallel_state` where it is
+            initialised, else they are built from the plan.
+        optimizer: a torch optimizer, or what makes one of a list of parameters; default: AdamW by the plan's
+        `optimizer`
+            section, which then needs `lr`.
+        reports: how each report of the loss functions is reduced: `sum`, `mean` (the default: by weight; of Megatron's
+            pair [sum, count] the quotient of sums), or `microbatch` (as it is, on ranks of the last stage).
+
+    Starts torch.distributed from the launcher's environment where nothing has yet; without a launcher the world is one
+    rank. Raises ConfigError on every rank where groups, chunks, their configuration and the plan do not fit together.
+    """
+    start_process_group(plan)
+    check_agreement(plan.digest(), details=plan.facts)
+    built = raise_on_all_ranks(_groups, plan, groups) if groups is not None else _groups(plan, None)
+    chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
+    raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
+    return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
+
+
+def _groups(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
+    if isinstance(given, Groups):
+        return given
+    if given is None and not parallel_state.model_parallel_is_initialized():
+        return process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
+    collection = given if given is not None else process_groups.default_collection()
+    if missing := [name for name in ("tp", "pp", "dp", "cp", "dp_cp", "mp") if not hasattr(collection, name)]:
+        raise ConfigError(f"the process group collection lacks {', '.join(missing)}: give it every group of the layout")
+    return Groups(layout=plan.layout, collection=collection)
+
+
+class Engine:
+    """Takes exact accumulated optimizer steps. Made by `initialize`; every method is collective over the world.
+
+    plan: what it was made of. groups: this rank's process groups. chunks: the model, which the engine's schedules run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        chunks: list[torch.nn.Module],
+        forward_step_func: ForwardStepFunc | None,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        reports: Mapping[str, str] | None = None,
+    ):
+        self.plan, self.groups, self.chunks = plan, groups, chunks
+        self.shape: dict[str, Any] = {"tensor_model_parallel_size": plan.layout.tp}
+        """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
+        self.backend = sharding.build(plan, groups, chunks, _optimizer(plan, chunks, optimizer))
+        keys = plan.config.optimizer
+        self.lr_schedule: LrSchedule | None = (
+            lr_schedule.build(self.backend, plan.config) if keys.lr and plan.config.run.train_iters else None
+        )
+        """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
+        low_precision = fp8.build(plan, chunks)
+        self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
+        self.train_steps = TrainStep(
+            plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
+        )
+        self._transaction = Transaction(plan, self.lr_schedule)
+        self._microbatches = self._calls = 0
+        self._failed: BaseException | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps whose samples were consumed."""
+        return self._transaction.step
+
+    @property
+    def consumed_samples(self) -> int:
+        """Sequences of those steps, over all ranks."""
+        return self._transaction.consumed_samples
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank is doing, for a watchdog."""
+        return self.train_steps.trace
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups; a schedule of the user's own may set their `lr` between steps."""
+        return self.backend.param_groups
+
+    # --- steps ---
+
+    def train_step(
+        self, microbatches: Sequence[Any], *, stop: bool = False, problem: MegaaccumError | None = None
+    ) -> StepResult:
+        """One optimizer step on this rank's micro-batches of it: `grad_accum_steps * pp_microbatches` of the plan.
+
+        Args:
+            microbatches: a list; each is what one `next(data_iterator)` of the forward step function gives.
+            stop: this rank asks to stop after the step; every rank's result then says so.
+            problem: why this rank cannot take the step, raised on every rank before any begins.
+
+        The step is judged as the plan's `step` section says (skip, zero, drop a micro-batch, end the run), and rolled
+        back where it does not count. Raises StepError, RankDisagreement, or `problem`, on every rank.
+        """
+        with self._guarded():
+            lr = self._lr()
+            result = self.train_steps.train(microbatches, step=self.step + 1, stop=stop, problem=problem)
+            return self._transaction.commit(result, lr=lr)
+
+    def forward_backward(
+        self,
+        data: Sequence[Any] | Iterator[Any] | list[Iterator[Any] | None],
+        num_microbatches: int | None = None,
+        *,
+        forward_step_func: ForwardStepFunc | None = None,
+        weights: Sequence[float] | None = None,
+        total_weight: float | None = None,
+        expected_tokens: float | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Add the gradients of some micro-batches to those of the step. Any number of calls make a step.
+
+        Args:
+            data: a list of micro-batches (a bad step can then be run again), an iterator, or Megatron's list of
+                iterators, one per chunk (None where a stage reads nothing).
+            num_microbatches: how many to take from iterators; at most the plan's. The same on every rank.
+            forward_step_func: instead of the engine's.
+            weights: of each micro-batch, where known before the forward.
+            total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
+            the
+                backward, which is exact for side losses too. Else gradients are sums until `optim_step`.
+            expected_tokens: the weight that a micro-batch is expected to have: what a balancing loss of experts counts
+                by while N is not known. Default: its `weights`, else all its tokens.
+            lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no
+                dicts with `tokens` or `input_ids`; needed on one stage of each pipeline.
+
+        A call that brings the step's micro-batches to the plan's number reduces gradients inside its last backward.
+        """
+        with self._guarded():
+            batch = self.train_steps.batch_of(
+                data, forward_step_func, count=num_microbatches, weights=weights, expected=expected_tokens,
+                lengths=lengths,
+            )  # fmt: skip
+            self._microbatches += len(batch)
+            last = self._microbatches == self.plan.batch.num_microbatches
+            self.train_steps.forward_backward(batch, last=last, total=total_weight)
+
+    def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
+        """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""
+        with self._guarded():
+            self._microbatches = 0
+            lr = self._lr()
+            result = self.train_steps.optim_step(step=self.step + 1, stop=stop, problem=problem)
+            return self._transaction.commit(result, lr=lr)
+
+    def forward(
+        self,
+        data: Sequence[Any] | Iterator[Any] | list[Iterator[Any] | None],
+        num_microbatches: int | None = None,
+        *,
+        forward_step_func: ForwardStepFunc | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> list[Reports]:
+        """Run micro-batches without gradients or dropout. Returns what their loss functions report (the third value),
+        in order, on the ranks of the last stage; elsewhere an empty list. The open step, if any, is left as it is."""
+        with self._guarded():
+            batch = self.train_steps.batch_of(data, forward_step_func, count=num_microbatches, lengths=lengths)
+            return self.train_steps.forward(batch).reports
+
+    def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
+        """(loss, weight) of micro-batches without gradients or dropout, over all ranks; the same on every rank."""
+        with self._guarded():
+            return self.train_steps.evaluate(microbatches, problem)
+
+    def _lr(self) -> float:
+        return self.lr_schedule.lr if self.lr_schedule is not None else float(self.param_groups[0]["lr"])
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error that left ranks at different places makes the engine unusable; what comes after it names it."""
+        if self._failed is not None:
+            raise StepError(
+                f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot go on:"
+                " start again"
+                " from a checkpoint"
+            )
+        try:
+            yield
+        except _HARMLESS:
+            self._microbatches = 0
+            raise
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    # --- state ---
+
+    def state(self) -> dict[str, Any]:
+        """Counters, loss scale and guards, as plain numbers; the same on every rank."""
+        return self._transaction.state_dict() | {"train_step": self.train_steps.state_dict()}
+
+    def progress(self, data: str = "") -> save_load.Progress:
+        """What a checkpoint holds beside tensors. data: a digest of the dataset, for whoever loads it."""
+        return save_load.Progress(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            lr_schedule={} if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            data=data,
+            shape=self.shape,
+            transaction=self.state(),
+        )
+
+    def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
+        """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
+        of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
+        return save_load.save(
+            folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
+        )
+
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        """Take up the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states. Returns
+        whether there is one. The layout may be another than that of the save, but for tp. Raises CheckpointError."""
+        current = raise_on_all_ranks(save_load.latest, folder)
+        if current is not None:
+            self.resume(save_load.load(current, self.backend, self.groups, shape=self.shape, buffers=self.buffers))
+        return current is not None
+
+    def resume(self, progress: save_load.Progress) -> None:
+        """Go on after `progress`, whose tensors have been loaded."""
+        if self.lr_schedule is not None:
+            self.lr_schedule.load_state_dict(progress.lr_schedule)
+        self._transaction.load_state_dict(
+            progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples
+        )
+        self.train_steps.load_state_dict(progress.transaction.get("train_step", {}))
+
+
+def _optimizer(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+    if factory is None and not plan.config.optimizer.lr:
+        raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
+    if factory is None:
+        return our_optimizer.build(plan, chunks)
+    return factory([param for _, param in gpt.named_parameters(chunks)])

@@ -1,0 +1,73 @@
+"""A Megatron GPT's `forward_step_func` over batches of tokens: what `megaaccum train` gives its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum.distributed import cpu
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+
+REPORTS = {"num_tokens": "sum"}
+"""How its reports are reduced."""
+
+Microbatch = dict[str, torch.Tensor]
+"""tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape, on the CPU."""
+
+
+class GptForwardStep:
+    """The sum over unmasked tokens of the cross entropy, weighed by their number (`loss_norm: token`), or the mean of
+    each micro-batch, weighed 1 (`microbatch`). Under context parallelism, of this rank's part of the sequences."""
+
+    def __init__(self, groups: Groups, loss_norm: str):
+        self._cp = groups.collection.cp
+        self._per_token = loss_norm == "token"
+
+    def __call__(self, data_iterator: Iterator[Microbatch], chunk: Any, *, return_schedule_plan: bool = False):
+        """(what `chunk` computes from the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's
+        plan of that computation in its place."""
+        microbatch = next(data_iterator)
+        batch = self._own_part(
+            {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
+        )
+        compute = chunk.build_schedule_plan if return_schedule_plan else chunk
+        output = compute(
+            batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )  # fmt: skip
+        (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
+        return output, partial(self._loss, batch["loss_mask"], tokens)
+
+    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
+        # Half precision would lose the sum; float64 stays what it is.
+        losses = output if output.dtype is torch.float64 else output.float()
+        total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
+        if self._per_token:
+            return total, mask.count_nonzero(), {}
+        return total / max(tokens, 1.0), torch.ones(()), {"num_tokens": mask.count_nonzero()}
+
+    def weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
+        """The weight of each micro-batch, before its forward."""
+        return _counts(microbatches) if self._per_token else [1.0] * len(microbatches)
+
+    def token_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
+        """What the loss of a token is multiplied by in its micro-batch's sum."""
+        return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
+
+    def _own_part(self, batch: Microbatch) -> Microbatch:
+        """This context-parallel rank's part of the sequences."""
+        if self._cp.size() == 1:
+            return batch
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        return get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
+
+
+def _counts(microbatches: Sequence[Microbatch]) -> list[float]:
+    """Unmasked tokens of each, counted in host memory."""
+    return torch.stack([each["loss_mask"].count_nonzero() for each in microbatches]).double().tolist()

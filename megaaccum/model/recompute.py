@@ -1,0 +1,40 @@
+"""Activation recompute in Megatron's layers, where its re-entrant checkpoints need help (megatron-core 0.19)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+WITHOUT_OUTPUT = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Modules whose output is let go and recomputed (CheckpointWithoutOutput), which Megatron asks Transformer Engine about
+even without FP8: its own layers cannot."""
+
+
+def prepare(chunk: GPTModel) -> None:
+    """Make the gradients of what `chunk` recomputes right: behind frozen layers, and of an MLP's bias."""
+    config = chunk.config
+    if config.recompute_granularity is None:
+        return
+    chunk.decoder.register_forward_pre_hook(_need_input_gradient, with_kwargs=True)
+    if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
+        for module in chunk.modules():
+            if getattr(module, "recompute_mlp", False):
+                module.mlp.register_forward_hook(_copy_bias)  # type: ignore[union-attr, operator]
+
+
+def _need_input_gradient(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A checkpoint whose inputs need no gradient (the embedding is frozen) gives its parameters none either."""
+    hidden = kwargs["hidden_states"]
+    if hidden is not None and not hidden.requires_grad and torch.is_grad_enabled():
+        hidden.requires_grad_(any(param.requires_grad for param in decoder.parameters()))
+
+
+def _copy_bias(mlp: torch.nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple:
+    """An MLP leaves its last bias to whoever adds it. A checkpoint that returns the parameter itself becomes the
+    origin of it, and a backward of the bias then recomputes the MLP for ever."""
+    hidden, bias = output
+    return hidden, None if bias is None else bias.clone()

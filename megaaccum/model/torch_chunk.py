@@ -1,0 +1,47 @@
+"""A model that is one plain torch module (no pipeline), as Megatron's schedules take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+
+class TorchChunk(torch.nn.Module):
+    """Calls `module` with whatever it is called with; attributes that it lacks are the module's.
+
+    config: what Megatron's schedules read. Names of parameters are those of `module`.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+        dtype = next((param.dtype for param in module.parameters()), torch.float32)
+        self.config: Any = ModelParallelConfig(params_dtype=dtype, pipeline_dtype=dtype, batch_p2p_sync=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Nothing comes from another stage."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers that sharding treats as units: a Megatron decoder's, else the members of the outermost ModuleLists."""
+    decoder: Any = getattr(chunk, "decoder", None)
+    if isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
+        return list(decoder.layers)
+    return [layer for layers in _outermost_lists(chunk) for layer in layers]
+
+
+def _outermost_lists(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    if isinstance(module, torch.nn.ModuleList):
+        return [module]
+    return [found for child in module.children() for found in _outermost_lists(child)]

@@ -1,0 +1,113 @@
+"""What a step relies on in the configuration of Megatron chunks that a user built: set, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+
+HOOKS = ("no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func", "finalize_model_grads_func")
+"""Megatron's hooks, which the sharding backend fills."""
+
+
+def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+    """Set what can be set in the chunks' configuration. Raises ConfigError with everything else, on this rank."""
+    problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
+    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks if hasattr(chunk, "config")}
+    for config in configs.values():
+        problems += _config_problems(plan, config)
+    if problems:
+        raise ConfigError(problems)
+    for config in configs.values():
+        config.deallocate_pipeline_outputs = plan.layout.pp > 1
+        config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
+        config.timers = None
+        if plan.layout.pp > 1 and config.pipeline_dtype is None:
+            config.pipeline_dtype = next(chunks[0].parameters()).dtype
+        if plan.layout.schedule == "interleaved":
+            # Batched, next and previous rank of pp 2 are one, and activations and gradients swap without an error.
+            config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+
+
+def _layout_problems(plan: Plan, groups: Groups) -> list[str]:
+    """Groups that are not of the plan's sizes."""
+    layout = plan.layout
+    wanted = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
+    found = {name: getattr(groups.collection, name).size() for name in wanted}
+    return [
+        f"the {name} group has {found[name]} ranks, and the plan says {size}: give the groups of this layout, or"
+        f" Plan.of(layout=dict({name}=...)) that of the groups"
+        for name, size in wanted.items()
+        if found[name] != size
+    ]
+
+
+def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Chunks that are not those of this rank."""
+    if len(chunks) != plan.layout.vpp:
+        return [
+            f"the model is {len(chunks)} chunks on this rank, and schedule {plan.layout.schedule} has"
+            f" {plan.layout.vpp}:"
+            " give as many, in the order of the schedule"
+        ]
+    problems = []
+    last = plan.layout.pp * plan.layout.vpp - 1
+    for number, chunk in enumerate(chunks):
+        stage = groups.stage(number)
+        for name, expected in (("pre_process", stage == 0), ("post_process", stage == last)):
+            if getattr(chunk, name, expected) != expected:
+                problems.append(
+                    f"chunk {number} of pipeline rank {groups.pp.rank()} is stage {stage} of {last + 1}, and it"
+                    " was built"
+                    f" with {name}={not expected}: it is a chunk of another stage"
+                )
+        if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
+            problems.append(
+                f"chunk {number} ({type(chunk).__name__}) has no set_input_tensor and config: with a pipeline give"
+                " Megatron modules; a plain torch module runs at pp 1, given as it is and not in a list"
+            )
+        problems += batch_statistics(chunk)
+    return problems
+
+
+def batch_statistics(chunk: torch.nn.Module) -> list[str]:
+    """A text for each module that keeps statistics of its batch: no accumulation makes them the big batch's."""
+    return [
+        f"{name} ({type(module).__name__}) takes statistics of each micro-batch, so its output is not that of the big"
+        " batch, whatever the accumulation: replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
+        for name, module in chunk.named_modules()
+        if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True)
+    ]
+
+
+def _config_problems(plan: Plan, config: Any) -> list[str]:
+    """Keys that would change the gradient, and that the user has to decide."""
+    problems = [
+        f"{name} of the chunks' configuration is set already; the sharding backend fills it: leave it None"
+        for name in HOOKS
+        if getattr(config, name, None) is not None
+    ]
+    if getattr(config, "gradient_accumulation_fusion", False):
+        problems.append(
+            "gradient_accumulation_fusion adds weight gradients to main_grad, which no sharding backend reads:"
+            " build the"
+            " chunks with gradient_accumulation_fusion=False"
+        )
+    sizes = {
+        "tensor_model_parallel_size": plan.layout.tp,
+        "pipeline_model_parallel_size": plan.layout.pp,
+        "context_parallel_size": plan.layout.cp,
+    }
+    problems += [
+        f"{name} of the chunks' configuration is {getattr(config, name)}, and the plan's is {size}: make them equal"
+        for name, size in sizes.items()
+        if getattr(config, name, size) != size
+    ]
+    return problems

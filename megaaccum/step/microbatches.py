@@ -1,0 +1,114 @@
+"""The micro-batches of one call, as the step sees them: where they come from, and what is known of them in advance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megaaccum.step.loss import ForwardStepFunc
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """This rank's micro-batches of one call of `forward_backward`.
+
+    data: a list of them, which can be run again when a step goes wrong; or an iterator, or one per chunk, as Megatron's
+    loops have them. count: their number. first: index of the first in the step. tokens: per micro-batch, the tokens
+    that a stage computes, masked ones included. weights: of each, where they are known before the forward.
+    token_weights: what a token's loss is multiplied by inside the micro-batch's sum (1, or 1 / tokens for a mean).
+    expected: a weight to expect where none is known. dummies: indices in this call of those that stand for none.
+    lengths: tokens per sequence of each, where they differ.
+    """
+
+    forward_step_func: ForwardStepFunc
+    data: Sequence[Any] | Iterator | list[Iterator | None]
+    count: int
+    first: int = 0
+    tokens: Sequence[int]
+    weights: Sequence[float] | None = None
+    token_weights: Sequence[float] | None = None
+    expected: float | None = None
+    dummies: frozenset[int] = field(default_factory=frozenset)
+    lengths: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def can_run_again(self) -> bool:
+        return isinstance(self.data, Sequence) and not are_iterators(self.data)
+
+    def iterators(self, chunks: int) -> list[Iterator | None]:
+        """One per model chunk, as Megatron's schedules take them."""
+        if self.can_run_again:
+            return [iter(self.data) for _ in range(chunks)]  # type: ignore[arg-type]
+        if isinstance(self.data, Sequence):
+            return list(self.data)
+        return [self.data] * chunks
+
+    def part(self, start: int, stop: int) -> Microbatches:
+        """Those from `start` to `stop`, for a flush of their own."""
+        if (start, stop) == (0, self.count):
+            return self
+        assert self.can_run_again, "an iterator is run in one flush"
+        cut = {name: value[start:stop] for name in _PER_MICROBATCH if (value := getattr(self, name)) is not None}
+        return replace(
+            self,
+            data=self.data[start:stop],  # type: ignore[index]
+            count=stop - start,
+            first=self.first + start,
+            dummies=frozenset(index - start for index in self.dummies if start <= index < stop),
+            **cut,
+        )
+
+    def without(self, dropped: Mapping[int, Any]) -> Microbatches:
+        """The same with others, of weight zero, in place of some: {index in the step: what replaces it}."""
+        mine = {index - self.first: each for index, each in dropped.items() if 0 <= index - self.first < self.count}
+        if not mine:
+            return self
+        data = [mine.get(index, each) for index, each in enumerate(self.data)]  # type: ignore[arg-type]
+        weights = self.weights and [0.0 if index in mine else each for index, each in enumerate(self.weights)]
+        return replace(self, data=data, weights=weights, dummies=self.dummies | mine.keys())
+
+    @cached_property
+    def differ(self) -> bool:
+        """Whether side losses of some micro-batch have another scale than those of the first."""
+        scales = {
+            (self.expected_weight(index) / self.num_tokens(index), self.token_weight(index), index in self.dummies)
+            for index in range(self.count)
+        }
+        return len(scales) > 1
+
+    def num_tokens(self, index: int) -> int:
+        return self.tokens[index]
+
+    def expected_weight(self, index: int) -> float:
+        if self.weights is not None:
+            return self.weights[index]
+        return self.num_tokens(index) if self.expected is None else self.expected
+
+    def token_weight(self, index: int) -> float:
+        return 1.0 if self.token_weights is None else self.token_weights[index]
+
+
+_PER_MICROBATCH = ("tokens", "weights", "token_weights", "lengths")
+
+
+def are_iterators(data: Sequence[Any]) -> bool:
+    """Megatron's list of iterators, one per chunk; None on stages that read nothing."""
+    return bool(data) and all(each is None or (hasattr(each, "__next__")) for each in data)
+
+
+def shapes_of(data: Sequence[Any]) -> list[tuple[int, int]]:
+    """(sequences, tokens per sequence) of each micro-batch, where it says so: dicts with `tokens` (or `input_ids`)."""
+    found = []
+    for each in data:
+        tokens = (each.get("tokens", each.get("input_ids"))) if isinstance(each, Mapping) else None
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+            return []
+        found.append((tokens.shape[0], tokens.shape[1]))
+    return found

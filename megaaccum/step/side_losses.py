@@ -1,0 +1,84 @@
+"""Losses that Megatron differentiates on the side, inside the backward: balancing and z losses of experts, and
+multi-token prediction. Megatron has one scale for all micro-batches of each kind; here it is set per micro-batch.
+
+A balancing loss is a mean over tokens, which Megatron (0.19: TopKRouter.attach_and_log_load_balancing_loss) multiplies
+by the tokens that the router sees where the schedule does not divide. So that its coefficient means the same at any
+split, micro-batch i counts with the weight W_i / N of the step:
+
+    N known before the backward: W_i / N = 1 / micro-batches of the step, a mean over micro-batches
+    else: W_i is the micro-batch's own weight where that is known in advance, `expected_tokens`, or its tokens, masked
+          ones included, which is Megatron's own meaning under calculate_per_token_loss
+
+Multi-token prediction is a sum over tokens, as the loss itself is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+from megaaccum.distributed import cpu
+from megaaccum.step.loss import Divisor
+from megaaccum.step.microbatches import Microbatches
+
+
+class SideLosses:
+    """Gives Megatron the scales of the side losses of `chunks`; does nothing where there are none."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
+        self._configs = list(configs.values())
+        self._balances = any(getattr(config, "num_moe_experts", None) for config in self._configs)
+        self._predicts = any(getattr(config, "mtp_num_layers", None) for config in self._configs)
+        self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
+        self._scalars: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+    def begin_attempt(self, divisor: Divisor, loss_scale: float, num_microbatches: int) -> None:
+        """divisor: of the step. num_microbatches: of the step over all ranks, without dummies; 0 where not known."""
+        self._divisor, self._loss_scale = divisor, loss_scale
+        self._mean_weight = (divisor.total or 1.0) / max(num_microbatches, 1)
+        self._scalars.clear()
+
+    def begin_flush(self, batch: Microbatches) -> None:
+        """Give Megatron the scales that most micro-batches of `batch` have: those of its first real one."""
+        if not (self._balances or self._predicts):
+            return
+        first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
+        balance = self._scalar(self._balance_scale(batch, first), cpu.device())
+        prediction = self._scalar(self._prediction_scale(batch, first), cpu.device())
+        for config in self._configs:
+            config.moe_grad_scale_func = lambda: balance
+            config.mtp_grad_scale_func = lambda: prediction
+
+    def follow(self, batch: Microbatches, index: int, output: torch.Tensor) -> None:
+        """After the forward of micro-batch `index` of `batch`: where its scales are not those of the others, set them
+        when its backward begins, which is where the gradient of `output` arrives."""
+        if not ((self._balances or self._predicts) and output.requires_grad and batch.differ):
+            return
+
+        def set_scales(grad: torch.Tensor) -> None:
+            if self._balances:
+                MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self._balance_scale(batch, index), grad.device))
+            if self._predicts:
+                MTPLossAutoScaler.set_loss_scale(self._scalar(self._prediction_scale(batch, index), grad.device))
+
+        output.register_hook(set_scales)
+
+    def _balance_scale(self, batch: Microbatches, index: int) -> float:
+        if index in batch.dummies:
+            return 0.0
+        weight = self._mean_weight if self._divisor.total is not None else batch.expected_weight(index)
+        return self._divisor.in_loss * self._loss_scale * weight / batch.num_tokens(index)
+
+    def _prediction_scale(self, batch: Microbatches, index: int) -> float:
+        return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
+
+    def _scalar(self, value: float, device: torch.device) -> torch.Tensor:
+        """On the device, made once per step: Megatron copies a plain number over in every forward, which waits."""
+        if (value, device) not in self._scalars:
+            self._scalars[value, device] = torch.full((), value, device=device)
+        return self._scalars[value, device]

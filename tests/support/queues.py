@@ -1,0 +1,160 @@
+"""A GPU's hardware queues, simulated: what the executor launches on every rank, worked off in order.
+
+A rank launches without waiting. Its kernels go to streams, streams to queues in turn, and a queue does its kernels one
+after another: each starts when what it depends on is done, and holds its queue until it has ended (or, if `lenient`,
+until it has started, as CUDA does while there is room on the device). A send and its receive end when both have
+started. NCCL gives every pair of ranks a stream for each of its groups.
+
+What is launched comes from the executor's own `Mail`, over channels that only note it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaaccum.schedule.actions import Schedule
+from megaaccum.schedule.p2p import Mail
+from megaaccum.schedule.validate import sends
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """needs: kernels of this rank, by number, that have to have ended. message: of a send or receive."""
+
+    text: str
+    stream: Hashable
+    needs: tuple[int, ...]
+    message: Hashable = None
+
+
+@dataclass
+class Launched:
+    """Takes the place of PipelineChannels and notes what a rank launches."""
+
+    rank: int
+    members: list[int]
+    on_nccl: bool = True
+    kernels: list[Kernel] = field(default_factory=list)
+    _awaited: list[int] = field(default_factory=list)
+    _computed: list[int] = field(default_factory=list)
+    _count: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
+
+    def compute(self, text: str) -> None:
+        """A pass, which begins when every message that was waited for has come."""
+        self._computed = [self._launch(text, COMPUTE)]
+        self._awaited = []
+
+    def send(self, tensor: Any, target: int, kind: str) -> _Work:
+        return self._exchange("send", (self.rank, target, kind))
+
+    def receive(self, buffer: Any, source: int, kind: str) -> _Work:
+        return self._exchange("receive", (source, self.rank, kind))
+
+    def _exchange(self, way: str, channel: tuple[int, int, str]) -> _Work:
+        source, target, kind = channel
+        number = self._count[way, channel]
+        self._count[way, channel] += 1
+        text = f"rank {self.rank}: {way} {kind} {source}->{target} number {number}"
+        return _Work(self, self._launch(text, stream_of(channel), (channel, number)))
+
+    def _launch(self, text: str, stream: Hashable, message: Hashable = None) -> int:
+        self.kernels.append(Kernel(text, stream, (*self._awaited, *self._computed), message))
+        return len(self.kernels) - 1
+
+
+@dataclass
+class _Work:
+    on: Launched
+    kernel: int
+
+    def wait(self) -> None:
+        self.on._awaited.append(self.kernel)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def stream_of(channel: tuple[int, int, str]) -> Hashable:
+    source, target, kind = channel
+    return kind, target > source, frozenset((source, target))
+
+
+def launched(schedule: Schedule, rank: int) -> list[Kernel]:
+    """What `rank` launches in one flush, in order."""
+    on = Launched(rank, list(range(schedule.pp)))
+    mail = Mail(schedule, on, lambda _message: object())  # type: ignore[arg-type]
+    owner, last = schedule.rank_of_stage, schedule.num_stages - 1
+    for action in schedule.actions(rank):
+        stage, kind = schedule.stage(rank, action), "F" if action.kind == "F" else "B"
+        before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+        travels = action.kind != "W"
+        if travels and 0 <= before <= last and owner[before] != rank:
+            mail.receive(owner[before], kind, (before, action.microbatch))
+        on.compute(f"rank {rank}: {action}")
+        if travels and 0 <= after <= last and owner[after] != rank:
+            mail.send(object(), owner[after], kind)  # type: ignore[arg-type]
+    mail.finish()
+    return on.kernels
+
+
+def stuck(schedule: Schedule, queues: int, offset: int = 0, *, lenient: bool = False) -> list[str]:
+    """The kernels at which queues wait for ever, empty where the flush ends. Compute has queue 0; streams of messages
+    share the others (or queue 0 where it is the only one) in the order in which they are connected, from `offset`."""
+    channels = sorted({channel for rank in range(schedule.pp) for channel in sends(schedule, rank)})
+    ranks = [
+        _Rank(launched(schedule, rank), _queue_of(channels, rank, queues, offset), lenient)
+        for rank in range(schedule.pp)
+    ]
+    begun: dict[Hashable, tuple[_Rank, int]] = {}
+    while any(rank.go_on(begun) for rank in ranks):
+        pass
+    return [rank.kernels[waiting[0]].text for rank in ranks for waiting in rank.waiting.values() if waiting]
+
+
+def _queue_of(channels: list[tuple[int, int, str]], rank: int, queues: int, offset: int) -> dict[Hashable, int]:
+    mine = dict.fromkeys(stream_of(channel) for channel in channels if rank in channel[:2])
+    others = max(queues - 1, 1)
+    return {COMPUTE: 0} | {stream: (1 + (offset + at) % others) % queues for at, stream in enumerate(mine)}
+
+
+class _Rank:
+    def __init__(self, kernels: list[Kernel], queue_of: dict[Hashable, int], lenient: bool):
+        self._lenient = lenient
+        self.kernels, self.ended, self._started = kernels, set[int](), set[int]()
+        self.waiting: dict[int, list[int]] = defaultdict(list)
+        self._before: list[int | None] = []
+        newest: dict[Hashable, int] = {}
+        for number, kernel in enumerate(kernels):
+            self.waiting[queue_of[kernel.stream]].append(number)
+            self._before.append(newest.get(kernel.stream))
+            newest[kernel.stream] = number
+
+    def go_on(self, begun: dict[Hashable, tuple[_Rank, int]]) -> bool:
+        """Do what can be done now; whether that was anything. begun: messages of which one side has started."""
+        progress = False
+        for queue in self.waiting.values():
+            while queue and self._try(queue[0], begun):
+                queue.pop(0)
+                progress = True
+        return progress
+
+    def _try(self, number: int, begun: dict[Hashable, tuple[_Rank, int]]) -> bool:
+        """Start the kernel if it can start; whether its queue can go on."""
+        kernel, before = self.kernels[number], self._before[number]
+        needs = {*kernel.needs, *([] if before is None else [before])}
+        if number not in self._started and needs <= self.ended:
+            self._started.add(number)
+            if kernel.message is None:
+                self.ended.add(number)
+            elif kernel.message in begun:
+                other, its = begun.pop(kernel.message)
+                other.ended.add(its)
+                self.ended.add(number)
+            else:
+                begun[kernel.message] = self, number
+        return number in (self._started if self._lenient else self.ended)
