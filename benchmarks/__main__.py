@@ -6,8 +6,8 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-BY_NAME = (*BENCHMARKS, "modes", "planner_accuracy")
-"""modes takes minutes and, for its limited link, root; planner_accuracy needs a folder of published tables."""
+BY_NAME = (*BENCHMARKS, "modes", "planner_accuracy", "search")
+"""modes takes minutes and, for its limited link, root; planner_accuracy and search need a folder of tables."""
 
 
 def main(argv: list[str]) -> int:
