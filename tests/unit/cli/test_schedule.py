@@ -27,7 +27,7 @@ def test_the_comparison(capsys):
     assert rows[4] == ["zb-h1", "1", "27", "3", "11.11%", "4", "4", "4", "0.00%"]
 
 
-PROFILE = """{"pattern": "ETTTTTTTTL", "forward_ms": {"E": 1, "T": 2, "L": 5}, 
+PROFILE = """{"pattern": "ETTTTTTTTL", "forward_ms": {"E": 1, "T": 2, "L": 5},
 "backward_ms": {"E": 0.5, "T": 2.5, "L": 6},
 "weight_ms": {"E": 0.0001, "T": 1.5, "L": 2}}"""
 
