@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, the reference of every key, from the docstrings of the configuration's dataclasses.
+"""Writes docs/reference/configuration.md, the reference of every key, from the docstrings of the configuration's dataclasses.
 
 python docs/gen_config_reference.py          writes the file
 python docs/gen_config_reference.py --check  exits with 1 if the file is not what would be written
@@ -17,7 +17,7 @@ from megaaccum.config import schema
 from megaaccum.config.facts import Facts
 from megaaccum.config.keys import ALIASES, SECTIONS, Key, all_keys
 
-PAGE = Path(__file__).parent / "configuration.md"
+PAGE = Path(__file__).parent / "reference" / "configuration.md"
 
 HEAD = """\
 # Configuration

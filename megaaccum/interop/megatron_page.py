@@ -1,6 +1,6 @@
-"""The page docs/megatron-flags.md: what becomes of every argument of Megatron-LM and Megatron-DeepSpeed.
+"""The page docs/reference/megatron-flags.md: what becomes of every argument of Megatron-LM and Megatron-DeepSpeed.
 
-python -m megaaccum.interop.megatron_page > docs/megatron-flags.md
+python -m megaaccum.interop.megatron_page > docs/reference/megatron-flags.md
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ megaaccum's, or a field of Megatron's model configuration that reaches Megatron'
 three lists: it runs, it runs with a note, or it is refused with what to write instead. A refused argument is accepted
 when it only repeats Megatron's default.
 
-This page is made by `python -m megaaccum.interop.megatron_page > docs/megatron-flags.md`.
+This page is made by `python -m megaaccum.interop.megatron_page > docs/reference/megatron-flags.md`.
 """
 
 _HEADINGS = {"run": "Run", "note": "Run with a note", "refuse": "Refused"}

@@ -180,7 +180,7 @@ def _distance(one: dict, other: dict) -> float:
 
 def parity() -> dict:
     """The accumulated gradient of Transformer Engine's layers against that of the whole batch at once, in FP32; in BF16
-    at most twice as far from the FP32 one as the whole batch in BF16 is (docs/testing.md)."""
+    at most twice as far from the FP32 one as the whole batch in BF16 is (docs/concepts/testing.md)."""
     whole = f"--micro_batch_size {MICROBATCHES} --pp_microbatches 1"
     exact = _gradient(_case(lane="fp32", batch=whole))
     fp32 = _distance(_gradient(_case(lane="fp32")), exact)

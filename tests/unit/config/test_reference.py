@@ -25,7 +25,7 @@ def generator():
 
 def test_the_page_is_what_the_generator_writes(generator) -> None:
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), (
-        "docs/configuration.md is out of date: run python docs/gen_config_reference.py"
+        "docs/reference/configuration.md is out of date: run python docs/gen_config_reference.py"
     )
 
 

@@ -63,8 +63,8 @@ def test_what_reaches_the_builder_is_a_field_of_the_installed_version():
 
 
 def test_the_page_of_the_documentation_is_the_tables():
-    page = (DOCS / "megatron-flags.md").read_text(encoding="utf-8")
-    assert page == as_markdown(), "run: python -m megaaccum.interop.megatron_page > docs/megatron-flags.md"
+    page = (DOCS / "reference" / "megatron-flags.md").read_text(encoding="utf-8")
+    assert page == as_markdown(), "run: python -m megaaccum.interop.megatron_page > docs/reference/megatron-flags.md"
 
 
 # --- one flag at a time ----------------------------------------------------------------------------------------------
