@@ -10,9 +10,10 @@ import pytest
 from megaaccum import cli
 from megaaccum.cli import check
 from megaaccum.config.keys import ALIASES, SECTIONS
+from tests.support.snippets import TOGETHER, blocks_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAUNCHERS_FLAGS = {
     "hostfile",
     "nnodes",
@@ -23,18 +24,37 @@ LAUNCHERS_FLAGS = {
     "master_addr",
 }
 COMMANDS_FLAGS = {
-    "check": {"world-size", "hostfile", "json"},
+    "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
     "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
     "calibrate": {"like", "output"},
+    "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "png"},
 }
 
 
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
 def broken_links(page: Path, text: str) -> list[str]:
-    """Targets of `text`'s relative links that are no file beside `page`."""
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
-    return [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    """Targets of `text`'s relative links that are no file beside `page`, or no heading of that file."""
+    broken = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+        path = page.parent / target if target else page
+        if "://" in target or (path.exists() and (not anchor or anchor in anchors(path.read_text()))):
+            continue
+        broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
+
+
+def anchors(text: str) -> set[str]:
+    """What the headings of a page are linked by."""
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def shell_lines(text: str) -> list[str]:
@@ -66,16 +86,29 @@ def is_key(name: str) -> bool:
     return name in keys or name in ALIASES
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_links_lead_to_files(page):
     assert broken_links(page, page.read_text()) == []
 
 
 def test_a_broken_link_is_found():
-    assert broken_links(ROOT / "README.md", "[a](docs/nowhere.md) [b](README.md#x)") == ["docs/nowhere.md"]
+    text = "[a](docs/nowhere.md) [b](README.md#what-it-costs) [c](#what-it-pays)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/nowhere.md", "#what-it-pays"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
+def test_python_that_is_shown_compiles(page):
+    for block in blocks_of(page):
+        compile(block.source, f"{name_of(page)}:{block.line}", "exec")
+
+
+@each_page
+def test_snippets_that_use_an_engine_run(page):
+    uses = any(block.runs and re.search(r"\binitialize\(|\bengine\.", block.source) for block in blocks_of(page))
+    assert not uses or name_of(page) in {name for pages in TOGETHER for name in pages}
+
+
+@each_page
 def test_commands_that_are_shown_exist(page):
     assert [problem for line in shell_lines(page.read_text()) for problem in problems(line)] == []
 
@@ -93,14 +126,15 @@ def test_a_command_that_does_not_exist_is_found(line, problem):
     assert problems(line) == [problem]
 
 
-def test_the_two_commands_come_by_line_30_of_the_readme():
-    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
+def test_the_two_commands_come_by_line_40_of_the_readme():
+    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
     assert "make demo" in head and "make test" in head
 
 
 def test_every_page_is_in_the_site():
-    listed = (ROOT / "mkdocs.yml").read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and page.name not in listed] == []
+    docs, listed = ROOT / "docs", (ROOT / "mkdocs.yml").read_text()
+    pages = {str(page.relative_to(docs)) for page in PAGES if page.is_relative_to(docs)}
+    assert set(re.findall(r"([\w/-]+\.md)", listed)) == pages
 
 
 def test_the_picture_runs_1f1b_without_overlap():
@@ -113,4 +147,4 @@ def test_the_picture_runs_1f1b_without_overlap():
 def test_the_quickstart_shows_the_plan_as_it_is():
     plan = check.run(ROOT / "configs" / "tiny_cpu.yaml", world_size=4)
     batch = plan[plan.index("Batch\n") :].split("\n\n")[0]
-    assert f"```\n{batch}\n```" in (ROOT / "docs" / "quickstart.md").read_text()
+    assert f"```\n{batch}\n```" in (ROOT / "docs" / "start" / "quickstart.md").read_text()

@@ -1,0 +1,80 @@
+"""The documentation's programs run: every page's blocks, in order, on one rank, with its sizes made small."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megaaccum.testing import run_ranks
+from tests.support.snippets import ROOT, TOGETHER, blocks_of
+
+VOCABULARY, LENGTH, MICROBATCHES = 61, 24, 4
+SMALL = {
+    'pp=4, schedule="zbv"': "pp=1",
+    "seq_length=4096": f"seq_length={LENGTH}",
+    "global_batch_size=256": f"global_batch_size={MICROBATCHES}",
+    "hidden_size=4096": "hidden_size=32",
+    "width=4096": "width=32",
+}
+"""What is written for a cluster, and what stands for it on one rank."""
+
+
+def names_of(page: str, folder: str) -> dict[str, Any]:
+    """What the reader of a page brings: batches, and a model where the page builds none."""
+    import torch
+
+    from examples.tiny_gpt import stages_of
+
+    embedding = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY))
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = embedding
+
+        def forward(self, input_ids, attention_mask):
+            return SimpleNamespace(logits=self.inner(input_ids))
+
+    def microbatch(seed: int) -> dict[str, Any]:
+        ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+        mask = (torch.arange(LENGTH) < LENGTH - seed).float()[None]
+        if "huggingface" in page:
+            return {"input_ids": ids, "attention_mask": mask.long()}
+        return {"tokens": ids, "labels": ids.roll(-1), "loss_mask": mask, "lengths": torch.tensor([LENGTH])}
+
+    return {
+        "batches": [[microbatch(MICROBATCHES * step + i) for i in range(MICROBATCHES)] for step in range(2)],
+        "folder": folder,
+        "model": Wrapped() if "huggingface" in page else embedding,
+        "stages_of": stages_of,
+    }
+
+
+def run_blocks(folder: str) -> list[float]:
+    """Run all pages; the loss of each page's last step, where it makes steps. Raises what a block raises."""
+    from megaaccum.distributed import groups
+
+    losses = []
+    for pages in TOGETHER:
+        groups.destroy()
+        names = names_of(pages[0], folder)
+        for page in pages:
+            for block in blocks_of(ROOT / page):
+                source = block.source
+                for large, small in SMALL.items():
+                    source = source.replace(large, small)
+                if block.runs:
+                    exec(compile(source, f"{page}:{block.line}", "exec"), names)
+        if "result" in names:
+            losses.append(names["result"].loss)
+    return losses
+
+
+def test_the_documentation_runs(tmp_path):
+    (losses,) = run_ranks(run_blocks, 1, str(tmp_path), timeout=120)
+    assert len(losses) == 3 and all(3.0 < loss < 6.0 for loss in losses), losses
+
+
+def test_what_is_made_small_is_written_somewhere():
+    written = "".join((ROOT / page).read_text() for pages in TOGETHER for page in pages)
+    assert [large for large in SMALL if large not in written] == []
