@@ -68,13 +68,11 @@ def initialize(
             stage `2 * pp - 1 - rank`), or, without a pipeline, one torch module. Its parameters may be of any dtype
             that the sharding backend takes; they are the initial weights, the same on all data-parallel ranks.
         forward_step_func: Megatron's, `(data_iterator, chunk) -> (output, loss_func)`, where `loss_func(output)`
-        returns
-            (sum of the losses, weight of that sum, reports). Each call may bring another one.
+            returns (sum of the losses, weight of that sum, reports). Each call may bring another one.
         groups: Megatron's ProcessGroupCollection of the layout; default: those of `parallel_state` where it is
             initialised, else they are built from the plan.
         optimizer: a torch optimizer, or what makes one of a list of parameters; default: AdamW by the plan's
-        `optimizer`
-            section, which then needs `lr`.
+            `optimizer` section, which then needs `lr`.
         reports: how each report of the loss functions is reduced: `sum`, `mean` (the default: by weight; of Megatron's
             pair [sum, count] the quotient of sums), or `microbatch` (as it is, on ranks of the last stage).
 
@@ -199,8 +197,7 @@ class Engine:
             forward_step_func: instead of the engine's.
             weights: of each micro-batch, where known before the forward.
             total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
-            the
-                backward, which is exact for side losses too. Else gradients are sums until `optim_step`.
+                the backward, which is exact for side losses too. Else gradients are sums until `optim_step`.
             expected_tokens: the weight that a micro-batch is expected to have: what a balancing loss of experts counts
                 by while N is not known. Default: its `weights`, else all its tokens.
             lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no

@@ -28,7 +28,8 @@ def pack(
     Args:
         sequences: token ids of each document, 1-D; all of the global batch, the same on every rank.
         max_tokens: the most tokens that a micro-batch may have.
-        dp_rank, dp_size: this rank's place among those with other data.
+        dp_rank: this rank's place among those with other data.
+        dp_size: how many of those there are.
         num_microbatches: of each rank; default: as few as the budget allows.
         loss_masks: 1 where a token's prediction of the next one counts, for each document; default everywhere.
 
