@@ -9,7 +9,8 @@ from examples.tiny_gpt import WIDTH, stages_of
 from megaaccum import Plan, initialize
 from megaaccum.data import pack
 
-MOST, MICROBATCHES = 72, 16  # tokens of a micro-batch; micro-batches of a step, over all data-parallel ranks
+MOST = 72  # tokens of a micro-batch
+BATCH = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=16)
 
 
 def forward_step(data_iterator, chunk):
@@ -23,9 +24,8 @@ def documents(step):
 
 
 def engine_of(schedule, dtype, **keys):
-    batch = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=MICROBATCHES)
     layout = dict(pp=1 if schedule == "none" else 2, schedule=schedule)
-    plan = Plan.of(layout=layout, batch=batch, hidden_size=WIDTH, **keys)
+    plan = Plan.of(layout=layout, batch=BATCH, hidden_size=WIDTH, **keys)
     engine = initialize(plan, stages_of(plan, dtype), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
     return engine, engine.groups.dp, plan.batch.num_microbatches
 
