@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megaaccum.schedule.actions import place
 from megaaccum.schedule.simulate import by_executor
 
 
@@ -37,6 +38,15 @@ class Layout:
     def edp(self) -> int:
         """Ranks that hold the same experts: world_size / (etp * ep * pp)."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.vpp
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages, 0 to num_stages - 1 in model order, that global rank `rank` holds, chunk by chunk."""
+        return place(self.placement, pp=self.pp, chunks=self.vpp)[rank // (self.world_size // self.pp)]
 
     @property
     def splits_backward(self) -> bool:

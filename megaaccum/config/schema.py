@@ -446,10 +446,12 @@ class RunConfig:
     """Folder of checkpoints; default output_dir/checkpoints."""
     load: Annotated[str | None, Facts(per_host=True)] = None
     """Folder to resume from; default: save, when it holds a checkpoint."""
+    exit_on_missing_checkpoint: bool = False
+    """End the run where `load` holds no checkpoint, rather than start afresh."""
     save_interval: Annotated[int, Facts(at_least=0)] = 0
-    """Steps between checkpoints; 0 is off."""
+    """Steps between checkpoints; 0 leaves only the one of save_at_end."""
     save_at_end: bool = True
-    """A checkpoint when the run ends or is told to stop (not with save_interval 0)."""
+    """A checkpoint when the run ends or is told to stop."""
     keep_last: Annotated[int, Facts(at_least=0)] = 2
     """Checkpoints kept; 0 keeps all."""
     async_save: bool = False

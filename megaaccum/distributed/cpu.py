@@ -114,6 +114,8 @@ def _redirect_factories() -> None:
 class _Stream:
     """A stream on a device that has only one order of execution."""
 
+    def __init__(self, *args, **kwargs): ...
+
     def wait_stream(self, other) -> None: ...
 
     def wait_event(self, event) -> None: ...
@@ -148,7 +150,7 @@ def _redirect_cuda_module() -> None:
     cuda.current_stream = lambda device=None: _Stream()
     cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = lambda *args, **kwargs: _Stream()
+    cuda.Stream = _Stream  # a class: libraries name it in annotations
     cuda.Event = _Event
 
 

@@ -220,6 +220,9 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
         recompute.prepare(chunk)
+        for module in chunk.modules():
+            if upstream.is_parallel_linear(module):
+                upstream.set_linear_forward(module, upstream.linear_forward)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks

@@ -52,11 +52,14 @@ def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Ten
 
 
 def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
-    """Megatron-core's own product of a parallel linear layer."""
+    """Megatron-core's own product of a parallel linear layer. Behind a frozen weight (megatron-core 0.19:
+    LinearWithFrozenWeight) it gives a bias that is trained no gradient, so that one is added here."""
     from megatron.core.tensor_parallel import layers
 
     if not weight.requires_grad:
-        return layers.linear_with_frozen_weight(weight=weight, **arguments)
+        bias = arguments.pop("bias")
+        output = layers.linear_with_frozen_weight(weight=weight, bias=None, **arguments)
+        return output if bias is None else output + bias
     return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
 
 
