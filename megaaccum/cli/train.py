@@ -11,6 +11,7 @@ one of them.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import launch, preload
 from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
-from megaaccum.training.run_folder import check_folders
+from megaaccum.training.run_folder import check_folders, checkpoint_folder
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -73,7 +74,22 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan, then start this machine's ranks."""
     nproc = config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
-    return launch.launch_local(list(argv), nproc=nproc, num_threads=config.run.num_threads, master_port=port)
+    return launch.launch_local(
+        list(argv),
+        nproc=nproc,
+        num_threads=config.run.num_threads,
+        master_port=port,
+        go_on=lambda: _go_on(argv, config),
+    )
+
+
+def _go_on(argv: Sequence[str], config: Config) -> str:
+    """How the run of this command line goes on."""
+    pointer = checkpoint_folder(config) / "latest"
+    if not pointer.exists():
+        return "There is no checkpoint of this run."
+    current = pointer.parent / pointer.read_text().strip()
+    return f"The last checkpoint is {current}; go on from it with: megaaccum train {shlex.join(argv)}"
 
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
