@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.cli.arguments import asked, smallest_world, split_command
 from megaaccum.cli.convert import as_yaml
+from megaaccum.data.sources import check_files
 from megaaccum.distributed import launch, preload
 from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
@@ -71,7 +72,8 @@ def _train(plan: Plan) -> int:
 
 
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
-    """Check the plan, then start this machine's ranks."""
+    """Check the plan and what it reads, then start this machine's ranks."""
+    check_files(config)  # first: to count GPUs imports torch
     nproc = config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
     return launch.launch_local(

@@ -42,6 +42,29 @@ def test_a_torch_that_cannot_be_imported_is_named(tmp_path, command):
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data_path", "nowhere/corpus", "--vocab_size", "100"], "nowhere/corpus"),
+        (["--tokenizer_model", "no-tokenizer.json"], "no-tokenizer.json"),
+        (["--hidden_size", "61"], "hidden_size 61"),
+    ],
+)
+def test_what_a_look_at_the_files_shows_comes_before_torch_is_imported(tmp_path, flags, words):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('torch is imported')")
+    command = [sys.executable, "-m", "megaaccum", "train", str(TINY), "--output_dir", str(tmp_path / "run"), *flags]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [*command, "--nproc_per_node", "4"], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ended.returncode != 0
+    assert words in ended.stderr
+    assert "torch is imported" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_versions_in_range_are_ok():
     assert set(states(doctor.check_required(GOOD)).values()) == {"ok"}
 
