@@ -6,8 +6,8 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-BY_NAME = (*BENCHMARKS, "modes", "planner_accuracy", "fuzz")
-"""modes takes minutes and, for its limited link, root; planner_accuracy needs a folder of published tables; fuzz
+BY_NAME = (*BENCHMARKS, "sync_modes", "planner_accuracy", "search", "fuzz")
+"""sync_modes takes minutes and, for its limited link, root; planner_accuracy and search need a folder of tables; fuzz
 measures nothing."""
 
 

@@ -66,7 +66,7 @@ def train(plan: Plan) -> int:
 def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
     """The plan with a sync mode that fits, and, where there is a limit, why it is that one; the same on every rank.
     Raises ConfigError where none fits."""
-    settled = sync_mode.settle(plan, device_bytes, local=not gpt.uses_transformer_engine(plan))
+    settled = sync_mode.settle(plan, device_bytes, layers=gpt.layers_of(plan))
     is_limited = sync_mode.limit_of(plan, device_bytes) is not None
     return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
 

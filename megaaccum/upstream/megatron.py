@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 
@@ -21,6 +22,20 @@ def check() -> list[str]:
             if name not in source:
                 problems.append(f"{cls.__name__}.forward has no {name}")
     return problems
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron-core found Transformer Engine when it was imported."""
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
+
+
+def has_fused_softmax() -> bool:
+    """Whether apex's kernels are here that Megatron-core's fused softmax imports where it is used (0.19:
+    FusedScaleMaskSoftmax.is_kernel_available)."""
+    names = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
+    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 def is_parallel_linear(module: torch.nn.Module) -> bool:
