@@ -43,11 +43,12 @@ class StepResult:
     step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
     all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
     that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
-    no rank changed its weights. advanced: its samples count as consumed. sanitized: elements of the gradient set to 0,
-    or micro-batches left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank asked to
-    stop after this step. reports: what loss functions reported, reduced over micro-batches and ranks. per_microbatch:
-    on ranks of the last stage, reports of their own micro-batches. seconds: by phase. traffic: this rank's collectives,
-    by collective, group and dtype. memory: the most bytes that this rank held, by kind.
+    no rank changed its weights. advanced: its samples count as consumed. bad: it counts towards max_bad_steps.
+    sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
+    where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
+    over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
+    seconds: by phase. traffic: this rank's collectives, by collective, group and dtype. memory: the most bytes that
+    this rank held, by kind.
     """
 
     step: int = 0
@@ -57,6 +58,7 @@ class StepResult:
     skipped: bool
     lr: float = 0.0
     advanced: bool = True
+    bad: bool = False
     loss_scale: float = 1.0
     sanitized: int = 0
     note: str = ""
@@ -123,6 +125,7 @@ class TrainStep:
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
+        self._last_weight = 0.0
         self._open: _Open | None = None
 
     @property
@@ -201,6 +204,7 @@ class TrainStep:
             weight=attempt.weight,
             grad_norm=attempt.norm,
             skipped=verdict.skip,
+            bad=verdict.bad,
             loss_scale=self._backend.loss_scale,
             sanitized=attempt.num_zeroed + attempt.num_dropped,
             note=". ".join(filter(None, (opened.short, verdict.note))),
@@ -246,9 +250,14 @@ class TrainStep:
             self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
-        batch = self._plan.batch
-        nominal = float(batch.global_batch_size * batch.seq_length) if self.scaler is not None else None
+        nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
         return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+
+    def _nominal_weight(self, first: Microbatches) -> float:
+        """About the weight of a step, before it is known: that of the last one, else by what is expected."""
+        batch = self._plan.batch
+        expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
+        return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
 
     def _begin_attempt(self, opened: _Open) -> None:
         opened.tally = Tally()
@@ -416,6 +425,8 @@ class TrainStep:
                 f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
                 f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
             )
+        if not agreed.told:  # every rank has as many as are planned
+            return agreed.stop, ""
         counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
         return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
 
@@ -452,6 +463,7 @@ class TrainStep:
             self._digest,
             details=self._plan.facts,
             tell={"given": given, "dp_rank": self._groups.dp.rank()},
+            usual={"given": self._plan.batch.num_microbatches if call == "train_step" else 0},
             stop=stop,
             problem=problem or self._problem(),
             **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
@@ -527,6 +539,7 @@ class TrainStep:
             self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         self._recovery.conclude(verdict)
+        self._last_weight = attempt.weight
 
     def _go_back(self, before: _Before) -> None:
         rng.restore(before.rng)

@@ -19,18 +19,8 @@ def run(capsys, command: str) -> str:
 def test_the_comparison(capsys):
     out = run(capsys, "schedule --pp 4 -m 8 --schedule dualpipev --compare 1f1b,zbv,zb-h1 --no-timeline")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[0] == [
-        "schedule",
-        "chunks",
-        "makespan",
-        "bubble",
-        "idle",
-        "activations",
-        "deferred",
-        "W",
-        "peak",
-        "gap",
-    ]
+    head = "schedule chunks makespan bubble idle activations deferred W peak gap"
+    assert rows[0] == head.split()
     assert rows[1] == ["dualpipev", "2", "25.5", "1.5", "5.88%", "4.5", "2", "4.5", "0.00%"]
     assert rows[2] == ["1f1b", "1", "33", "9", "27.27%", "4", "0", "4", "22.22%"]
     assert rows[3] == ["zbv", "2", "25.5", "1.5", "5.88%", "4", "3.5", "4", "0.00%"]
@@ -38,7 +28,8 @@ def test_the_comparison(capsys):
 
 
 PROFILE = """{"pattern": "ETTTTTTTTL", "forward_ms": {"E": 1, "T": 2, "L": 5},
-"backward_ms": {"E": 0.5, "T": 2.5, "L": 6}, "weight_ms": {"E": 0.0001, "T": 1.5, "L": 2}}"""
+"backward_ms": {"E": 0.5, "T": 2.5, "L": 6},
+"weight_ms": {"E": 0.0001, "T": 1.5, "L": 2}}"""
 
 
 def test_cut_and_search(tmp_path, capsys):
