@@ -257,23 +257,24 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     model = plan.config.model
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
-    spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
-    mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
-    built = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(plan.config, vocab_size),
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
-        pre_process=stage == 0,
-        post_process=stage == last,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        mtp_block_spec=mtp,
-        pg_collection=groups.collection_of(chunk),
-        vp_stage=vp_stage,
-    )
+    with groups.seated(chunk):
+        spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
+        built = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocab_size(plan.config, vocab_size),
+            max_sequence_length=model.max_position_embeddings or model.seq_length,
+            pre_process=stage == 0,
+            post_process=stage == last,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            mtp_block_spec=mtp,
+            pg_collection=groups.collection_of(chunk),
+            vp_stage=vp_stage,
+        )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
