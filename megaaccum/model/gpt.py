@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
+from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
@@ -78,6 +83,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         keys |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
+    keys |= {name: each for name, each in plan.config.megatron.items() if name in known}
     if model.moe_router_load_balancing_type == "global_aux_loss":
         # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
         keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
@@ -88,6 +94,9 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
     built.delay_wgrad_compute = plan.layout.splits_backward and uses_transformer_engine(plan)
+    for name, each in plan.config.megatron.items():
+        if name.startswith("yarn_"):
+            setattr(built, name, each)  # GPTModel reads them off the configuration, which does not declare them
     return built
 
 
@@ -217,21 +226,22 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     vp_stage = chunk if plan.layout.vpp > 1 else None
     spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
     mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
-    built = GPTModel(
-        config=config,
+    own_fields = {field.name for field in fields(GPTModelConfig)}
+    whole = GPTModelConfig(
+        transformer=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(plan.config, vocab_size),
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
-        pre_process=stage == 0,
-        post_process=stage == last,
+        seq_length=model.max_position_embeddings or model.seq_length,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
-        mtp_block_spec=mtp,
-        pg_collection=groups.collection_of(chunk),
-        vp_stage=vp_stage,
+        **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
     )
+    with upstream.mtp_spec_of_builder(mtp):
+        built = GPTModelBuilder(whole).build_model(
+            groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
+        )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
@@ -242,8 +252,15 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
     """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
     with_te = uses_transformer_engine(plan)
+    if config.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
     spec = get_gpt_decoder_block_spec(
-        config, with_te, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+        config,
+        with_te,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
     )
     return spec if with_te else with_own_norms(spec)
 
@@ -342,13 +359,19 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
 
     Matrices are drawn whole in FP32 and sliced to this tp rank's part, so that the model is the same at every tp, pp
     and vpp. Distributions are Megatron's (`init_method`, and `output_layer_init_method` for the projections that end a
-    residual branch); biases start at 0 and norms at 1.
+    residual branch); biases start at 0 and norms at 1 (at 0 where 1 is added to them). State-space parameters keep what
+    their constructors gave them.
     """
     config = chunk.config
     for name, param in chunk.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
-        if param.dim() < 2:
-            param.fill_(1.0 if leaf.endswith("weight") and "norm" in name else 0.0)
+        if leaf in ("A_log", "D", "dt_bias") or "conv1d" in name:
+            continue
+        if param.dim() < 2 and leaf.endswith("weight") and "norm" in name:
+            param.fill_(0.0 if config.layernorm_zero_centered_gamma else 1.0)
+            continue
+        if param.dim() < 2 and re.fullmatch(r"(layer_norm_)?bias\d*", leaf):
+            param.fill_(0.0)
             continue
         unique = global_name(chunk, name)
         scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
