@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megaaccum.cli.arguments import asked, split_command, take_path
 from megaaccum.distributed.hostfile import read_hostfile
@@ -97,7 +98,7 @@ def _gpus(args: argparse.Namespace) -> tuple[int, int | None]:
     return sum(slots.values()), args.gpus_per_node or next(iter(slots.values()))
 
 
-def _fixed(args: argparse.Namespace) -> dict:
+def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     fixed = parse_axes(args.fix)
     if args.schedule is not None:
         fixed["schedule"] = args.schedule

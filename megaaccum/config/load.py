@@ -100,4 +100,4 @@ def given(config: Config, name: str) -> bool:
     if name in config.origin:
         return True
     section = getattr(config, all_keys()[name].section)
-    return getattr(section, name) != getattr(type(section)(), name)
+    return bool(getattr(section, name) != getattr(type(section)(), name))

@@ -92,5 +92,5 @@ def layout_of(config: Config, world_size: int, dp: int) -> Layout:
         etp=parallel.expert_tensor_parallel_size,
         dp=dp,
         schedule=parallel.schedule,
-        placement=placement,  # type: ignore[arg-type]
+        placement=placement,
     )

@@ -226,7 +226,8 @@ def _megatron_dataset(request: _Request, cache: Path, part: int, num_samples: in
     sizes = [num_samples if i == part else 0 for i in range(3)]
     with _no_process_group():
         config = _megatron_config(request, cache, part, num_samples)
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+        built: SampleDataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+        return built
 
 
 def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int) -> Any:

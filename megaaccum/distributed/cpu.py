@@ -11,7 +11,10 @@ import contextlib
 import functools
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _installed = False
 
@@ -25,7 +28,7 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
-def device():
+def device() -> torch.device:
     """The torch.device that this rank computes on."""
     import torch
 

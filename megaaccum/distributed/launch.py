@@ -3,6 +3,11 @@
 The ranks are children of the launching process. Where there is no GPU they are forks of it, after it has imported
 torch, DeepSpeed and Megatron once; with GPUs each is a fresh interpreter, since a CUDA context does not survive a fork.
 Rank 0 writes to the terminal; the other ranks write to files, whose last lines are shown when such a rank fails.
+
+torch.distributed.elastic is not used: it ends all other ranks as soon as it sees one that failed (PContext.wait), so
+of ranks that fail together it reports the one that it polls first, not the cause; and after a signal a rank that is
+writing a checkpoint has 30 seconds. Here the others have `grace` seconds to report and end by themselves, what all of
+them report is printed once, and a second signal ends them.
 """
 
 from __future__ import annotations

@@ -180,21 +180,23 @@ def start(
     try:
         pid = os.fork()
         if pid == 0:
-            _become_rank(parent, mask, body, env, output, error)
+            become_rank(body, parent=parent, env=env, output=output, error=error, mask=mask)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return RankProcess(rank, pid, os.pidfd_open(pid))
 
 
-def _become_rank(
-    parent: int,
-    mask: Iterable[int],
+def become_rank(
     body: Callable[[], None],
+    *,
+    parent: int,
     env: Mapping[str, str],
     output: Path | None,
     error: Path,
+    mask: Iterable[int] = (),
 ) -> NoReturn:
-    """Runs in the child; never returns into the parent's code."""
+    """Makes a fork of process `parent` a rank: as `start`. Never returns into the parent's code. mask: signals that the
+    rank blocks."""
     code = 1
     try:
         atexit._clear()  # the parent's exit handlers are the parent's

@@ -123,7 +123,7 @@ class Ledger:
 
     now: int = 0
     peak: int = 0
-    _live: Counter = field(default_factory=Counter)
+    _live: Counter[int] = field(default_factory=Counter)
     _sizes: dict[int, int] = field(default_factory=dict)
     _parameters: dict[int, torch.nn.Parameter] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ class Ledger:
         """A module whose own weight is None is given one from elsewhere: the head with tied embeddings."""
         borrows = module._parameters.get("weight", module) is None
 
-        def learn(*_) -> None:
+        def learn(*_: object) -> None:
             owner = chunk if borrows else module
             for param in owner.parameters(recurse=borrows):
                 if not hasattr(param, "to_local") and param.untyped_storage().nbytes():  # whole, and here

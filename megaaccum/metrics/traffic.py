@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class Meter:
         self._counts, self._receiving, self.most_receiving = {}, 0, 0
         names = self._names()
 
-        def note(collective: str, group, tensor: torch.Tensor, seconds: float, *, calls: int = 1) -> None:
+        def note(collective: str, group: Any, tensor: torch.Tensor, seconds: float, *, calls: int = 1) -> None:
             if collective == "recv":
                 self._receiving += tensor.nbytes if calls else -tensor.nbytes
                 self.most_receiving = max(self.most_receiving, self._receiving)

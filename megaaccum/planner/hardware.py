@@ -74,7 +74,8 @@ def names() -> list[str]:
 @cache
 def _packaged() -> dict[str, dict[str, Any]]:
     text = files("megaaccum.planner").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return entries
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

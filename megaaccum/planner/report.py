@@ -22,7 +22,7 @@ def mfu(ranked: Ranked, index: int) -> float:
     work = ranked.workload
     batch = _Batch(work.global_batch_size, work.model.seq_length)
     flops = step_flops(_config(ranked), batch, vocab_size=work.vocab_size)
-    return flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size)
+    return float(flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Entry:
     """Whether it splits the backward into I and W."""
     build: Builder | None = None
     """None for the interleaved schedule, which has parameters of its own."""
+    least: Callable[[int], int] = lambda pp: 1
+    """Micro-batches below which there is no table of its own for pp ranks."""
 
 
 _REGISTRY: dict[str, Entry] = {}
@@ -108,10 +110,17 @@ def _from_file(stored: Schedule) -> Builder:
 
 @lru_cache(maxsize=64)
 def build(
-    name: str, *, pp: int, num_microbatches: int, chunks: int | None = None, group_size: int | None = None
+    name: str,
+    *,
+    pp: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    group_size: int | None = None,
+    short: bool = False,
 ) -> Schedule:
     """The schedule `name` for pp ranks and num_microbatches micro-batches per flush; the same object when asked again.
 
+    short: a flush of fewer micro-batches than the schedule takes runs as the first ones of the least that it takes.
     chunks: model chunks per rank, which only the interleaved schedule leaves open (default 2). group_size: its
     microbatch_group_size_per_vp_stage (default pp). `name` may be a CSV file's path.
     Raises ScheduleError where the schedule does not exist for these sizes. A registered one is validated.
@@ -119,6 +128,8 @@ def build(
     if pp < 1 or num_microbatches < 1:
         raise ScheduleError(f"pp {pp} and {num_microbatches} micro-batches: both must be at least 1")
     known = entry(name)
+    if short and num_microbatches < (least := known.least(pp)):
+        return _first(build(name, pp=pp, num_microbatches=least, chunks=chunks), num_microbatches)
     if known.chunks is not None and chunks not in (None, known.chunks):
         raise ScheduleError(
             f"schedule {name} has {known.chunks} model chunk{'s' * (known.chunks > 1)} per rank, not {chunks}: set"
@@ -136,6 +147,19 @@ def build(
     return schedule if name in BUILT_IN else _validated(schedule)
 
 
+def _first(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The schedule with its first micro-batches alone: what is left keeps its order, so it is as free of deadlock."""
+
+    def kept(item: Item) -> Item | None:
+        if isinstance(item, Pair):
+            left = [action for action in (item.forward, item.backward) if action.microbatch < num_microbatches]
+            return item if len(left) == 2 else left[0] if left else None
+        return item if item.microbatch < num_microbatches else None
+
+    items = tuple(tuple(item for each in rank if (item := kept(each)) is not None) for rank in schedule.items)
+    return replace(schedule, num_microbatches=num_microbatches, items=items)
+
+
 def _validated(schedule: Schedule) -> Schedule:
     validate(schedule)
     return schedule
@@ -146,7 +170,7 @@ def _validated(schedule: Schedule) -> Schedule:
 
 def gpipe(pp: int, num_microbatches: int) -> Table:
     """All forwards, then all backwards in the same order."""
-    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]  # type: ignore[arg-type]
+    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]
     return [passes] * pp
 
 
@@ -215,7 +239,7 @@ def _zb_h1_rank(pp: int, rank: int, m: int) -> list[Item]:
 class _VRank:
     """Writes down one rank's part of a V-shaped schedule, counting micro-batches per chunk and kind."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.items: list[Item] = []
         self._next = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
         self._owed: deque[tuple[int, int]] = deque()
@@ -355,16 +379,24 @@ def _dualpipev_drain(at: _VRank, below: int, rank: int) -> None:
         at.weight_grad()
 
 
-def _add(name: str, chunks: int | None, placement: Placement, builder: Builder | None, *, splits: bool = False) -> None:
-    _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=splits, build=builder)
+def _add(
+    name: str,
+    chunks: int | None,
+    placement: Placement,
+    builder: Builder | None,
+    *,
+    splits: bool = False,
+    least: Callable[[int], int] = lambda pp: 1,
+) -> None:
+    _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=splits, build=builder, least=least)
 
 
 _add("gpipe", 1, "loop", gpipe)
 _add("1f1b", 1, "loop", one_forward_one_backward)
 _add("interleaved", None, "loop", None)
 _add("zb-h1", 1, "loop", zb_h1, splits=True)
-_add("zbv", 2, "v", zbv, splits=True)
-_add("dualpipev", 2, "v", dualpipev, splits=True)
+_add("zbv", 2, "v", zbv, splits=True, least=lambda pp: 2 * pp - 1)
+_add("dualpipev", 2, "v", dualpipev, splits=True, least=lambda pp: 2 * pp)
 BUILT_IN = frozenset(_REGISTRY)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Profile:
     pattern: str
     kinds: Mapping[str, LayerCost]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if problems := list(_problems(self)):
             raise ScheduleError(problems)
 
@@ -104,7 +104,7 @@ class Profile:
         return tuple(sums)
 
 
-def _problems(profile: Profile):
+def _problems(profile: Profile) -> Iterator[str]:
     if missing := sorted(set(profile.pattern) - set(profile.kinds)):
         yield f"profile: the model has layers of kind {', '.join(missing)}, for which kinds has no costs: measure them"
     if not profile.pattern:

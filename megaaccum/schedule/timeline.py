@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from megaaccum.schedule.actions import NAMES, Schedule
 from megaaccum.schedule.simulate import Costs
@@ -21,7 +22,7 @@ def write_trace(path: str | Path, schedule: Schedule, *, planned: Spans | None, 
 
     measured: seconds on one clock (any start). Raises OSError where `path` cannot be written.
     """
-    events: list[dict] = []
+    events: list[dict[str, Any]] = []
     for group, (name, spans) in enumerate((("planned", planned), ("measured", measured))):
         if spans is not None:
             events += _group(schedule, spans, group, name)
@@ -46,7 +47,7 @@ def measured_costs(schedule: Schedule, spans: Spans) -> Costs:
     return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
 
-def _group(schedule: Schedule, spans: Spans, group: int, name: str) -> Iterable[dict]:
+def _group(schedule: Schedule, spans: Spans, group: int, name: str) -> Iterable[dict[str, Any]]:
     begin = min(each[0][0] for each in spans)
     yield {"ph": "M", "name": "process_name", "pid": group, "args": {"name": f"{name}: {schedule.name}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": group, "args": {"sort_index": group}}

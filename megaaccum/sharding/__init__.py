@@ -29,6 +29,9 @@ def build(
         from megaaccum.sharding.streaming import StreamingBackend as kind  # type: ignore[assignment]
     else:
         from megaaccum.sharding.deepspeed import DeepSpeedBackend as kind  # type: ignore[assignment]
+    for chunk in chunks:
+        # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
+        chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
     backend = kind(plan, groups, chunks, optimizer)
     fill_hooks(backend, chunks)
     optimizer.register_step_pre_hook(lambda *_: note_held(backend))

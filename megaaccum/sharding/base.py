@@ -198,8 +198,6 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
-        # The schedules divide nothing: Divisor does. Without it every gradient is 1 / num_microbatches of its own.
-        config.calculate_per_token_loss = True
         config.no_sync_func = backend.no_sync_func
         config.param_sync_func = backend.param_sync_func
         config.grad_sync_func = backend.grad_sync_func

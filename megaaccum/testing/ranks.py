@@ -1,30 +1,68 @@
-"""Running a function on several ranks from a test: start, wait at most so long, and say which rank failed and how."""
+"""Running a function on several ranks from a test: start, wait for a bounded time, report which rank failed and how.
+
+Ranks are forks of one process, which has imported torch, DeepSpeed and Megatron and is otherwise fresh: nothing that a
+test process did to torch reaches them (multiprocessing's forkserver).
+"""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import faulthandler
+import importlib
+import multiprocessing
 import os
 import pickle
-import shutil
-import socket
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache, partial
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from megaaccum.distributed.processes import describe_status
-from megaaccum.testing.protocol import Outcome, Reply, Request
+from megaaccum.distributed import processes
+from megaaccum.distributed.processes import RankError, describe_status
+from megaaccum.testing import tensors
 
 STARTUP_SECONDS = 120.0
 """Limit for the imports of torch, DeepSpeed and Megatron in the process that forks ranks."""
-OVERHEAD_SECONDS = 30.0
-"""How much longer than a test's own limit its reply may take before the forking process is given up."""
+GRACE_SECONDS = 3.0
+"""After one rank failed: time for the others to fail by themselves and report why."""
+STACK_SECONDS = 2.0
+"""After the time is up: time for the ranks to write their stacks."""
 OUTPUT_LINES = 60
 """Lines of a rank's output that a failure shows."""
+PRELOADED = "megaaccum.testing.preloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    status: int
+    """Exit code, or minus the signal."""
+    order: int
+    """0 for the first that ended."""
+    ended_by_harness: bool
+    """It still ran when the time was up or another rank had failed."""
+    error: RankError | None
+    """The exception that ended it, if one did."""
+    output: str
+    stack: str
+    """Every thread's stack when the time was up."""
+    result: bytes | None
+    """The pickled return value, None without one."""
+
+    @property
+    def failed(self) -> bool:
+        """It did not return from its function."""
+        return self.status != 0 or self.result is None
 
 
 class RanksFailed(AssertionError):
@@ -53,10 +91,10 @@ def run_ranks(
 
     Raises RanksFailed with the traceback, output and, after a time-out, the stack of the ranks. No rank outlives it.
     """
-    reply = _ask(fn, world_size, args, kwargs, timeout, init, env)
-    if any(outcome.failed for outcome in reply.outcomes):
-        raise RanksFailed(_failure_text(fn, reply, timeout), reply.outcomes)
-    return [pickle.loads(outcome.result or b"") for outcome in reply.outcomes]
+    outcomes, timed_out = _outcomes(fn, world_size, args, kwargs, timeout, init, env or {})
+    if any(outcome.failed for outcome in outcomes):
+        raise RanksFailed(_failure_text(fn, outcomes, timeout if timed_out else None), outcomes)
+    return [pickle.loads(outcome.result or b"") for outcome in outcomes]
 
 
 def try_ranks(
@@ -69,121 +107,224 @@ def try_ranks(
     **kwargs: Any,
 ) -> list[Outcome]:
     """As run_ranks, but returns how each rank ended instead of raising: for tests in which ranks are meant to fail."""
-    return _ask(fn, world_size, args, kwargs, timeout, init, env).outcomes
+    return _outcomes(fn, world_size, args, kwargs, timeout, init, env or {})[0]
 
 
-def _ask(
+def _outcomes(
     fn: Callable[..., Any],
     world_size: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
     init: bool,
-    env: dict[str, str] | None,
-) -> Reply:
+    env: dict[str, str],
+) -> tuple[list[Outcome], bool]:
+    """How every rank ended, and whether the time ran out."""
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not at the top level of a module, so ranks cannot import it")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        request = Request(
-            module=fn.__module__,
-            qualname=fn.__qualname__,
-            call=pickle.dumps((args, kwargs)),
-            world_size=world_size,
-            timeout=timeout,
-            init=init,
-            env=env or {},
-            path=[os.path.abspath(entry) for entry in sys.path],
-            cwd=os.getcwd(),
-            folder=Path(folder),
-        )
-        return _server().ask(request)
-
-
-class Server:
-    """The forking process of this test process, and the connection to it."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-server-"))
-        self.pid_of_owner = os.getpid()
-        with theirs, open(self.folder / "output", "w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "megaaccum.testing.server", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=_server_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.connection = Connection(ours.detach())
-        self._receive(STARTUP_SECONDS)
-
-    def ask(self, request: Request) -> Reply:
-        """Sends the request and waits for its reply. Whatever goes wrong on the way, the forking process is ended."""
+    call, context = pickle.dumps((fn, args, kwargs)), _context()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, processes.listen() as sock:
+        port = sock.getsockname()[1]
+        store = processes.serve_store(sock)
+        ranks = [
+            Rank(number, world_size, port, Path(folder), timeout if init else None) for number in range(world_size)
+        ]
         try:
-            self.connection.send(request)
-            reply = self._receive(request.timeout + OVERHEAD_SECONDS)
-        except BaseException:
-            self.close()
-            raise
-        assert isinstance(reply, Reply)
-        return reply
+            with _environment():
+                for rank in ranks:
+                    rank.start(context, call, env)
+            timed_out = _wait(ranks, timeout)
+        finally:
+            for rank in ranks:
+                rank.end()
+        del store
+        return [rank.outcome() for rank in ranks], timed_out
 
-    def _receive(self, seconds: float) -> object:
-        try:
-            if not self.connection.poll(seconds):
-                raise RuntimeError(f"The process that forks ranks said nothing for {seconds:.0f} s.")
-            return self.connection.recv()
-        except (EOFError, OSError, RuntimeError) as error:
-            output = (self.folder / "output").read_text(errors="replace")
-            self.close()
-            raise RuntimeError(
-                f"The process that forks ranks is gone or stuck ({error}). It wrote:\n{output}"
-            ) from None
+
+# --- in the test process ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank, from its start to its end, and the files that it writes."""
+
+    number: int
+    world_size: int
+    port: int
+    folder: Path
+    group_timeout: float | None
+    """Seconds that the test may take, if the rank is to be in a process group."""
+    process: ForkServerProcess | None = None
+    order: int = sys.maxsize
+    ended_by_harness: bool = False
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"rank{self.number}.{kind}"
+
+    def start(self, context: ForkServerContext, call: bytes, env: dict[str, str]) -> None:
+        variables = processes.rank_environment(self.number, self.world_size, self.port, num_threads=1) | env
+        self.process = context.Process(target=_become_rank, args=(replace(self), call, variables))
+        self.process.start()
 
     @property
-    def alive(self) -> bool:
-        return not self.connection.closed and self.process.poll() is None
+    def running(self) -> bool:
+        return self.process is not None and self.process.exitcode is None
 
-    def close(self) -> None:
-        """Ends the forking process; its ranks end with it."""
-        if os.getpid() != self.pid_of_owner:
+    @property
+    def failed(self) -> bool:
+        """It has ended, and not by returning from its function."""
+        return not self.running and (self.process is None or self.process.exitcode != 0 or not self._has("result"))
+
+    def send(self, signum: int) -> None:
+        assert self.process is not None and self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signum)
+
+    def end(self) -> None:
+        """Ends the rank and what it started, if it still runs."""
+        if self.process is None or not self.running:
             return
-        self.connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        assert self.process.pid is not None
+        self.ended_by_harness = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)  # a rank that does not lead its session yet is no process group
+        self.process.join()
+
+    def outcome(self) -> Outcome:
+        assert self.process is not None and self.process.exitcode is not None
+        return Outcome(
+            rank=self.number,
+            status=self.process.exitcode,
+            order=self.order,
+            ended_by_harness=self.ended_by_harness,
+            error=RankError.read(self.file("error")),
+            output=self.read("output"),
+            stack=self.read("stack"),
+            result=self.file("result").read_bytes() if self._has("result") else None,
+        )
+
+    def read(self, kind: str) -> str:
+        return self.file(kind).read_text(errors="replace") if self._has(kind) else ""
+
+    def _has(self, kind: str) -> bool:
+        return self.file(kind).exists()
 
 
-_the_server: Server | None = None
+def _wait(ranks: list[Rank], timeout: float) -> bool:
+    """Waits until all have ended, or the time is up, or one has failed and the others had GRACE_SECONDS. Whether the
+    time was up; ranks that still run have then written their stacks."""
+    deadline, failed, num_ended = time.monotonic() + timeout, False, 0
+    running = [rank for rank in ranks if rank.process is not None]
+    while running:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            _have_stacks_written(running)
+            return not failed
+        connection.wait([rank.process.sentinel for rank in running if rank.process is not None], left)
+        ended = [rank for rank in running if not rank.running]
+        running = [rank for rank in running if rank not in ended]
+        for rank in sorted(ended, key=lambda rank: not rank.file("error").exists()):
+            rank.order, num_ended = num_ended, num_ended + 1
+        if not failed and any(rank.failed for rank in ended):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return False
 
 
-def _server() -> Server:
-    """The one forking process of this test process, started when first needed."""
-    global _the_server
-    if _the_server is None or not _the_server.alive:
-        _the_server = Server()
-        atexit.register(_the_server.close)
-    return _the_server
+def _have_stacks_written(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.send(signal.SIGUSR1)
+    deadline = time.monotonic() + STACK_SECONDS
+    while time.monotonic() < deadline and not all(rank.read("stack") for rank in ranks):
+        time.sleep(0.05)
+    time.sleep(0.05)  # a stack is written line by line
 
 
-def _server_environment() -> dict[str, str]:
+@cache
+def _context() -> ForkServerContext:
+    """The start method whose server has imported the libraries. The server ends with this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    # The server passes over a preload that cannot be imported; this rank, its first, would raise.
+    first = context.Process(target=importlib.import_module, args=(PRELOADED,))
+    with _environment():
+        first.start()
+    importlib.import_module("torch.distributed")  # the store's, while the server imports the same
+    first.join(STARTUP_SECONDS)
+    if first.exitcode != 0:
+        first.kill()
+        raise RuntimeError(f"the process that forks ranks could not import {PRELOADED}: exit code {first.exitcode}")
+    return context
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """This process has the environment that the server takes over when it is started."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = dict(os.environ)
     # CUDA_VISIBLE_DEVICES: these ranks are the CPU lane on a machine with GPUs too.
-    ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return os.environ | ours
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=path)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def _failure_text(fn: Callable[..., Any], reply: Reply, timeout: float) -> str:
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def _become_rank(rank: Rank, call: bytes, env: dict[str, str]) -> None:
+    """Runs in the fork; never returns."""
+    # Ranks hold the pipe by whose end the server sees that the test process is gone; it would never see it.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    processes.become_rank(
+        partial(_body, rank, call), parent=os.getppid(), env=env, output=rank.file("output"), error=rank.file("error")
+    )
+
+
+def _body(rank: Rank, call: bytes) -> None:
+    """Calls the function and writes its result."""
+    stack = open(rank.file("stack"), "w")  # noqa: SIM115 - open until the rank ends
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=sys.stderr)
+    fn, args, kwargs = pickle.loads(call)
+    if rank.group_timeout is not None:
+        _init_gloo(rank.group_timeout)
+    result = fn(*args, **kwargs)
+    part = rank.file("part")
+    part.write_bytes(tensors.dumps(result))
+    part.replace(rank.file("result"))
+    if rank.group_timeout is not None:
+        _destroy()
+
+
+def _init_gloo(timeout: float) -> None:
+    """The default process group. Its time limit is longer than the test's: the harness reports a hang, not gloo."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * timeout))
+
+
+def _destroy() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- what a failure shows ---------------------------------------------------------------------------------------------
+
+
+def _failure_text(fn: Callable[..., Any], outcomes: list[Outcome], timed_out_after: float | None) -> str:
     """One text with what failed first at the top, and every rank's end below."""
-    failed = sorted((o for o in reply.outcomes if o.failed), key=lambda o: (o.ended_by_harness, o.order, o.rank))
-    head = f"{fn.__module__}.{fn.__qualname__} on {len(reply.outcomes)} ranks: "
-    if reply.timed_out:
+    failed = sorted((o for o in outcomes if o.failed), key=lambda o: (o.ended_by_harness, o.order, o.rank))
+    head = f"{fn.__module__}.{fn.__qualname__} on {len(outcomes)} ranks: "
+    if timed_out_after is not None:
         running = [outcome.rank for outcome in failed if outcome.ended_by_harness]
-        head += f"not done after {timeout:g} s; ranks {running} still ran"
+        head += f"not done after {timed_out_after:g} s; ranks {running} still ran"
     else:
         head += f"rank {failed[0].rank} failed first"
     return "\n".join([head, *(_rank_text(outcome) for outcome in failed)])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def dumps(value: Any) -> bytes:

@@ -32,10 +32,10 @@ CABLE = "ma0"
 def why_not() -> str:
     """What this machine lacks, or nothing."""
     if os.geteuid() != 0:
-        return "only root can make network namespaces"
+        return "two hosts are network namespaces, which root alone can make: run it as root"
     missing = [tool for tool in TOOLS if find(tool) is None]
     if missing:
-        return f"not installed: {', '.join(missing)} (iproute2, pdsh, openssh-server)"
+        return f"{', '.join(missing)} not found: apt-get install iproute2 pdsh openssh-server"
     return ""
 
 

@@ -27,7 +27,7 @@ SECONDS = 500.0
 
 pytestmark = pytest.mark.skipif(
     not te_on_cpu.is_there(),
-    reason=f"Transformer Engine's wheel is not in {te_on_cpu.FOLDER.name} (`make te` fetches it)",
+    reason=f"Transformer Engine's wheel is not in {te_on_cpu.FOLDER.name}: make te",
 )
 
 

@@ -181,7 +181,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on_from_it(whol
     size = sum(file.stat().st_size for file in (folder / "run/checkpoints/step_0000008").iterdir())
     ended = whole_runs.train_on_a_small_disk(tmp_path, int(1.5 * size) + 100_000, keep_last=1)
     if ended is None:
-        pytest.skip("neither root nor a user who may have namespaces, so no small file system can be made")
+        pytest.skip("a full disk is a small file system in a mount namespace: run it as root, or allow user namespaces")
     first, second = ended
     error = only_error(first, "the checkpoint of step 4 could not be written: No space left on device")
     assert "0.00 GiB are free" in error

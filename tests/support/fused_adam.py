@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.parity import Case, make, microbatches
+from tests.support.parity import Case, Rig
 
 
 class CountsCalls(torch.optim.Optimizer):
@@ -50,18 +50,17 @@ def trained(case: Case, stands_in: bool, steps: int, resume_at: int) -> dict[str
     from megaaccum.training import optimizer
 
     with patch.object(optimizer, "build", build if stands_in else optimizer.build):
-        plan, groups, _, backend, train_step = make(case)
+        rig = Rig.of(case)
         for step in range(steps):
             if step == resume_at:
-                held = {piece.name: {k: t.clone() for k, t in piece.tensors.items()} for piece in backend.state()}
-                plan, groups, _, backend, train_step = make(case)
-                for piece in backend.state():
+                held = {piece.name: {k: t.clone() for k, t in piece.tensors.items()} for piece in rig.backend.state()}
+                rig = Rig.of(case)
+                for piece in rig.backend.state():
                     for kind, tensor in piece.tensors.items():
                         tensor.copy_(held[piece.name][kind])
-                backend.adopt_state(step)
-            first = step * plan.batch.global_batch_size
-            train_step.train(microbatches(plan, groups.dp.rank(), first), step=step)
-    return {piece.name: piece.tensors["param"].clone() for piece in backend.state()}
+                rig.backend.adopt_state(step)
+            rig.train(step, first=step * rig.plan.batch.global_batch_size)
+    return {piece.name: piece.tensors["param"].clone() for piece in rig.backend.state()}
 
 
 def both(case: Case, steps: int, resume_at: int) -> list[dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import Config, ModelConfig, RunConfig
@@ -75,7 +76,8 @@ def test_every_step_is_one_line_with_its_rates(tmp_path):
 
 
 def test_tensors_become_the_numbers_they_hold(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     log = opened(tmp_path)
     log.step(step(1, loss=torch.tensor(1 / 3), grad_norm=torch.tensor([0.5], dtype=torch.bfloat16)))
     (line,) = lines(tmp_path)
@@ -333,8 +335,7 @@ def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):
     resumed.close()
     with (tmp_path / "csv" / "train_loss.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["step", "loss"], *[[str(n), str(float(n))] for n in range(1, 9)]]
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(n, float(n)) for n in range(1, 9)]
     assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(8, 0.5)]
     assert "train/tokens_per_second" in events.Tags()["scalars"]

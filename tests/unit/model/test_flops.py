@@ -31,7 +31,8 @@ def resolved(**keys) -> Config:
 
 def megatron_flops(config: Config, batch: Batch) -> float:
     """Megatron's own count for the same model."""
-    training = pytest.importorskip("megatron.training.training")
+    from megatron.training import training
+
     model = config.model
     args = Namespace(**{f.name: getattr(model, f.name) for f in fields(model)})
     args.group_query_attention = model.num_query_groups != model.num_attention_heads

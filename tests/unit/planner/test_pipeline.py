@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from megaaccum.planner import pipeline
-
-build = pytest.importorskip("megaaccum.schedule.build", exc_type=ImportError)
+from megaaccum.schedule.build import build
 
 CASES = [
     (name, pp, vpp, m)
@@ -19,7 +18,7 @@ CASES = [
 
 
 def made(name: str, pp: int, vpp: int, m: int) -> Any:
-    return build.build(name, pp=pp, num_microbatches=m, **({"chunks": vpp} if name == "interleaved" else {}))
+    return build(name, pp=pp, num_microbatches=m, **({"chunks": vpp} if name == "interleaved" else {}))
 
 
 @pytest.mark.parametrize(("name", "pp", "vpp", "m"), CASES)

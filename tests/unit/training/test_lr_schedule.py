@@ -123,7 +123,8 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("keys", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_the_same_flags_give_megatrons_numbers_to_the_last_bit(keys, monkeypatch):
-    training = pytest.importorskip("megatron.training.training")
+    from megatron.training import training
+
     config = configured(train_iters=40, global_batch_size=24, **keys)
     mine, theirs = [{"wd_mult": 1.0}], [{"wd_mult": 1.0}]
     schedule = build(mine, config)
@@ -256,7 +257,8 @@ def test_names_and_parameters_stand_in_the_same_order():
 
 
 def test_the_rule_is_megatrons():
-    optimizer = pytest.importorskip("megatron.core.optimizer")
+    from megatron.core import optimizer
+
     overrides = optimizer.get_standard_config_overrides(optimizer.OptimizerConfig())
     without = {
         name for g in param_groups(Model().named_parameters(), 0.1) if not g["wd_mult"] for name in g["param_names"]

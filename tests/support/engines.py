@@ -1,0 +1,85 @@
+"""What tests of the engine run on ranks: a user's own chunks, losses and calls, and the gradient that comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.support.parity import VOCAB, Case, Gradient, Rig, microbatches
+
+
+def forward_step(data_iterator, chunk):
+    """As a user of Megatron writes it: per-token losses, summed, weighed by unmasked tokens."""
+    batch = next(data_iterator)
+    output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+
+    def loss_func(losses):
+        losses = losses if losses.dtype is torch.float64 else losses.float()
+        mask = batch["loss_mask"].to(losses.dtype)
+        total = (losses * mask).sum()
+        return total, mask.sum(), {"lm loss": torch.stack([total.detach(), mask.sum()]), "tokens": mask.sum()}
+
+    return output, loss_func
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How a step's micro-batches are cut over calls, and what is known of N: in each call's `weights`, in advance for
+    the whole step (`total`), or nothing before the last forward."""
+
+    sizes: tuple[int, ...] = (3, 4, 1)
+    known: str = ""
+    iterators: bool = False
+    lengths: tuple[int, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def engine_of(case: Case, **more):
+    """An engine over chunks that the test built, with the keys of the case."""
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+    from megaaccum.model import gpt
+
+    plan = case.plan()
+    groups.destroy()
+    built = groups.build(plan.layout, timeout_minutes=1)
+    chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
+    for chunk in chunks:
+        chunk.config.calculate_per_token_loss = False  # what a user forgets; the engine sets it
+    return initialize(plan, chunks, groups=built.collection, forward_step_func=forward_step, **more)
+
+
+def in_calls(case: Case, calls: Calls) -> Gradient:
+    """The gradient of one step of several calls, at the moment when the optimizer reads it."""
+    engine = engine_of(case, reports={"tokens": "sum"})
+    rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
+    batches = rig.microbatches()
+    total = float(sum(batch["loss_mask"].sum() for batch in stacked(engine))) if calls.known == "total" else None
+    seen: dict[str, torch.Tensor] = {}
+    engine.backend.step = lambda: seen.update(rig.assemble())
+    start = 0
+    for size in calls.sizes:
+        part = batches[start : start + size]
+        start += size
+        weights = [float(batch["loss_mask"].sum()) for batch in part] if calls.known == "weights" else None
+        data = [iter(part) for _ in engine.chunks] if calls.iterators else part
+        engine.forward_backward(
+            data, size if calls.iterators else None, weights=weights, total_weight=total, **calls.more
+        )
+    result = engine.optim_step()
+    assert result.reports["lm loss"] == result.loss or abs(result.reports["lm loss"] - result.loss) < 1e-9
+    assert result.reports["tokens"] == result.weight
+    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, engine.groups.tp.rank())
+
+
+def stacked(engine) -> list[dict[str, torch.Tensor]]:
+    """Every micro-batch of the step, of all data-parallel ranks."""
+    plan = engine.plan
+    return [batch for rank in range(plan.layout.dp) for batch in microbatches(plan, rank)]
+
+
+def all_in_calls(cells: Sequence[tuple[Case, Calls]]) -> list[Gradient]:
+    return [in_calls(case, calls) for case, calls in cells]
