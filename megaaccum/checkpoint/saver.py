@@ -141,9 +141,9 @@ class Saver:
             buffers=engine.buffers,
             only_weights=only_weights,
         )
-        if run.finetune:
+        if run.finetune or run.reset_iteration:
             if int(os.environ["RANK"]) == 0:
-                print(f"weights from {current}; the run begins at step 0", flush=True)
+                print(f"{'weights' if only_weights else 'state'} of {current}; the run begins at step 0", flush=True)
             return
         if progress.data != self.data.digest:
             text = (
@@ -165,8 +165,8 @@ class Saver:
                 f"load: {run.load} holds files but no checkpoint of megaaccum's (no file named latest): name the folder"
                 " of one, or leave load out to start afresh"
             )
-        if current is None and run.finetune:
-            raise CheckpointError("finetune: there is no checkpoint to take the weights from; set load to one")
+        if current is None and (run.finetune or run.reset_iteration):
+            raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
         return current
 
 

@@ -295,7 +295,7 @@ def sort_into_lists(given: Given) -> None:
     """Note and refuse what the lists hold, one text per reason."""
     rows: dict[str, list[str]] = {}
     for name in given.written:
-        row = listed().get(name)
+        row = None if name in all_keys() else listed().get(name)
         if row is not None and row.verdict != "run" and not is_default(name, getattr(given.args, name)):
             rows.setdefault(row.title, []).append(name)
     for names in rows.values():

@@ -48,7 +48,7 @@ RULED = frozenset(
         "deepspeed_config", "zero_stage", "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split", "spec", "hybrid_layer_pattern", "hybrid_override_pattern", "mlp_type",
         "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor", "moe_min_capacity",
-        "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg", "reset_iteration",
+        "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg",
         "no_load_lr_state", "checkpoint_activations", "moe_expert_parallel_size", "ds_sequence_parallel_size",
         "cpu_optimizer", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "num_key_value_heads",
         "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
@@ -127,7 +127,7 @@ def _put_own(key: str, value: object, given: Given, reading: Reading) -> None:
 def _put_same_names(given: Given, reading: Reading) -> None:
     for name in given.written:
         value = getattr(given.args, name, None)
-        if name in listed() or name in RULED or name in LEFT_TO_RULES or value is None:
+        if name in RULED or name in LEFT_TO_RULES or value is None:
             continue
         if name in CONSTANTS:
             reading.put(*CONSTANTS[name], given, name)
@@ -179,7 +179,7 @@ OWNED_FIELDS = frozenset(
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "batch_p2p_comm",
         "deallocate_pipeline_outputs", "calculate_per_token_loss", "persist_layer_norm", "bias_activation_fusion",
         "share_embeddings_and_output_weights", "should_pad_vocab", "fp8_param", "use_te_rng_tracker",
-        "num_query_groups", "hetereogenous_dist_checkpoint", "embedding_init_method_std", "inference_sampling_seed",
+        "num_query_groups", "hetereogenous_dist_checkpoint", "inference_sampling_seed",
         "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "is_hybrid_model", "qk_clip_threshold",
         "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
     }
@@ -453,29 +453,39 @@ def _hybrid(given: Given, reading: Reading) -> None:
 
 
 def _starting_over(given: Given, reading: Reading) -> None:
-    """The fork's ways to begin again with the weights of a checkpoint."""
-    names = [name for name in ("reset_iteration", "no_load_lr_state") if given.has(name)]
-    if names:
+    """The fork leaves the schedule of a checkpoint out also where the run goes on, which is not done here."""
+    if given.has("no_load_lr_state") and not given.has("reset_iteration", "finetune"):
         reading.problems.append(
-            f"{given.shown(*names)}: a checkpoint is resumed whole, or (finetune) its weights alone; write --finetune."
+            "--no-load-lr-state: a run that goes on takes up its schedule; write --override-opt_param-scheduler for"
+            " another one, or --reset-iteration."
         )
+
+
+def _overlap(given: Given, reading: Reading) -> None:
+    """What only hides traffic is left out where it cannot be had."""
+    if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
+        if reading.values.get("loss_norm") != "token":
+            reading.values["overlap_moe_expert_parallel_comm"] = False
+            reading.notes.append(
+                "--overlap-moe-expert-parallel-comm: off, as prediction layers weigh each micro-batch."
+            )
 
 
 RULES: tuple[Callable[[Given, Reading], None], ...] = (
     _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
-    _data_files, _hybrid, _starting_over,
+    _data_files, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """In the order in which they run: later ones look at what earlier ones put."""
 
 
 def verdict_of(name: str) -> str:
     """Which of the ways an argument of Megatron's goes: key, rule, model, or the list that it is in."""
-    if name in listed():
-        return listed()[name].verdict
     if name in RULED or name in LEFT_TO_RULES:
         return "rule"
     if name in all_keys() or name in RENAMED or name in CONSTANTS:
         return "key"
+    if name in listed():
+        return listed()[name].verdict
     if name in model_fields() or name in CONVERTED:
         return "model"
     raise KeyError(name)

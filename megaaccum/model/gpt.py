@@ -376,6 +376,8 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         unique = global_name(chunk, name)
         scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
         init = config.output_layer_init_method if scaled else config.init_method
+        if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
+            init = config.embedding_init_method
         param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups, _is_gated(config, name)))
 
 

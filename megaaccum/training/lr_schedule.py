@@ -179,6 +179,7 @@ def param_groups(
     weight_decay: float,
     *,
     decoupled: dict[str, float] | None = None,
+    hidden: dict[str, float] | None = None,
     decay_qk_norms: bool = False,
 ) -> list[ParamGroup]:
     """The optimizer's groups: what decays, then what does not; within each, dense parameters, then experts.
@@ -190,21 +191,20 @@ def param_groups(
     multiplies the weight decay by; `is_expert_parallel` tells which groups hold experts. A parameter that ZeRO-3 has
     partitioned is judged by its whole shape.
 
-    decoupled: max_lr and min_lr of the input embedding and the output head, which are groups of their own then.
+    decoupled: max_lr and min_lr of the input embedding and the output head, which are groups of their own then. hidden:
+    the same, and eps, of all other matrices (the maximal update parametrization).
     decay_qk_norms: norms of queries and keys decay (apply_wd_to_qk_layernorm).
     """
-    members: dict[tuple[float, bool, bool], list[tuple[str, torch.nn.Parameter]]] = {
-        (wd_mult, is_expert, apart): []
-        for wd_mult in (1.0, 0.0)
-        for is_expert in (False, True)
-        for apart in (False, True)
+    kinds: dict[str, dict[str, float]] = {"": {}, "ends": decoupled or {}, "hidden": hidden or {}}
+    members: dict[tuple[float, bool, str], list[tuple[str, torch.nn.Parameter]]] = {
+        (wd_mult, is_expert, kind): [] for wd_mult in (1.0, 0.0) for is_expert in (False, True) for kind in kinds
     }
     for name, param in named_params:
         if param.requires_grad:
             is_expert = not getattr(param, "allreduce", True)
             decays = not _never_decays(name, param) or (decay_qk_norms and _is_qk_norm(name))
-            apart = decoupled is not None and name.startswith(("embedding.word_embeddings.", "output_layer."))
-            members[1.0 if decays else 0.0, is_expert, apart].append((name, param))
+            kind = _kind(name, param, decoupled is not None, hidden is not None)
+            members[1.0 if decays else 0.0, is_expert, kind].append((name, param))
     return [
         {
             "params": [param for _, param in named],
@@ -212,11 +212,19 @@ def param_groups(
             "weight_decay": weight_decay * wd_mult,
             "wd_mult": wd_mult,
             "is_expert_parallel": is_expert,
-            **(decoupled if decoupled is not None and apart else {}),
+            **kinds[kind],
         }
-        for (wd_mult, is_expert, apart), named in members.items()
+        for (wd_mult, is_expert, kind), named in members.items()
         if named
     ]
+
+
+def _kind(name: str, param: torch.nn.Parameter, decoupled: bool, hidden: bool) -> str:
+    """Which learning rate a parameter has."""
+    if decoupled and name.startswith(("embedding.word_embeddings.", "output_layer.")):
+        return "ends"
+    matrix = len(getattr(param, "ds_shape", param.shape)) > 1 and "embedding" not in name
+    return "hidden" if hidden and matrix else ""
 
 
 def _is_qk_norm(name: str) -> bool:

@@ -39,6 +39,7 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.Para
         named,
         plan.config.optimizer.weight_decay,
         decoupled=_decoupled(plan),
+        hidden=_hidden(plan),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
     )
     if not groups:
@@ -59,6 +60,16 @@ def _decoupled(plan: Plan) -> dict[str, float] | None:
         "max_lr": keys.decoupled_lr,
         "min_lr": keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr,
     }
+
+
+def _hidden(plan: Plan) -> dict[str, float] | None:
+    """What Adam takes for hidden matrices under the maximal update parametrization, as Megatron-core's overrides do."""
+    keys, fields = plan.config.optimizer, plan.config.megatron
+    base = fields.get("mup_base_hidden_size")
+    width = plan.config.model.hidden_size / base if isinstance(base, int) else 1.0
+    if not fields.get("use_mup") or width == 1.0:
+        return None
+    return {"max_lr": keys.lr / width, "min_lr": keys.min_lr / width, "eps": keys.adam_eps / width}
 
 
 def _takes_fused(plan: Plan) -> bool:

@@ -18,5 +18,6 @@ def test_rope_scaling_zero_centred_norms_gates_and_windows():
             Case(2, TP + CUT, ROPE + NORMS, "fp64"),
             Case(2, PP + CUT, ROPE + NORMS),
             Case(2, PP + CUT, WINDOW),
+            Case(2, PP + CUT, "--use-mup --mup-base-hidden-size 16 --untie_embeddings_and_output_weights "),
         ]
     )

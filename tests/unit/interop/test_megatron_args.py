@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config import resolve
+from megaaccum.config.keys import all_keys
 from megaaccum.interop.launch import Launch
 from megaaccum.interop.load import load, read
 from megaaccum.interop.megatron_args import defaults, model_fields, parser
@@ -54,6 +55,7 @@ def test_every_argument_of_both_parsers_goes_exactly_one_way():
     in_lists = [name for row in lists() for name in row.names]
     assert len(in_lists) == len(set(in_lists))
     assert set(in_lists) <= names
+    assert not set(in_lists) & all_keys().keys()
     assert all(row.why and (row.instead or row.verdict != "refuse") for row in lists())
 
 
@@ -140,7 +142,7 @@ def test_a_flag_that_cannot_be_honoured_is_named_with_the_reason(text, parts):
 
 
 REFUSED = {
-    "optimizer": "muon", "rampup_batch_size": "2 2 10", "use_mup": "", "fp16_lm_cross_entropy": "", "kd": "",
+    "optimizer": "muon", "rampup_batch_size": "2 2 10", "fp16_lm_cross_entropy": "", "kd": "",
     "error_injection_rate": "10", "ds_sequence_parallel_fpdt": "", "curriculum_learning": "", "perform_rl_step": "",
     "iterations_to_skip": "3", "init_method_xavier_uniform": "", "padded_vocab_size": "256", "qk_clip": "",
     "moe_use_upcycling": "", "dataloader_type": "cyclic", "heterogeneous_layers_config_path": "f", "random_ltd": "",
@@ -275,7 +277,7 @@ def test_a_yaml_may_hold_fields_of_megatrons_model(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  num_layers: 4\n  layernorm_zero_centered_gamma: true\n  attention_output_gate: yes\n")
     assert load(path).megatron == {"layernorm_zero_centered_gamma": True, "attention_output_gate": True}
-    path.write_text("model:\n  layernorm_zero_centered_gama: true\n  attention_output_gate: 3\n  use_mup: true\n")
+    path.write_text("model:\n  layernorm_zero_centered_gama: true\n  attention_output_gate: 3\n  qk_clip: true\n")
     _, problems = read(path)
     assert [text.split(":")[1] for text in problems] == ["3", "4", "2"]
     assert "must be true or false" in problems[0]
