@@ -25,7 +25,7 @@ from typing import Any
 
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.source import Source, read_command_line
-from megaaccum.distributed import cpu
+from megaaccum.distributed import cpu, quiet
 from megaaccum.errors import ConfigError
 from megaaccum.interop.megatron_lists import fork_flags, listed
 
@@ -61,6 +61,7 @@ class Given:
 @cache
 def _arguments() -> ModuleType:
     """Megatron's module of arguments, which on a machine without a GPU needs the CPU lane's stand-ins."""
+    quiet.install()
     cpu.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
