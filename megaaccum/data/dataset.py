@@ -139,7 +139,13 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
         train, valid, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
     facts = [vocabulary.size, sizes[0], plan.config.model.seq_length, run.seed, data.split]
     digest = hashlib.sha256(json.dumps(["mock", *facts]).encode()).hexdigest()[:16]
-    return Datasets(train=train, valid=valid, valid_batches=valid_batches, vocabulary=vocabulary, digest=digest)
+    return Datasets(
+        train=train,
+        valid=valid if valid_batches else None,
+        valid_batches=valid_batches,
+        vocabulary=vocabulary,
+        digest=digest,
+    )
 
 
 def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
