@@ -280,6 +280,29 @@ def test_a_file_of_flags_and_the_command_line_over_it():
     assert (plan.layout.dp, plan.batch.num_microbatches) == (2, 8)
 
 
+def test_megatrons_own_yaml_is_its_flags(tmp_path):
+    (tmp_path / "m.yaml").write_text(
+        "language_model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, activation_func: swiglu,\n"
+        "  num_query_groups: 2, layernorm_zero_centered_gamma: true, add_bias_linear: false}\n"
+        "model_parallel: {pipeline_model_parallel_size: 2, bf16: true}\n"
+        "seq_length: 32\nmax_position_embeddings: 32\nmicro_batch_size: 1\nglobal_batch_size: 8\ntrain_iters: 10\n"
+        "lr: 1e-3\nvocab_size: 128\ndata_path: [d]\n"
+    )
+    launch = Launch("pretrain_gpt.py", ["--yaml-cfg", "m.yaml"], "s.sh", tmp_path)
+    config, problems = read(launch=launch)
+    assert problems == []
+    plan = resolve(config, world_size=2)
+    model = plan.config.model
+    assert (model.swiglu, model.num_query_groups, model.add_bias_linear, plan.layout.pp) == (True, 2, False, 2)
+    assert (plan.config.optimizer.lr, plan.config.sharding.bf16) == (1e-3, True)
+    assert config.megatron == {"layernorm_zero_centered_gamma": True}
+    (tmp_path / "m.yaml").write_text("language_model: {activation_func: tanh, unheard_of: 3}\nqk_clip: true\n")
+    _, problems = read(launch=launch)
+    assert [word for word in ("tanh", "unheard_of: 3", "qk_clip") if any(word in text for text in problems)] == [
+        "tanh", "unheard_of: 3", "qk_clip"
+    ]  # fmt: skip
+
+
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
