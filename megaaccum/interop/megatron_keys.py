@@ -183,7 +183,7 @@ OWNED_FIELDS = frozenset(
         "deallocate_pipeline_outputs", "calculate_per_token_loss", "persist_layer_norm", "bias_activation_fusion",
         "share_embeddings_and_output_weights", "should_pad_vocab", "fp8_param", "use_te_rng_tracker",
         "num_query_groups", "hetereogenous_dist_checkpoint", "inference_sampling_seed",
-        "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "is_hybrid_model", "qk_clip_threshold",
+        "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "qk_clip_threshold",
         "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
     }
 )  # fmt: skip

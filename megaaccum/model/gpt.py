@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
@@ -189,6 +190,8 @@ def _check_local_layers(plan: Plan) -> None:
     for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
         if getattr(model, name):
             problems.append(f"{name} is a kernel of Transformer Engine's layers, and {here}. Leave it out.")
+    if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
+        problems.append(f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, and {here}.")
     recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         names = ", ".join(sorted(recomputed))
@@ -266,10 +269,12 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     vp_stage = chunk if plan.layout.vpp > 1 else None
     spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
     mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
-    own_fields = {field.name for field in fields(GPTModelConfig)}
-    whole = GPTModelConfig(
+    pattern = plan.config.megatron.get("hybrid_layer_pattern")
+    kind = GPTModelConfig if pattern is None else HybridModelConfig
+    own_fields = {field.name for field in fields(kind)}
+    whole = kind(
         transformer=config,
-        transformer_layer_spec=spec,
+        **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
         vocab_size=padded_vocab_size(plan.config, vocab_size),
         seq_length=model.max_position_embeddings or model.seq_length,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
@@ -279,7 +284,7 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
     )
     with upstream.mtp_spec_of_builder(mtp):
-        built = GPTModelBuilder(whole).build_model(
+        built = (GPTModelBuilder if pattern is None else HybridModelBuilder)(whole).build_model(  # type: ignore[arg-type]
             groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
         )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:

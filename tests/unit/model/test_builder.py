@@ -7,7 +7,7 @@ import torch
 
 from megaaccum.config import Plan, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import gpt, layers
 from megaaccum.model.local_norm import Norm
 from megaaccum.training import lr_schedule, optimizer
 from tests.support.configs import make
@@ -92,3 +92,15 @@ def test_learning_rates_by_width_are_those_of_megatrons_overrides():
                 theirs |= override
         assert by_name[name]["lr"] == theirs.get("max_lr", 1e-3)
         assert by_name[name].get("eps", 1e-8) == theirs.get("eps", 1e-8)
+
+
+def test_models_that_need_kernels_are_refused_where_there_are_none():
+    for fields in ({"hybrid_layer_pattern": "M*M*M*M*"}, {"experimental_attention_variant": "gated_delta_net"}):
+        with pytest.raises(ConfigError, match="needs a GPU with Transformer Engine"):
+            gpt._check_local_layers(plan_with(fields))
+
+
+def test_windows_and_offsets_of_the_softmax_keep_megatrons_own_attention():
+    assert layers.choose(plan_with({}).config, has_te=False, on_gpu=True).fused_attention
+    for fields in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
+        assert not layers.choose(plan_with(fields).config, has_te=False, on_gpu=True).fused_attention
