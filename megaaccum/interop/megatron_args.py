@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -214,7 +215,7 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
         own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
         if own is not None:
             return [flag, *values]
-        given.problems.append(f"unknown flag {flag}{_did_you_mean(flag)}.")
+        given.problems.append(f"unknown flag {flag}{_did_you_mean(flag)} (megatron-core {version('megatron-core')}).")
         return []
     if rest:
         given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")

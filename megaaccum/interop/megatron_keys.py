@@ -59,11 +59,18 @@ RULED = frozenset(
 
 CONVERTED = frozenset(
     {
-        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "quick_geglu", "yarn_beta_fast", "yarn_beta_slow",
+        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "yarn_beta_fast", "yarn_beta_slow",
         "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings",
     }
 )  # fmt: skip
 """Arguments that Megatron's conversion makes into fields of the model's configuration under other names."""
+
+
+ALONE = {
+    "use_rope_scaling": "rope_scaling",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+"""The fields behind some of those."""
 
 
 @dataclass(slots=True)
@@ -170,8 +177,16 @@ def _put_model_fields(given: Given, reading: Reading) -> None:
         if not asked - all_keys().keys() - listed().keys() and not given.args.multi_latent_attention:
             return
         taken = built_fields(given)
+        if given.args.multi_latent_attention:
+            taken["rope_type"] = given.args.rope_type or "yarn"  # megaaccum's own default is plain rope
     else:
         taken = {name: getattr(given.args, name) for name in given.written if name in model_fields()}
+        taken |= {ALONE[name]: getattr(given.args, name) for name in given.written if name in ALONE}
+        reading.problems += [
+            f"{given.written[name]}: only a whole list of flags can have it; beside a file write yarn_* under model."
+            for name in given.written
+            if name in CONVERTED - ALONE.keys()
+        ]
     owned = OWNED_FIELDS | all_keys().keys() | listed().keys() | RULED | RENAMED.keys()
     reading.megatron |= {name: value for name, value in taken.items() if name not in owned}
 
@@ -312,6 +327,7 @@ def _experts(given: Given, reading: Reading) -> None:
             " tokens, its gating), which computes something else than Megatron-core's; write --num-experts with"
             " --moe-router-topk and --moe-aux-loss-coeff instead, and expect other numbers."
         )
+        reading.values.pop("expert_model_parallel_size", None)
         return
     reading.put("num_experts", number, given, "num_experts")
     asked, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size

@@ -45,6 +45,12 @@ def refusals(text: str, *, world_size: int = 1) -> list[str]:
     return read(launch=Launch("pretrain_gpt.py", f"{BASE} {text}".split(), "s.sh", Path("."), world_size))[1]
 
 
+def config_of(text: str):
+    config, problems = read(launch=Launch("pretrain_gpt.py", f"{BASE} {text}".split(), "s.sh", Path("."), 1))
+    assert problems == []
+    return config
+
+
 # --- the lists -------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +152,7 @@ REFUSED = {
     "error_injection_rate": "10", "ds_sequence_parallel_fpdt": "", "curriculum_learning": "", "perform_rl_step": "",
     "iterations_to_skip": "3", "init_method_xavier_uniform": "", "padded_vocab_size": "256", "qk_clip": "",
     "moe_use_upcycling": "", "dataloader_type": "cyclic", "heterogeneous_layers_config_path": "f", "random_ltd": "",
+    "quick_geglu": "",
     "hybrid_context_parallel": "", "fp4": "e2m1", "phase_transition_iterations": "5",
 }  # fmt: skip
 """One argument per list of refused ones that would train something else, with a value."""
@@ -237,6 +244,19 @@ def test_the_loss_is_megatrons_unless_tokens_are_asked_for():
 )  # fmt: skip
 def test_fields_of_the_model_need_no_key(text, fields):
     assert whole(text).config.megatron == fields
+
+
+def test_latent_attention_rotates_as_megatron_does_unless_a_file_says_otherwise(tmp_path):
+    """Megatron's default there is YaRN, with whatever --rotary-scaling-factor says; a YAML file's is plain rope."""
+    text = "--multi-latent-attention --kv-channels 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+    fields = config_of(f"{text} --rotary-scaling-factor 40 --mscale 0.5").megatron
+    assert fields["rope_type"] == "yarn"
+    assert "rotary_scaling_factor" not in fields  # 40 is the default of Megatron's configuration
+    assert config_of(text).megatron["rotary_scaling_factor"] == 1.0
+    (tmp_path / "run.yaml").write_text("multi_latent_attention: true\n")
+    assert load(tmp_path / "run.yaml", ["--use-rope-scaling"]).megatron == {"rope_scaling": True}
+    _, problems = read(tmp_path / "run.yaml", ["--yarn-beta-fast", "16"])
+    assert "only a whole list" in problems[0]
 
 
 def test_yarn_is_what_megatrons_conversion_makes_of_it():
