@@ -20,7 +20,7 @@ CASE = Case(
     2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --pp_microbatches 2", "--num_layers 2 --clip_grad 1"
 )
 BIASED = (
-    "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
+    "--num_experts 4 --no_add_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
     "--moe_router_enable_expert_bias "
     "--moe_aux_loss_coeff 0.01 --num_layers 2 "
 )
