@@ -24,9 +24,9 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, start_step: int):
-        """Open the journal of a run that goes on behind step `start_step`; 0 is a run that starts afresh.
+        """Open the journal of a run that goes on after step `start_step`; 0 is a run that starts afresh.
 
-        On a resume, what a killed run wrote behind `start_step` is dropped, since those steps are taken again. An
+        On a resume, what a killed run wrote after `start_step` is dropped, since those steps are taken again. An
         earlier run's journal that a fresh start finds in its place is moved aside (`log.1.jsonl`, ...), never
         overwritten. Raises MegaaccumError when a line in the middle is no record, or the file cannot be written.
         """
@@ -58,7 +58,7 @@ class Journal:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a journal, in order; a torn end (any unreadable lines behind the last good one) is left out.
+    """All records of a journal, in order; a torn end (any unreadable lines after the last good one) is left out.
 
     Raises MegaaccumError, with the line's number, when an unreadable line stands before a good one.
     """
@@ -72,7 +72,7 @@ def read(path: Path) -> list[Record]:
             elif unreadable is not None:
                 raise MegaaccumError(
                     f"{path} is damaged: line {unreadable[0]} is not a record of a run: {unreadable[1][:60]!r}.\n"
-                    f"Move the file away and start again: the run resumes from its checkpoint, the log begins anew."
+                    f"Move the file away and start again: the run resumes from its checkpoint, with a new log."
                 )
             else:
                 records.append(record)
@@ -96,7 +96,7 @@ def set_aside(path: Path) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give `path` this content at once: whoever looks, even after a crash, finds the old file or the new one whole."""
+    """Give `path` this content at once: a reader, even after a crash, finds the old file or the new one whole."""
     aside = path.with_name(path.name + ".new")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -22,7 +22,7 @@ AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the user holds fixed or bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
+    """The user's bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
     mode)."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Space:
         return [model.num_attention_heads, model.ffn_hidden_size or 0, *([shared] if shared else [])]
 
     def _context_sizes(self, tp: int) -> Iterator[int]:
-        """Context parallelism needs Transformer Engine's attention, and two even pieces of a sequence per rank."""
+        """Context parallelism needs Transformer Engine's attention and two even pieces of a sequence per rank."""
         for cp in divisors(self.world_size // tp):
             if cp == 1 and self.limits.allows("cp", 1):
                 yield cp

@@ -32,7 +32,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a sync mode costs: bytes received per step by the rank with the most parameters, and bytes by kind
+    """The cost of a sync mode: bytes received per step by the rank with the most parameters, and bytes by kind
     (planner/memory.py) of the rank that holds the most."""
 
     mode: ShardingMode
@@ -52,7 +52,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What sync modes cost on the layout of `plan`. vocab: entries of the vocabulary before padding. local: the layers
+    """Costs of sync modes on the layout of `plan`. vocab: entries of the vocabulary before padding. local: the layers
     are Megatron's own, as on a CPU, whatever transformer_impl says; Transformer Engine's keep less for the backward."""
 
     plan: Plan
@@ -64,7 +64,7 @@ class Forecast:
         return [self.of(mode) for mode in footprint.every(self.plan)]
 
     def of(self, mode: ShardingMode) -> Predicted:
-        """What `mode` costs."""
+        """The cost of `mode`."""
         at = self.plan.layout
         ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
         moved = max((self.moved(mode, rank) for rank in ranks), key=lambda each: each.total)
@@ -72,7 +72,7 @@ class Forecast:
         return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
 
     def moved(self, mode: ShardingMode, pp_rank: int) -> Moved:
-        """What a rank of pipeline rank `pp_rank` receives: experts are gathered and reduced over their own ranks."""
+        """Bytes that a rank at `pp_rank` receives. Experts are gathered and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
         live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
@@ -92,7 +92,7 @@ class Forecast:
     def model(self, mode: ShardingMode) -> MemoryModel:
         """The planner's memory model of `mode`."""
         model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
-        # Where nobody asks for others, the executor runs Megatron's own layers.
+        # Unless others are asked for, the executor runs Megatron's own layers.
         asked = in_fp8 or model.transformer_impl == "transformer_engine"
         local = self.local or (not asked and self.plan.layout.schedule not in ("none", "1f1b", "interleaved"))
         return memory_model(
@@ -126,10 +126,10 @@ def settle(plan: Plan, device_bytes: float | None = None, *, local: bool = False
     """`plan` with the sync mode that it asks for, or, for `sync: auto`, the one that fits with the fewest bytes; a note
     gives the numbers. The same on every rank that is given the same.
 
-    device_bytes: memory of the smallest device, None where nobody knows. local: as Forecast's.
+    device_bytes: memory of the smallest device, None where unknown. local: as Forecast's.
 
     Raises:
-        ConfigError: nothing that was asked for fits. What it needs by kind, and what would fit.
+        ConfigError: nothing that was asked for fits. It lists what is needed by kind and what would fit.
         DataError: there is a limit, and the vocabulary is not known.
     """
     limit, is_auto = limit_of(plan, device_bytes), _is_auto(plan)
@@ -157,8 +157,8 @@ def _is_auto(plan: Plan) -> bool:
 
 
 def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
-    """What may be chosen, from least to most bytes moved: the plan itself, and for `sync: auto` streaming where a rule
-    does not refuse it, with as many live parameters as fit."""
+    """Modes to choose from, by bytes moved, least first: the plan itself, and for `sync: auto` streaming where no rule
+    refuses it, with as many live parameters as fit."""
     plan = forecast.plan
     yield plan
     if not _is_auto(plan):
@@ -198,7 +198,7 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, i
 
 
 def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
-    """What does not fit, by kind, and what to change."""
+    """The sizes that do not fit, by kind, and what to change."""
     lines = [
         f"{row.mode} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
         f" ({limit.source}): {row.kinds()}."

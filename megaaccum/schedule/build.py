@@ -156,7 +156,7 @@ def _first(schedule: Schedule, num_microbatches: int) -> Schedule:
             return item if forward and backward else forward or backward
         return item if item.microbatch < num_microbatches else None
 
-    items = tuple(tuple(filter(None, map(kept, rank))) for rank in schedule.items)
+    items = tuple(tuple(left for item in rank if (left := kept(item))) for rank in schedule.items)
     return replace(schedule, num_microbatches=num_microbatches, items=items)
 
 

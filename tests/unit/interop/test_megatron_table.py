@@ -89,7 +89,7 @@ OTHER_DEFAULTS = {
     "moe_token_dispatcher_type": "how tokens travel; the sum is the same",
     "loss_norm": "token weighs every token alike",
     "split": "validate_args fills in 969, 30, 1",
-    "data_path": "the text that comes along",
+    "data_path": "the text in the package",
     "eval_interval": "Megatron-LM's was 1000 for years, and none means no evaluation",
     "save_interval": "0 is off, as None there",
     "log_interval": "a progress line every 10 steps",

@@ -16,7 +16,7 @@ from megaaccum.interop.shell import ShellError, read_words
 DATA = Path(__file__).parent / "data"
 BASH = shutil.which("bash")
 
-# What launchers do with their own arguments is not of interest: everything behind the program is printed.
+# What launchers do with their own arguments is not of interest: everything after the program is printed.
 STUB = """#!{bash}
 while [ $# -gt 0 ]; do case "$1" in *.py) shift; break ;; esac; shift; done
 for word in "$@"; do printf '%s\\0' "$word"; done > "$RECORD"
