@@ -126,7 +126,7 @@ class Engine:
         )
         """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
         low_precision = fp8.build(plan, chunks)
-        self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors  # type: ignore[arg-type]
+        self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
         self.train_steps = TrainStep(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
         )
@@ -307,4 +307,4 @@ def _optimizer(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFact
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in gpt.named_parameters(chunks)])  # type: ignore[arg-type]
+    return factory([param for _, param in gpt.named_parameters(chunks)])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
+from megaaccum.cli.arguments import Asked, asked, smallest_world, split_command, take_path
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config, ShardingConfig
@@ -17,7 +18,6 @@ from megaaccum.data.sources import vocab_size
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.interop.deepspeed_json import deepspeed_config
-from megaaccum.interop.load import read
 from megaaccum.model.param_count import count_parameters
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
@@ -30,12 +30,15 @@ derived. Or print every error in it at once, with exit code 2. Any key may be ov
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum check` with these arguments; returns the exit code, 2 if the configuration has errors."""
-    args, overrides = _parse(argv)
+    words, command, jail = split_command(argv)
+    args, overrides = _parse(words)
+    name = " ".join(command) or args.config or "the command line"
     try:
-        print(run(args.config, overrides, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
+        with asked(args.config, overrides, command, jail=jail) as found:
+            print(describe(found, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
     except ConfigError as error:
         many = f"{len(error.problems)} errors" if len(error.problems) > 1 else "1 error"
-        print(f"{many} in {args.config or 'the command line'}:", file=sys.stderr)
+        print(f"{many} in {name}:", file=sys.stderr)
         for problem in error.problems:
             print(f"  - {problem}", file=sys.stderr)
         return 2
@@ -43,11 +46,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    # The configuration comes first, so that the values of overrides cannot be taken for it.
-    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    config, rest = take_path(argv)
     parser = argparse.ArgumentParser(
         prog="megaaccum check",
-        usage="megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]",
+        usage="megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
+        "       megaaccum check --record [...] -- bash train.sh ARGUMENTS",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -56,7 +59,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     group.add_argument("--hostfile", metavar="F", help="count the ranks of this DeepSpeed hostfile (host slots=N)")
     group.add_argument("--world-size", "--world_size", metavar="N", type=int, help="number of ranks")
     parser.add_argument("--json", action="store_true", help="also print what DeepSpeed is given")
-    args, overrides = parser.parse_known_args(list(rest))
+    args, overrides = parser.parse_known_args(rest)
     args.config = config
     return args, overrides
 
@@ -69,18 +72,30 @@ def run(
     hostfile: str | os.PathLike[str] | None = None,
     with_json: bool = False,
 ) -> str:
-    """The plan as text. Starts no process group and imports no torch.
+    """The plan of a file and a command line as text. See `describe`."""
+    with asked(None if path is None else str(path), overrides) as found:
+        return describe(found, world_size=world_size, hostfile=hostfile, with_json=with_json)
 
-    The world size is `world_size`, else the slots of `hostfile`, else the environment's WORLD_SIZE, else
-    nproc_per_node, else the smallest that the layout allows, tp * cp * pp.
+
+def describe(
+    found: Asked,
+    *,
+    world_size: int | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    with_json: bool = False,
+) -> str:
+    """The plan as text. Starts no process group; imports torch only where Megatron's flags are to be read.
+
+    The world size is `world_size`, else the slots of `hostfile`, else a recorded launcher's, else the environment's
+    WORLD_SIZE, else nproc_per_node, else the smallest that the layout allows.
 
     Raises:
         ConfigError: every error of reading and of resolving, together.
     """
-    config, problems = read(path, overrides)
+    config, problems = found.config, found.problems
     plan = None
     try:
-        ranks, source = _world_size(config, world_size, hostfile, os.environ)
+        ranks, source = _world_size(found, world_size, hostfile, os.environ)
         plan = _settled(resolve(config, world_size=ranks))
     except ConfigError as error:
         problems += error.problems
@@ -98,7 +113,7 @@ def _settled(plan: Plan) -> Plan:
 
 
 def _world_size(
-    config: Config, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
+    found: Asked, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
 ) -> tuple[int, str]:
     """The number of ranks, and where it comes from."""
     if asked is not None:
@@ -106,17 +121,17 @@ def _world_size(
     if hostfile is not None:
         slots = read_hostfile(hostfile)
         return sum(slots.values()), f"{len(slots)} host{'s' * (len(slots) > 1)} of {hostfile}"
+    if found.world_size is not None:
+        return found.world_size, f"the launcher in {found.name}"
+    config = found.config
     if "WORLD_SIZE" in environ:
         if not environ["WORLD_SIZE"].isdecimal():
             raise ConfigError(f"WORLD_SIZE in the environment is {environ['WORLD_SIZE']!r}: it must be a number.")
         return int(environ["WORLD_SIZE"]), "WORLD_SIZE in the environment"
     if config.run.nproc_per_node is not None:
         return config.run.nproc_per_node, "nproc_per_node"
-    parallel = config.parallel
-    smallest = (
-        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    )
-    return smallest, "tp * cp * pp, the smallest for this layout; --world-size or --hostfile say otherwise"
+    smallest = smallest_world(config)
+    return smallest, "the smallest for this layout; --world-size or --hostfile say otherwise"
 
 
 _Section = tuple[str, list[str]]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megaaccum.cli.arguments import asked, split_command, take_path
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
-from megaaccum.interop.load import load
 from megaaccum.planner import emit, report
 from megaaccum.planner.hardware import Hardware, load_hardware
 from megaaccum.planner.search import RANKINGS, Ranked, search
@@ -32,10 +32,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: no layout is legal or fits, or an argument cannot be used.
     """
-    args, overrides = _parse(argv)
+    words, command, jail = split_command(argv)
+    args, overrides = _parse(words)
     world_size, per_node = _gpus(args)
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
-    workload = make_workload(load(args.config, overrides), world_size=world_size, hardware=hardware)
+    with asked(args.config, overrides, command, jail=jail) as found:
+        config = found.checked()
+    workload = make_workload(config, world_size=world_size, hardware=hardware)
     limits = Limits(
         fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
     )  # fmt: skip
@@ -51,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    # The configuration comes first, so that the values of overrides cannot be taken for it.
-    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    config, rest = take_path(argv)
     parser = argparse.ArgumentParser(
         prog="megaaccum plan",
         usage="megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]",
@@ -78,7 +80,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--picture", metavar="F", help="draw memory bars and the Pareto front as PNG")
-    args, overrides = parser.parse_known_args(list(rest))
+    args, overrides = parser.parse_known_args(rest)
     args.config = config
     return args, overrides
 

@@ -1,6 +1,7 @@
 """`megaaccum train`: pretraining, on the ranks of this machine or as a rank that a launcher started.
 
     megaaccum train CONFIG [--key value ...]
+    megaaccum train --record [--key value ...] -- bash train.sh ARGUMENTS
     python -m megaaccum.train --config CONFIG [--key value ...]
 
 Started by hand it starts the ranks of this machine itself; started by torchrun, deepspeed or itself (RANK is set) it is
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
+from megaaccum.cli.arguments import asked, smallest_world, split_command
+from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import launch, preload
 from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
@@ -28,10 +32,24 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
+    argv, command, jail = split_command(argv)
     argv, port = _take(argv, "--master_port")
     if "RANK" in os.environ:
         return _train(_plan_of_this_rank(argv))
+    if command:
+        with asked(None, argv, command, jail=jail) as found:
+            config = found.checked()
+        return _launch([_written(config, found.name)], config, int(port or 0))
     return _launch(argv, load(*_config_path(argv)), int(port or 0))
+
+
+def _written(config: Config, name: str) -> str:
+    """A recorded configuration in a file, for the ranks to read."""
+    folder = Path(config.run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recorded.yaml"
+    path.write_text(as_yaml(config, name), encoding="utf-8")
+    return str(path)
 
 
 def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
@@ -53,14 +71,9 @@ def _train(plan: Plan) -> int:
 
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan, then start this machine's ranks."""
-    nproc = config.run.nproc_per_node or launch.num_gpus() or _model_ranks(config)
+    nproc = config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
     return launch.launch_local(list(argv), nproc=nproc, num_threads=config.run.num_threads, master_port=port)
-
-
-def _model_ranks(config: Config) -> int:
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
 
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -116,6 +116,7 @@ class BatchPlan:
         global_batch_size: int | None = None,
         flush: Flush = "merged",
         loss_norm: LossNorm = "token",
+        allow_underfilled_pipeline: bool = False,
     ) -> BatchPlan:
         """The plan that follows from any of the five sizes that were given.
 
@@ -139,7 +140,8 @@ class BatchPlan:
             flush=flush,
             loss_norm=loss_norm,
         )
-        if problem := pipeline_fill_problem(plan):
+        problem = pipeline_fill_problem(plan)
+        if problem and not allow_underfilled_pipeline:
             raise ConfigError(problem)
         return plan
 
@@ -253,5 +255,5 @@ def pipeline_fill_problem(plan: BatchPlan) -> str | None:
     remedies.append(f"pipeline_model_parallel_size to {max(1, m // 2)}")
     return (
         f"pipeline_model_parallel_size {pp} needs at least 2 * {pp} = {2 * pp} micro-batches in a flush, and {has}:"
-        f" set {', or '.join(remedies)}."
+        f" set {', or '.join(remedies)}; or, to accept a longer bubble, allow_underfilled_pipeline to true."
     )

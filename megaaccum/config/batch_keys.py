@@ -87,6 +87,7 @@ def _solve(config: Config, data_parallel_size: int, sizes: dict[str, int]) -> Ba
         seq_length=config.model.seq_length,
         flush=config.batch.flush,
         loss_norm=config.batch.loss_norm,
+        allow_underfilled_pipeline=config.batch.allow_underfilled_pipeline,
         **sizes,
     )
 

@@ -102,6 +102,7 @@ class Plan:
         """The digest's contents: every key that decides numbers, the DeepSpeed block, batch and layout."""
         settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
         return settled | layout | batch | theirs

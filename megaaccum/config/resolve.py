@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, settle
 from megaaccum.config.derive import derive
 from megaaccum.config.layout import Layout
@@ -46,6 +46,12 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
         return None
     for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps"):
         setattr(config.batch, name, getattr(batch, name))
+    if pipeline_fill_problem(batch):
+        pp, m = batch.pipeline_model_parallel_size, batch.microbatches_per_flush
+        idle = (pp - 1) / ((config.parallel.virtual_pipeline_model_parallel_size or 1) * m + pp - 1)
+        notes.append(
+            f"{m} micro-batches for {pp} pipeline ranks: they idle {idle:.0%} of a flush (1F1B, equal stages)."
+        )
     parallel = config.parallel
     if parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size > 1:
         group = parallel.microbatch_group_size_per_vp_stage

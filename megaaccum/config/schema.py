@@ -32,7 +32,7 @@ class ModelConfig:
     """Channels of one head; default hidden_size / num_attention_heads."""
     max_position_embeddings: Annotated[int | None, Facts(at_least=1)] = None
     """Rows of a learned position table; default seq_length."""
-    position_embedding_type: Annotated[Literal["learned_absolute", "rope", "none"], Facts(fixed=True)] = (
+    position_embedding_type: Annotated[Literal["learned_absolute", "rope", "yarn", "none"], Facts(fixed=True)] = (
         "learned_absolute"
     )
     """How positions enter the model."""
@@ -198,6 +198,8 @@ class BatchConfig:
     variable_seq_lengths: bool = False
     """Micro-batches may have different lengths, up to seq_length; with a pipeline, every stage knows them in
     advance."""
+    allow_underfilled_pipeline: bool = False
+    """Accept fewer than 2 * pp micro-batches per flush, and the bubble that they cost."""
     flush: Annotated[Literal["merged", "per_round"], Facts(planned=True)] = "merged"
     """One pipeline flush of ga * pp_microbatches micro-batches, or one flush per accumulation round."""
     loss_norm: Literal["token", "microbatch"] = "token"
@@ -319,6 +321,10 @@ class OptimizerConfig:
     """Peak learning rate. Required."""
     min_lr: Annotated[float, Facts(at_least=0, lr_state="min_lr")] = 0.0
     """Learning rate at the end of the decay."""
+    decoupled_lr: Annotated[float | None, Facts(above=0)] = None
+    """Peak learning rate of the input embedding and the output head, where it differs from lr."""
+    decoupled_min_lr: Annotated[float | None, Facts(at_least=0)] = None
+    """Their learning rate at the end of the decay; default min_lr."""
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Facts(lr_state="lr_decay_style")
     ] = "linear"
@@ -342,6 +348,8 @@ class OptimizerConfig:
     """Shape of the anneal of WSD."""
     weight_decay: Annotated[float, Facts(at_least=0)] = 0.01
     """Decoupled weight decay of matrices (biases and norms have none)."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the norms of queries and keys too."""
     start_weight_decay: Annotated[float | None, Facts(at_least=0, lr_state="start_wd")] = None
     """Weight decay at step 0; default weight_decay."""
     end_weight_decay: Annotated[float | None, Facts(at_least=0, lr_state="end_wd")] = None
@@ -374,6 +382,14 @@ class DataConfig:
     """Prefixes for testing alone."""
     split: str = "969,30,1"
     """Shares of train, valid, test in data_path."""
+    mock_data: bool = False
+    """Made-up samples (Megatron's MockGPTDataset) in place of data_path, to measure with."""
+    tokenizer_type: str | None = None
+    """Megatron's name of the kind of tokenizer; default: a Hugging Face tokenizers file."""
+    vocab_file: Annotated[str | None, Facts(per_host=True)] = None
+    """vocab.json of a GPT-2 tokenizer."""
+    merge_file: Annotated[str | None, Facts(per_host=True)] = None
+    """merges.txt of a GPT-2 tokenizer."""
     tokenizer_model: Annotated[str | None, Facts(per_host=True)] = None
     """A Hugging Face tokenizers file (tokenizer.json), or a folder with one; default: the one beside the dataset."""
     data_cache_path: Annotated[str | None, Facts(per_host=True)] = None
@@ -400,8 +416,8 @@ class RunConfig:
     """Stop after this many steps of this start, whatever train_iters says (the schedule stays as it is)."""
     eval_interval: Annotated[int, Facts(at_least=0)] = 1000
     """Steps between evaluations; 0 is off."""
-    eval_iters: Annotated[int, Facts(at_least=1)] = 100
-    """Global batches per evaluation."""
+    eval_iters: Annotated[int, Facts(at_least=0)] = 100
+    """Global batches per evaluation; 0 is off."""
     output_dir: Annotated[str, Facts(per_host=True)] = "runs/default"
     """Folder of logs, pictures and, unless save is set, checkpoints."""
     save: Annotated[str | None, Facts(per_host=True)] = None
@@ -416,6 +432,20 @@ class RunConfig:
     """Checkpoints kept; 0 keeps all."""
     async_save: bool = False
     """Write checkpoints in the background."""
+    save_retain_interval: Annotated[int | None, Facts(at_least=1)] = None
+    """Checkpoints at multiples of these steps are kept for good, whatever keep_last says."""
+    exit_interval: Annotated[int | None, Facts(at_least=1)] = None
+    """End this start when the step is a multiple of it, after a checkpoint."""
+    exit_duration_in_mins: Annotated[float | None, Facts(above=0)] = None
+    """End this start after this many minutes, after a checkpoint."""
+    finetune: bool = False
+    """Take the weights alone from `load`, and begin at step 0."""
+    no_load_optim: bool = False
+    """Leave optimizer state and learning-rate schedule of the checkpoint out."""
+    override_opt_param_scheduler: bool = False
+    """The schedule of this configuration holds where the checkpoint's differs."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """The schedule of the checkpoint holds where this configuration's differs."""
     no_load: bool = False
     """Start afresh even if a checkpoint is there."""
     seed: Annotated[int, Facts(at_least=0)] = 1234
@@ -453,6 +483,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: dict[str, object] = field(default_factory=dict)
     """The user's own DeepSpeed JSON; its batch, precision and clipping must agree with the keys above."""
+    megatron: dict[str, object] = field(default_factory=dict)
+    """Fields of Megatron's model configuration that are no keys, written under `model:` or as Megatron's flags."""
     origin: dict[str, str] = field(default_factory=dict)
     """Who wrote each key that somebody wrote: a file's name or 'command line'. `load` fills it; not a key."""
     notes: list[str] = field(default_factory=list)

@@ -1,252 +1,343 @@
-"""Reading the flags of Megatron-LM and Megatron-DeepSpeed, from a list of words or a file, into megaaccum's keys.
+"""Flags of Megatron-LM and Megatron-DeepSpeed, read by Megatron's own parser into megaaccum's keys.
 
-Names and forms of the flags are those of megatron-core 0.19's megatron.training.arguments and of
-megatron/arguments.py in deepspeedai/Megatron-DeepSpeed; megatron_flags.yaml lists them.
+`megatron.training.arguments` parses and checks the list, and its own conversion gives the model's configuration; what
+remains is in the tables of `megatron_keys` and `megatron_lists`. Importing Megatron takes seconds, so this module does
+it when it is first asked to read a flag.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import copy
+import dataclasses
 import difflib
+import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from megaaccum.config.keys import Key, all_keys, canonical
+from megaaccum.config.keys import all_keys, canonical
+from megaaccum.config.source import Source, read_command_line
+from megaaccum.distributed import cpu
 from megaaccum.errors import ConfigError
-from megaaccum.interop.megatron_reading import Given, Reading, Unresolved
-from megaaccum.interop.megatron_rules import RULES
-from megaaccum.interop.megatron_table import Family, Flag, Treatment, flags, spelling
-from megaaccum.interop.shell import ShellError, read_words
+from megaaccum.interop.megatron_lists import fork_flags, listed
 
-
-def parse(
-    argv: Sequence[str], *, base_dir: str | os.PathLike[str] = ".", beside: Mapping[str, object] | None = None
-) -> tuple[dict[str, object], list[str]]:
-    """The keys that a list of Megatron flags sets, and what is wrong with the list.
-
-    Args:
-        argv: flags and values, as Megatron's parser would get them or as `read_argument_file` gives them. megaaccum's
-            own keys may stand among them as flags.
-        base_dir: folder against which the files are found that flags name (--deepspeed_config, --data-args-path).
-        beside: keys given elsewhere on the same command line that flags may need (global_batch_size for
-            --train-samples).
-
-    Returns:
-        A flat mapping of keys to typed values (with `deepspeed`: the dictionary in the file of --deepspeed_config),
-        and one text per problem. `read_flags` gives the notes on flags without effect as well.
-    """
-    reading = read_flags(argv, base_dir=base_dir, beside=beside)
-    return reading.values, reading.problems
-
-
-def read_flags(
-    argv: Sequence[str], *, base_dir: str | os.PathLike[str] = ".", beside: Mapping[str, object] | None = None
-) -> Reading:
-    """As `parse`, with the notes: what was accepted without effect and why, and which of two equal flags holds."""
-    reading = Reading(Path(base_dir), beside or {})
-    own_keys = _sort_groups(_group(argv, reading), reading)
-    _note_ignored(reading)
-    _refuse(reading)
-    for given in reading.given.values():
-        _apply(given, reading)
-    for group in own_keys:
-        _put_own_key(group, reading)
-    for title, rule in RULES.items():
-        # What a rule would say of flags of which one is not known could be wrong.
-        if not any(flags()[name].family.title == title for name in map(spelling, reading.unresolved)):
-            rule(reading)
-    return reading
-
-
-def read_argument_file(path: str | os.PathLike[str]) -> list[str]:
-    """The words of a file of flags (one or many per line, with comments), or of a shell script that starts training.
-
-    A script is read, never executed: its assignments, arrays, arithmetic and simple conditions are followed, and the
-    environment counts as empty. A word that still depends on something else comes back as an `Unresolved`, which
-    `parse` reports with the reason.
-
-    Raises:
-        ConfigError: the file cannot be read, is not closed (quotes, parentheses), or holds no flags.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        return read_words(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot read the argument file {path}: {reason}.") from None
-    except ShellError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-# --- words into flags with values ------------------------------------------------------------------------------------
+_ABSENT: Any = object()
 
 
 @dataclass(slots=True)
-class _Group:
-    """A flag as written and the words up to the next flag."""
+class Given:
+    """A list of flags after Megatron's parser: what it was given, and everything with Megatron's defaults."""
 
-    written: str
-    values: list[str] = field(default_factory=list)
+    args: argparse.Namespace
+    """Every argument, as parsed."""
+    checked: argparse.Namespace | None
+    """The same after Megatron's `validate_args`; None where the list is no whole run, or Megatron refused it."""
+    written: dict[str, str]
+    """The flag with its values, as written, of each destination that was given."""
+    own: Source
+    """megaaccum's own keys among the flags."""
+    locate: Callable[[str], Path]
+    """Where a file is that a flag names."""
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these destinations was given."""
+        return any(name in self.written for name in names)
+
+    def shown(self, *names: str) -> str:
+        """Those of these destinations that were given, as they were written."""
+        return ", ".join(self.written[name] for name in names if name in self.written)
 
 
-def _group(argv: Iterable[str], reading: Reading) -> list[_Group]:
-    groups: list[_Group] = []
+@cache
+def _arguments() -> ModuleType:
+    """Megatron's module of arguments, which on a machine without a GPU needs the CPU lane's stand-ins."""
+    cpu.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.training.arguments as arguments
+    return arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+@cache
+def parser() -> argparse.ArgumentParser:
+    """Megatron's parser with the flags of the fork that it lacks."""
+    made = _Parser(allow_abbrev=False, add_help=False, prog="")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _arguments().add_megatron_arguments(made)
+    kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
+    for kind, names in fork_flags().items():
+        for name in names:
+            spellings = dict.fromkeys((f"--{name}", "--" + name.replace("_", "-")))
+            if kind == "switch":
+                made.add_argument(*spellings, dest=name, action="store_true")
+            elif kind == "words":
+                made.add_argument(*spellings, dest=name, nargs="*")
+            else:
+                made.add_argument(*spellings, dest=name, type=kinds[kind])
+    return made
+
+
+@cache
+def defaults() -> dict[str, object]:
+    """Megatron's value of every destination that is not given."""
+    return vars(parser().parse_args([]))
+
+
+@cache
+def model_fields() -> dict[str, dataclasses.Field]:
+    """The fields of Megatron's model configuration (TransformerConfig, that of MLA, GPTModelConfig)."""
+    _arguments()
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+
+    classes = (GPTModelConfig, TransformerConfig, MLATransformerConfig)
+    return {item.name: item for kind in classes for item in dataclasses.fields(kind)}
+
+
+def is_flag(name: str) -> bool:
+    """Whether a name that is no key of megaaccum's is an argument of Megatron's, such as disable_bias_linear."""
+    return _dashed(name) in _spellings()
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.removeprefix("--").replace("_", "-")
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """Every flag as the parser spells it, by its name with dashes (--override-opt_param-scheduler has both)."""
+    return {_dashed(option): option for action in parser()._actions for option in action.option_strings}
+
+
+# --- parsing -----------------------------------------------------------------------------------------------------
+
+
+def parse(
+    argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
+) -> Given:
+    """Read a list of flags with Megatron's parser and, for a whole run, check it with Megatron's own rules.
+
+    argv: flags and values; megaaccum's own keys may be among them. world_size: ranks of the run; default the smallest
+    that the layout allows. whole: False for a few flags beside a configuration file.
+    """
+    given = Given(argparse.Namespace(**defaults()), None, {}, Source(""), locate)
+    own_words: list[str] = []
+    for flag, values in _groups(argv, given):
+        own_words += _parse_group(flag, values, given)
+    given.own = read_command_line(own_words)
+    if whole:
+        _check(given, world_size)
+    return given
+
+
+def _groups(argv: Sequence[str], given: Given) -> Iterator[tuple[str, list[str]]]:
+    """The words in groups of a flag and its values, in today's names."""
+    groups: list[tuple[str, list[str]]] = []
     for word in argv:
-        if isinstance(word, Unresolved) and (word.startswith("--") or not groups) and "=" not in word:
-            reading.problems.append(_unresolved("a flag,", [word]))
-        elif word.startswith("--") and len(word) > 2:
-            written, equals, value = word.partition("=")
-            if equals and isinstance(word, Unresolved):
-                value = Unresolved(value, word.reasons)
-            groups.append(_Group(written, [value] if equals else []))
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            groups.append((flag, [value] if equals else []))
         elif groups:
-            groups[-1].values.append(word)
+            groups[-1][1].append(word)
         else:
-            reading.problems.append(f"unexpected {word}: flags are written --name value.")
-    return groups
+            given.problems.append(f"unexpected {word}: flags are written --name value.")
+    for flag, values in groups:
+        flag = _spellings().get(_dashed(flag), flag)
+        for today in _in_todays_names(flag.replace("_", "-"), values):
+            yield today or (flag, values)
 
 
-def _sort_groups(groups: list[_Group], reading: Reading) -> list[tuple[Key, _Group]]:
-    """Put the table's flags into `reading.given` and give back those that are megaaccum's own keys."""
-    own_keys = []
-    for group in groups:
-        flag = flags().get(spelling(group.written))
-        if flag is not None:
-            _give(flag, group, reading)
-        elif (key := _own_key(group.written)) is not None:
-            own_keys.append((key, group))
-        else:
-            reading.problems.append(f"unknown flag {group.written}{_did_you_mean(group.written)}.")
-    return own_keys
+_RENAMED = {
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--rotary-position-embeddings-theta": "--rotary-base",
+    "--moe-expert-parallel-size": "--expert-model-parallel-size",
+    "--ds-sequence-parallel-size": "--context-parallel-size",
+    "--cpu-optimizer": "--optimizer-cpu-offload",
+    "--override-lr-scheduler": "--override-opt_param-scheduler",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
+}
+"""Flags of the fork that Megatron-LM has under another name."""
 
 
-def _give(flag: Flag, group: _Group, reading: Reading) -> None:
-    taken, left = group.values, []
-    if flag.count == "none":
-        taken, left = [], group.values
-    elif flag.count in ("one", "?"):
-        taken, left = group.values[:1], group.values[1:]
-    if flag.count in ("one", "+") and not taken:
-        reading.problems.append(f"{group.written} needs a value.")
-        return
-    if left:
-        takes = "no value" if flag.count == "none" else "one value"
-        reading.problems.append(f"{group.written} takes {takes}: unexpected {' '.join(left)}{_hint(left)}.")
-    unknown = [word for word in taken if isinstance(word, Unresolved)]
-    if unknown and flag.treatment != "ignored":
-        reading.problems.append(_unresolved(group.written, unknown))
-        reading.unresolved.add(flag.name)
-        return
-    given = Given(flag, group.written, tuple(taken))
-    before = reading.given.get(flag.name)
-    if before is not None and before.values != given.values:
-        reading.notes.append(f"{before} and {given}: the last one holds, as in Megatron.")
-    reading.given[flag.name] = given
+def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
+    """What a flag of the fork is called today, as groups; None stands for the group as it is."""
+    if flag in _RENAMED:
+        return [(_RENAMED[flag], values)]
+    if flag == "--num-key-value-heads":
+        return [("--group-query-attention", []), ("--num-query-groups", values)]
+    if flag == "--no-pipeline-parallel":
+        return [("--pipeline-model-parallel-size", ["1"])]
+    if flag == "--checkpoint-activations":
+        return [
+            ("--recompute-granularity", ["full"]),
+            ("--recompute-method", ["uniform"]),
+            ("--recompute-num-layers", ["1"]),
+        ]
+    if flag in ("--fp8-e4m3", "--fp8-hybrid"):
+        return [("--fp8-format", [flag.removeprefix("--fp8-")])]
+    if flag == "--normalization" and values[:1] in (["rmsnorm"], ["layernorm"]):
+        return [(flag, ["RMSNorm" if values[0] == "rmsnorm" else "LayerNorm"])]
+    return [None]
 
 
-def _unresolved(where: str, words: Sequence[Unresolved]) -> str:
-    reasons = dict.fromkeys(reason for word in words for reason in word.reasons)
-    return f"{where} {' '.join(words)}: {'; '.join(reasons)}. Write its value into the file."
+def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
+    """Put one flag into `given.args`. Returns its words if it is one of megaaccum's own keys."""
+    seen = argparse.Namespace(**dict.fromkeys(defaults(), _ABSENT))
+    shown = " ".join((flag, *values))
+    try:
+        _, rest = parser().parse_known_args([flag, *values], namespace=seen)
+    except ConfigError as error:
+        given.problems.append(f"{shown}: {error}.")
+        return []
+    if rest[:1] == [flag]:
+        own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
+        if own is not None:
+            return [flag, *values]
+        given.problems.append(f"unknown flag {flag}{_did_you_mean(flag)}.")
+        return []
+    if rest:
+        given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
+    for name, value in vars(seen).items():
+        if value is not _ABSENT:
+            if name in given.written and getattr(given.args, name) != value:
+                given.notes.append(f"{given.written[name]} and {shown}: the last one holds, as in Megatron.")
+            setattr(given.args, name, value)
+            given.written[name] = shown
+    return []
 
 
-def _hint(left: Sequence[str]) -> str:
-    unknown = [word for word in left if isinstance(word, Unresolved)]
-    return f" ({'; '.join(reason for word in unknown for reason in word.reasons)})" if unknown else ""
-
-
-def _own_key(written: str) -> Key | None:
-    plain = written.removeprefix("--").replace("-", "_")
-    name = canonical(plain)
-    if name is None and plain.startswith("no_"):
-        positive = canonical(plain.removeprefix("no_"))
-        if positive is not None and all_keys()[positive].annotation is bool:
-            name = positive
-    return all_keys()[name] if name is not None else None
-
-
-def _did_you_mean(written: str) -> str:
-    names = dict.fromkeys([*flags(), *(spelling(name) for name in all_keys())])
-    near = difflib.get_close_matches(spelling(written), names, n=2, cutoff=0.7)
+def _did_you_mean(flag: str) -> str:
+    known = [option for action in parser()._actions for option in action.option_strings]
+    near = difflib.get_close_matches(
+        flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], n=2, cutoff=0.7
+    )
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-# --- flags into keys -------------------------------------------------------------------------------------------------
+# --- Megatron's own check ------------------------------------------------------------------------------------------
 
 
-def _apply(given: Given, reading: Reading) -> None:
-    if given.flag.treatment == "mapped":
-        _put_mapped(given, reading)
-    elif given.flag.treatment == "ignored" and given.flag.kind in ("int", "float"):
-        for value in given.values:
-            reading.as_number(Given(given.flag, given.written, (value,)))
-
-
-def _put_mapped(given: Given, reading: Reading) -> None:
-    if given.flag.family.why:
-        reading.notes.append(f"{given}: {given.flag.family.why}")
-    for key, constant in given.flag.sets:
-        if constant is not None:
-            reading.put(key, constant, str(given))
-        elif "list[str]" in str(all_keys()[key].annotation):
-            reading.put(key, list(given.values), str(given))
-        elif len(given.values) > 1:
-            reading.problems.append(f"{given}: {key} takes one value, not {len(given.values)}.")
-        else:
-            reading.put(key, given.values[0], str(given))
-
-
-def _is_default(given: Given) -> bool:
-    """Whether a refused flag only repeats what Megatron does without it."""
-    flag = given.flag
-    if flag.kind == "onoff":
-        return spelling(given.written) == spelling(flag.names[1])
-    if flag.default is None or len(given.values) != 1:
-        return False
-    if flag.kind in ("int", "float"):
-        try:
-            return float(given.values[0]) == float(flag.default)
-        except ValueError:
-            return False
-    return given.values[0].lower() == flag.default.lower()
-
-
-def _put_own_key(item: tuple[Key, _Group], reading: Reading) -> None:
-    key, group = item
-    unknown = [word for word in group.values if isinstance(word, Unresolved)]
-    if unknown:
-        reading.problems.append(_unresolved(group.written, unknown))
-        return
-    writer = " ".join((group.written, *group.values))
-    negated = canonical(group.written.removeprefix("--")) is None
-    if key.annotation is bool and not group.values:
-        reading.put(key.name, not negated, writer)
-    elif negated or not group.values:
-        reading.problems.append(f"{writer}: {group.written} {'takes no value' if negated else 'needs a value'}.")
-    elif "list[" in str(key.annotation):
-        reading.put(key.name, group.values if len(group.values) > 1 else group.values[0], writer)
-    elif len(group.values) > 1:
-        reading.problems.append(f"{writer}: {group.written} takes one value, not {len(group.values)}.")
+def _check(given: Given, world_size: int | None) -> None:
+    """Run Megatron's `validate_args` on a copy; its refusal is a problem."""
+    args = copy.deepcopy(given.args)
+    layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size]
+    smallest = layout[0] * layout[1] * layout[2]
+    if args.num_experts:
+        expert_ranks = (args.expert_tensor_parallel_size or layout[0]) * args.expert_model_parallel_size * layout[1]
+        smallest = max(smallest, expert_ranks)
+    args.rank, args.world_size = 0, world_size or smallest
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    if given.has("train_tokens") and not (args.train_iters or args.train_samples):
+        args.train_samples = max(1, args.train_tokens // max(args.seq_length or 1, 1))
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.micro_batch_size is None and given.own.values.keys() & {"device_batch_size", "pp_microbatches"}:
+        args.micro_batch_size = 1
+    fsdp = args.use_torch_fsdp2 or args.use_megatron_fsdp
+    try:
+        with _as_on_a_gpu({"CUDA_DEVICE_MAX_CONNECTIONS": "32" if fsdp else "1", "NVTE_CPU_OFFLOAD_V1": "1"}):
+            _arguments().validate_args(args, {})
+    except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SystemExit) as error:
+        reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        given.problems.append(f"Megatron refuses this list: {(reason or type(error).__name__).rstrip('.')}.")
     else:
-        reading.put(key.name, group.values[0], writer)
+        given.checked = args
 
 
-def _note_ignored(reading: Reading) -> None:
-    for family, flags_given in _by_family(reading, "ignored"):
-        reading.notes.append(f"without effect: {', '.join(given.written for given in flags_given)}. {family.why}")
+@contextlib.contextmanager
+def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
+    """Answers for what `validate_args` asks of the machine: Hopper, with a new Transformer Engine. In silence."""
+    import torch
+
+    arguments, before = _arguments(), dict(os.environ)
+    capability = torch.cuda.get_device_capability
+    answers = {"get_device_arch_version": lambda: 9, "is_te_min_version": lambda *_, **__: True}
+    asked = {name: getattr(arguments, name) for name in answers}
+    os.environ.update(environment)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    vars(arguments).update(answers)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.cuda.get_device_capability = capability
+        vars(arguments).update(asked)
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def _refuse(reading: Reading) -> None:
-    for family, flags_given in _by_family(reading, "refused"):
-        refused = [str(given) for given in flags_given if not _is_default(given)]
-        if refused:
-            reading.problems.append(f"{', '.join(refused)}: {family.why}; {family.instead}.")
+# --- what neither is a key nor has a rule ---------------------------------------------------------------------------
 
 
-def _by_family(reading: Reading, treatment: Treatment) -> list[tuple[Family, list[Given]]]:
-    """The flags of one treatment, one row per family: scripts hold dozens of flags that share a reason."""
-    rows: dict[str, tuple[Family, list[Given]]] = {}
-    for given in reading.given.values():
-        if given.flag.treatment == treatment:
-            rows.setdefault(given.flag.family.title, (given.flag.family, []))[1].append(given)
-    return list(rows.values())
+def is_default(name: str, value: object) -> bool:
+    """Whether a value only repeats what Megatron does without it."""
+    return value == defaults()[name] or (name, value) == ("dataloader_type", "single")
+
+
+def sort_into_lists(given: Given) -> None:
+    """Note and refuse what the lists hold, one text per reason."""
+    rows: dict[str, list[str]] = {}
+    for name in given.written:
+        row = listed().get(name)
+        if row is not None and row.verdict != "run" and not is_default(name, getattr(given.args, name)):
+            rows.setdefault(row.title, []).append(name)
+    for names in rows.values():
+        row, shown = listed()[names[0]], given.shown(*names)
+        if row.verdict == "note":
+            given.notes.append(f"{shown}: {row.why}.")
+        else:
+            given.problems.append(f"{shown}: {row.why}; {row.instead}.")
+
+
+def built_fields(given: Given) -> dict[str, object]:
+    """The fields in which Megatron's own conversion of the checked arguments differs from the model configuration's
+    defaults; plain values only."""
+    assert given.checked is not None
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    args = copy.deepcopy(given.checked)
+    args.spec = None
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        args.vocab_size = 1
+    with _as_on_a_gpu({}), _without_post_init():
+        built = gpt_config_from_args(args)
+    # megatron-core 0.19 drops --rope-scaling-factor: the model would be built with 8.0, whatever was asked for.
+    built.rope_scaling_factor = args.rope_scaling_factor
+    plain = (bool, int, float, str, tuple, list)
+    usual = {item.name: item.default for kind in (built, built.transformer) for item in dataclasses.fields(kind)}
+    theirs = {**vars(built), **vars(built.transformer)}
+    return {name: value for name, value in theirs.items() if isinstance(value, plain) and usual.get(name) != value}
+
+
+@contextlib.contextmanager
+def _without_post_init() -> Iterator[None]:
+    """Configurations of Megatron's as they are given: what is derived from them, and what they need of the machine, is
+    for the ranks that build the model."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    before = {kind: kind.__post_init__ for kind in (ModelParallelConfig, TransformerConfig, MLATransformerConfig)}
+    for kind in before:
+        kind.__post_init__ = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, method in before.items():
+            kind.__post_init__ = method  # type: ignore[method-assign]

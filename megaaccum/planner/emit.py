@@ -116,6 +116,8 @@ def as_sections(config: Config) -> dict[str, Any]:
         keys = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}
         if keys:
             sections[name] = keys
+    if config.megatron:
+        sections["model"] = {**sections.get("model", {}), **config.megatron}
     if config.deepspeed:
         sections["deepspeed"] = config.deepspeed
     return sections

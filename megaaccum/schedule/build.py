@@ -152,11 +152,11 @@ def _first(schedule: Schedule, num_microbatches: int) -> Schedule:
 
     def kept(item: Item) -> Item | None:
         if isinstance(item, Pair):
-            forward, backward = kept(item.forward), kept(item.backward)
-            return item if forward and backward else forward or backward
+            left = [action for action in (item.forward, item.backward) if action.microbatch < num_microbatches]
+            return item if len(left) == 2 else left[0] if left else None
         return item if item.microbatch < num_microbatches else None
 
-    items = tuple(tuple(left for item in rank if (left := kept(item))) for rank in schedule.items)
+    items = tuple(tuple(item for each in rank if (item := kept(each)) is not None) for rank in schedule.items)
     return replace(schedule, num_microbatches=num_microbatches, items=items)
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megaaccum.distributed import cpu, rng
-from megaaccum.distributed.agreement import check_agreement, printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import Agreed, check_agreement, printed_once, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace, traced
 from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.metrics.observer import Observer
@@ -173,16 +173,14 @@ class TrainStep:
         known. last: whether the reduction may run inside the last backward, if no further call is expected."""
         with self._observer.watching():
             batch, problem = self._with_lengths(batch)
-            self._agree_on_call(batch, total, problem)
+            bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
+            self._agree_on("forward_backward", problem=problem, num_microbatches=len(batch), total_weight=bits)
             self._run(batch, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
         with self._observer.watching():
-            calls = 0 if self._open is None else len(self._open.calls)
-            agreed = check_agreement(
-                self._digest, stop=stop, problem=problem or self._problem(), step=step, calls_before_optim_step=calls
-            )
+            agreed = self._agree_on("optim_step", stop=stop, problem=problem, step=step)
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
             result = self._end(step, agreed.stop)
@@ -328,7 +326,7 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
         any rank is raised on every rank."""
-        check_agreement(self._digest, num_microbatches=len(microbatches), problem=problem)
+        self._agree_on("evaluate", problem=problem, num_microbatches=len(microbatches))
         tally = self.forward(self.batch_of(microbatches))
         total, weight, *_ = self._summed(tally.sums())
         return total / (weight or 1.0), weight
@@ -404,12 +402,11 @@ class TrainStep:
         planned = (batch.micro_batch_size, batch.seq_length)
         shapes = [] if self._plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
         rows, length = next((shape for shape in shapes if shape != planned), planned)
-        agreed = check_agreement(
-            self._digest,
-            details=self._plan.facts,
-            tell={"num_microbatches": len(microbatches), "dp_rank": self._groups.dp.rank()},
+        agreed = self._agree_on(
+            "train_step",
             stop=stop,
-            problem=problem or self._problem(),
+            problem=problem,
+            given=len(microbatches),
             step=step,
             seq_length=length,
             micro_batch_size=rows,
@@ -419,7 +416,7 @@ class TrainStep:
                 f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
                 f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
             )
-        counts, dp_ranks = agreed.told["num_microbatches"], agreed.told["dp_rank"]
+        counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
         return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
 
     def _with_lengths(self, batch: Microbatches) -> tuple[Microbatches, MegaaccumError | None]:
@@ -443,16 +440,23 @@ class TrainStep:
 
     _LONGEST = 2**40
 
-    def _agree_on_call(self, batch: Microbatches, total: float | None, problem: MegaaccumError | None) -> None:
-        """Before a flush: all ranks make the same call, with as many micro-batches and the same N."""
-        bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
+    def _agree_on(
+        self, call: str, *, stop: bool = False, problem: MegaaccumError | None = None, given: int = 0, **facts: int
+    ) -> Agreed:
+        """All ranks make the same `call`, with the same `facts`. It compares as many numbers in each of them, so that
+        ranks that make different calls disagree and do not hang. given: micro-batches that each rank has, not compared.
+        """
+        plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
         calls = 0 if self._open is None else len(self._open.calls)
-        check_agreement(
+        return check_agreement(
             self._digest,
+            details=self._plan.facts,
+            tell={"given": given, "dp_rank": self._groups.dp.rank()},
+            stop=stop,
             problem=problem or self._problem(),
-            forward_backward_call=calls + 1,
-            num_microbatches=len(batch),
-            total_weight=bits,
+            **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
+            **{"calls since the last optim_step": calls},
+            **(plain | facts),
         )
 
     def _problem(self) -> StepError | None:
@@ -527,6 +531,9 @@ class TrainStep:
     def _go_back(self, before: _Before) -> None:
         rng.restore(before.rng)
         self._fp8.restore(before.fp8)
+
+
+_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
 
 
 def _raise(problem: MegaaccumError | None) -> None:

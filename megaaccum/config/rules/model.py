@@ -58,11 +58,6 @@ def latent_attention(subject: Subject) -> Iterator[str]:
             f"num_query_groups {model.num_query_groups} has no meaning with multi_latent_attention, whose heads share"
             " a latent instead: leave num_query_groups out."
         )
-    if model.position_embedding_type != "rope":
-        yield (
-            f"multi_latent_attention rotates qk_pos_emb_head_dim channels itself, and position_embedding_type is"
-            f" {model.position_embedding_type}: set it to rope."
-        )
     if model.qk_pos_emb_head_dim % 2:
         yield (
             f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} must be even, as channels are rotated in pairs: set it"

@@ -26,7 +26,8 @@ def problems(*args: object) -> list[str]:
 def test_a_deepspeed_block_may_be_a_file_beside_the_configuration(tmp_path: Path) -> None:
     write(tmp_path, json.dumps({"steps_per_print": 7}), "ds.json")
     assert load(write(tmp_path, "deepspeed: ds.json\n")).deepspeed == {"steps_per_print": 7}
-    assert load(None, ["--deepspeed_config", str(tmp_path / "ds.json")]).deepspeed == {"steps_per_print": 7}
+    flags = ["--deepspeed_config", str(tmp_path / "ds.json")]
+    assert load(write(tmp_path, ""), flags).deepspeed == {"steps_per_print": 7}
 
 
 @pytest.mark.parametrize(
@@ -52,20 +53,25 @@ def test_a_repeated_key_inside_a_deepspeed_block_is_told(tmp_path: Path) -> None
 
 
 def test_megatrons_own_flags_are_read_everywhere(tmp_path: Path) -> None:
-    by_flag = load(None, ["--disable-bias-linear"])
+    by_flag = load(write(tmp_path, "num_layers: 4\n"), ["--disable-bias-linear"])
     by_yaml = load(write(tmp_path, "disable_bias_linear: true\n"))
-    by_file = load(write(tmp_path, "--disable-bias-linear\n", "flags.txt"))
-    for config in (by_flag, by_yaml, by_file):
+    for config in (by_flag, by_yaml):
         assert not config.model.add_bias_linear
     assert load(write(tmp_path, "disable_bias_linear: false\n")).model.add_bias_linear
 
 
-def test_a_megatron_flag_and_the_key_it_stands_for_are_one_key_given_twice() -> None:
-    (text,) = problems(None, ["--no-add-bias-linear", "--disable-bias-linear"])
+def test_a_megatron_flag_and_the_key_it_stands_for_are_one_key_given_twice(tmp_path: Path) -> None:
+    (text,) = problems(write(tmp_path, ""), ["--no-add-bias-linear", "--disable-bias-linear"])
     assert "already given" in text
 
 
-def test_a_file_of_megatron_flags_and_the_command_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "--num-layers 4 --hidden-size 64 # shape\n--lr 1e-4\n", "flags.args")
-    config = load(path, ["--lr", "2e-4"])
-    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (4, 64, 2e-4)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("torchrun pretrain_gpt.py --lr 1", "--record -- bash"),
+        ('--lr "1', "No closing quotation"),
+        ("lr 1", "neither keys"),
+    ],
+)
+def test_a_file_that_is_no_list_of_flags_says_what_to_do(tmp_path: Path, text: str, words: str) -> None:
+    assert words in problems(write(tmp_path, text, "run.sh"))[0]

@@ -1,0 +1,45 @@
+"""`megaaccum convert`: a configuration of any dialect as a YAML file of megaaccum's keys."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+import yaml
+
+from megaaccum.cli.arguments import asked, split_command, take_path
+from megaaccum.config.keys import SECTIONS
+from megaaccum.config.schema import Config
+from megaaccum.errors import ConfigError
+from megaaccum.planner.emit import as_sections
+
+USAGE = """usage: megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
+       megaaccum convert --record [--key value ...] -- bash train.sh ARGUMENTS > run.yaml
+
+Write the configuration that Megatron's flags, a recorded script or a YAML file make, as YAML in megaaccum's keys, with
+what was noted as comments."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megaaccum convert` with these arguments; returns the exit code, 2 if the source has errors."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    words, command, jail = split_command(argv)
+    path, overrides = take_path(words)
+    with asked(path, overrides, command, jail=jail) as found:
+        if not found.problems:
+            print(as_yaml(found.config, found.name), end="")
+            return 0
+    print(ConfigError(found.problems), file=sys.stderr)
+    return 2
+
+
+def as_yaml(config: Config, name: str) -> str:
+    """The keys that somebody wrote, by section, with the notes as comments."""
+    sections = as_sections(config)
+    known = {key: sections[key] for key in (*SECTIONS, "deepspeed") if key in sections}
+    comments = [f"Converted from {name}.", *config.notes]
+    text = "".join(textwrap.fill(note, 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for note in comments)
+    return text + yaml.safe_dump(known, sort_keys=False, default_flow_style=None, width=118)

@@ -1,0 +1,246 @@
+"""What an engine is given by mistake: one clear error on every rank, no hang, and nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.testing import run_ranks
+
+KEYS = dict(layout=dict(pp=2), batch=dict(micro_batch_size=1, seq_length=16, pp_microbatches=4))
+
+
+def chunk_of(stage: int, stages: int = 2, **keys):
+    """A small pipeline stage of a user's own."""
+    import torch
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    class Stage(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = ModelParallelConfig(
+                pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32, batch_p2p_sync=False, **keys
+            )
+            self.config.hidden_size = 8
+            self.pre_process, self.post_process = stage == 0, stage == stages - 1
+            self.name_in_model = f"stages.{stage}."
+            self.weight = torch.nn.Linear(8, 8)
+            self.received = None
+
+        def set_input_tensor(self, tensor):
+            self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+        def forward(self, batch):
+            return self.weight(batch if self.pre_process else self.received)
+
+    torch.manual_seed(stage)
+    return Stage()
+
+
+def forward_step(data_iterator, chunk):
+    output = chunk(next(data_iterator))
+    return output, lambda out: (out.square().sum(), out.new_tensor(4.0), {})
+
+
+def batches(count: int = 4) -> list:
+    import torch
+
+    return [torch.randn(16, 1, 8) for _ in range(count)]
+
+
+def engine(change=None, keys=KEYS, **more):
+    import torch
+
+    from megaaccum.config import Plan
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    groups.destroy()
+    model = chunk_of(rank // (world_size // 2)) if change is None else change(rank)
+    plan = Plan.of(**keys, world_size=world_size)
+    more = dict(forward_step_func=forward_step, optimizer=torch.optim.AdamW) | more
+    return initialize(plan, model if isinstance(model, list) else [model], **more)
+
+
+def said(action) -> str:
+    """Class and text of the error that `action` raises, or nothing."""
+    from megaaccum.errors import MegaaccumError
+
+    try:
+        action()
+    except MegaaccumError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def with_norm(rank):
+    import torch
+
+    chunk = chunk_of(rank)
+    chunk.norm = torch.nn.BatchNorm1d(8)
+    return chunk
+
+
+def other_groups():
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megaaccum.distributed import groups
+
+    groups.destroy()
+    parallel_state.initialize_model_parallel()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    return said(
+        lambda: __import__("megaaccum.engine").engine.initialize(
+            __import__("megaaccum").Plan.of(**KEYS, world_size=2), [chunk_of(0)], groups=collection,
+            forward_step_func=forward_step, optimizer=torch.optim.AdamW,
+        )
+    )  # fmt: skip
+
+
+def wrong_models() -> dict[str, str]:
+    return {
+        "batch norm": said(lambda: engine(with_norm)),
+        "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
+        "two chunks": said(lambda: engine(lambda rank: [chunk_of(rank), chunk_of(rank)])),
+        "fusion": said(lambda: engine(lambda rank: chunk_of(rank, gradient_accumulation_fusion=True))),
+        "hook": said(lambda: engine(lambda rank: chunk_of(rank, no_sync_func=lambda: None))),
+        "sizes": said(lambda: engine(lambda rank: chunk_of(rank, 3) if rank == 0 else chunk_of(1))),
+        "no optimizer": said(lambda: engine(optimizer=None)),
+        "groups": other_groups(),
+    }
+
+
+MODELS = {
+    "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
+    "other stage": "is stage 0 of 2, and it was built with pre_process=False: it is a chunk of another stage",
+    "two chunks": "the model is 2 chunks on this rank, and schedule 1f1b has 1",
+    "fusion": "build the chunks with gradient_accumulation_fusion=False",
+    "hook": "no_sync_func of the chunks' configuration is set already",
+    "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, and the plan's is 2",
+    "no optimizer": "the plan has no lr: give initialize an optimizer",
+    "groups": "the pp group has 1 ranks, and the plan says 2",
+}
+
+
+def test_models_that_do_not_fit():
+    by_rank = run_ranks(wrong_models, 2, timeout=60)
+    for case, words in MODELS.items():
+        assert all(words in seen[case] and "ConfigError" in seen[case] for seen in by_rank), (case, by_rank)
+
+
+def weighed(weight):
+    def step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda out: (out.square().sum(), out.new_tensor(weight), {})
+
+    return step
+
+
+def returning(values):
+    def step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda out: values(out.square().sum())
+
+    return step
+
+
+def wrong_losses() -> dict[str, list[str]]:
+    """What a step with a bad loss function raises, and the step with a good one after it."""
+    import torch
+
+    functions = {
+        "nan": weighed(float("nan")),
+        "negative": weighed(-1.0),
+        "pair": returning(lambda total: (total, {})),
+        "tensor": returning(lambda total: total),
+        "vector": returning(lambda total: (total.expand(3), torch.ones(()), {})),
+        "reports": returning(lambda total: (total, torch.ones(()), total)),
+    }
+    seen: dict[str, list[str]] = {}
+    for name, function in functions.items():
+        made = engine(forward_step_func=function)
+        before = [piece.tensors["param"].clone() for piece in made.backend.state()]
+        first = said(lambda made=made: made.train_step(batches()))
+        same = all(map(torch.equal, before, [piece.tensors["param"] for piece in made.backend.state()]))
+        made.train_steps._forward_step_func = forward_step
+        seen[name] = [first, said(lambda made=made: made.train_step(batches())), str(same)]
+    return seen
+
+
+LOSSES = {
+    "nan": "4 micro-batches have a weight that is negative or not a number",
+    "negative": "4 micro-batches have a weight that is negative or not a number",
+    "pair": "(sum of the losses, weight, reports), and it returned 2 values",
+    "tensor": "(sum of the losses, weight, reports), and it returned Tensor",
+    "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
+    "reports": "has to be a dict of reports, not Tensor",
+}
+
+
+def test_loss_functions_that_give_something_else():
+    by_rank = run_ranks(wrong_losses, 2, timeout=90)
+    for case, words in LOSSES.items():
+        for seen in by_rank:
+            first, second, same = seen[case]
+            assert words in first and first.startswith("StepError"), (case, seen)
+            assert (second, same) == ("", "True"), (case, seen)
+
+
+def wrong_calls() -> dict[str, str]:
+    import torch
+
+    rank = torch.distributed.get_rank()
+    seen = {}
+    seen["no gradient"] = said(engine().optim_step)
+    made = engine()
+    seen["counts"] = said(lambda: made.forward_backward(batches(2 + rank)))
+    made = engine()
+    made.forward_backward(batches(2))
+    seen["calls"] = said(lambda: made.optim_step() if rank else made.forward_backward(batches(2)))
+    made = engine()
+    seen["totals"] = said(lambda: made.forward_backward(batches(2), total_weight=8.0 + rank))
+    made = engine()
+    seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
+    made = engine(forward_step_func=None)
+    seen["no function"] = said(lambda: made.forward_backward(batches(2)))
+    made = engine()
+    made._failed = RuntimeError("a kernel died")
+    seen["after"] = said(lambda: made.train_step(batches()))
+    return seen
+
+
+CALLS = {
+    "no gradient": "step 1 has no gradient: call forward_backward before optim_step",
+    "counts": "ranks disagree about num_microbatches (rank 0: 2; rank 1: 3)",
+    "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate) (rank 0:"
+    " 1; rank 1: 2)",
+    "totals": "ranks disagree about total_weight",
+    "iterator": "data comes from an iterator: give num_microbatches with it",
+    "no function": "no forward_step_func: give one to initialize, or with the call",
+    "after": "the engine failed before (RuntimeError: a kernel died) and cannot go on",
+}
+
+
+def test_calls_that_ranks_do_not_make_alike():
+    by_rank = run_ranks(wrong_calls, 2, timeout=60)
+    for case, words in CALLS.items():
+        assert all(words in seen[case] for seen in by_rank), (case, [seen[case] for seen in by_rank])
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (dict(layout=dict(pq=2)), "layout.pq: unknown key pq"),
+        (dict(layout=dict(pp=2), batch=dict(micro_batch_size=1, seq_length=16)), "needs at least"),
+        (dict(batch=dict(micro_batch_size=1)), "seq_length is required"),
+        (dict(sharding=dict(backend="fsdp3")), "sharding.backend: backend must be"),
+    ],
+    ids=["unknown", "short", "length", "value"],
+)
+def test_plans_that_cannot_be(keys, words):
+    from megaaccum.config import Plan
+    from megaaccum.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        Plan.of(**(dict(batch=KEYS["batch"]) | keys), world_size=2)
+    assert words in str(caught.value)
