@@ -68,8 +68,8 @@ def layout_of(row: Row) -> Layouts:
     if name is None:
         raise LeftOut(f"schedule {row.text('schedule')} unknown")
     vpp = row.whole("vpp", 1)
-    if name == "interleaved" and vpp == 1:
-        vpp = 2  # at least
+    if name in ("interleaved", "zbv", "dualpipev") and vpp == 1:
+        vpp = 2  # interleaved: at least; a V always has two, which tables leave out
     if pp == 1:
         name, vpp = "none", 1
     elif name in ("none", "1f1b"):

@@ -154,6 +154,11 @@ class Engine:
         """The optimizer's groups; a schedule of the user's own may set their `lr` between steps."""
         return self.backend.param_groups
 
+    def print(self, text: str) -> None:
+        """Print a line on global rank 0."""
+        if torch.distributed.get_rank() == 0:
+            print(text, flush=True)
+
     # --- steps ---
 
     def train_step(

@@ -36,21 +36,33 @@ class Saver:
     engine: Engine
     data: Datasets
     _writing: BackgroundSave | None = None
+    _overdue: bool = False
+    _after_bad: bool = False
     _group: torch.distributed.ProcessGroup | None = None
 
     @property
     def folder(self) -> Path:
         return checkpoint_folder(self.engine.plan.config)
 
-    def is_due(self, step: int, ends: bool) -> bool:
-        """After every save_interval steps, and (save_at_end) after the last one or a signal; never with interval 0."""
+    def is_due(self, step: int, ends: bool, *, bad: bool = False) -> bool:
+        """After every save_interval steps, and (save_at_end) after the last one or a signal. Never after a bad step:
+        the next good one is saved in its place, so that what a run goes back to is from before a bad streak."""
         run = self.engine.plan.config.run
-        return run.save_interval > 0 and (step % run.save_interval == 0 or (ends and run.save_at_end))
+        self._overdue = self._overdue or (run.save_interval > 0 and step % run.save_interval == 0)
+        self._after_bad = bad
+        due = not bad and (self._overdue or (ends and run.save_at_end))
+        self._overdue = self._overdue and not due
+        return due
 
     def last_good(self) -> str:
         """Which checkpoint a run that ends now goes on from, in words; the same on every rank."""
         current = save_load.latest(self.folder)
         return f"The last good checkpoint is {current}." if current else "There is no checkpoint of this run."
+
+    def written(self) -> str:
+        """The current checkpoint, for the summary of a run that ended."""
+        current = save_load.latest(self.folder)
+        return str(current) if current else f"none in {self.folder} (save_interval, save_at_end)"
 
     def save(self) -> str:
         """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what the log reports.
@@ -85,7 +97,7 @@ class Saver:
         if isinstance(error, StepError):
             return StepError(f"{error} {self.last_good()}")
         everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
-        if not everywhere or not self.is_due(self.engine.step, ends=True):
+        if not everywhere or not self.is_due(self.engine.step, ends=True, bad=self._after_bad):
             return error
         texts = [str(error)]
         try:
@@ -147,5 +159,9 @@ class Saver:
             return None
         current = save_load.latest(run.load or self.folder)
         if current is None and run.load:
-            raise CheckpointError(f"load: {run.load} holds no checkpoint (no file named latest)")
+            missing = f"load: {run.load} holds no checkpoint (no file named latest)"
+            if run.exit_on_missing_checkpoint:
+                raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
+            if int(os.environ["RANK"]) == 0:
+                print(f"{missing}: the run starts afresh", flush=True)
         return current

@@ -1,83 +1,238 @@
-"""`megaaccum schedule`: what a pipeline schedule costs, beside others, on a terminal and as a picture."""
+"""`megaaccum schedule`: what a pipeline schedule costs, beside others and the best possible, on a terminal and as a
+picture; cuts of layers into stages, and searched orders."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.build import build, names
+from megaaccum.schedule.bound import bound, bound_of_cuts
+from megaaccum.schedule.build import BUILT_IN, build, names
+from megaaccum.schedule.cut import tune_cut
+from megaaccum.schedule.exact import prove
+from megaaccum.schedule.memory import TINY, Memory
+from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.profile import Cut, Profile, describe_cut, even_cut, read_profile
 from megaaccum.schedule.render import check_format, draw, text
+from megaaccum.schedule.search import ITERATIONS, Comparison, Found, compare, search_order
 from megaaccum.schedule.simulate import Costs, Simulation, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.timeline import write_trace
 from megaaccum.schedule.validate import Footprint, validate
+from megaaccum.units import GIB
 
 _DESCRIPTION = """\
-Build a pipeline schedule, prove that it runs, and print what it costs beside others. Durations are those of a rank's
-whole work on one micro-batch, in any unit; a schedule with two chunks per rank halves them per chunk."""
+Build a pipeline schedule, prove that it runs, and print what it costs beside others and beside the least that any order
+of its stages can take (gap). Durations are those of a rank's whole work on one micro-batch, in any unit (--cost; a
+schedule with two chunks per rank halves them per chunk), or of each kind of layer (--profile)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One schedule, priced. cut: None without a profile."""
+
+    schedule: Schedule
+    costs: Costs
+    memory: Memory
+    simulation: Simulation
+    footprint: Footprint
+    peak: float
+    bound: float
+    cut: Cut | None = None
+
+    @property
+    def gap(self) -> float:
+        return self.simulation.makespan / self.bound - 1
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum schedule`; returns the exit code. Raises ScheduleError."""
     args = _parse(argv)
-    results = [_evaluate(args.schedule, args)]
-    others, refused = _evaluate_others(args)
-    schedule, simulation, _ = results[0]
+    profile = None if args.profile is None else read_profile(args.profile)
+    limit = _limit(args, profile)
+    rows, refused = _rows(args, profile, limit)
+    row = rows[0]
+    said = list(_about_cuts(rows, profile, args))
+    if args.search or args.exact:
+        searched, verdict = _search(row, args, limit)
+        rows.insert(1, searched)
+        said.append(_about(verdict, searched, row))
+        row = searched if verdict.adopted else row
     if args.timeline:
-        print(text(schedule, simulation, width=args.width or shutil.get_terminal_size((120, 40)).columns), end="\n\n")
-    print("\n".join([comparison(results + others), *refused]))
-    if args.png:
-        draw(schedule, simulation, args.png)
-        print(f"picture: {args.png}")
-    if args.csv:
-        write_csv(schedule, args.csv)
-        print(f"table: {args.csv}")
-    if args.trace:
-        write_trace(args.trace, schedule, planned=simulation.spans, measured=None)
-        print(f"trace: {args.trace} (open in ui.perfetto.dev)")
+        width = args.width or shutil.get_terminal_size((120, 40)).columns
+        print(text(row.schedule, row.simulation, width=width), end="\n\n")
+    print("\n".join([comparison(rows), *said, *refused]))
+    _write(row, rows, args)
     return 0
 
 
-def _evaluate_others(args: argparse.Namespace) -> tuple[list[tuple[Schedule, Simulation, Footprint]], list[str]]:
-    """What can be compared, and for each schedule that does not exist at these sizes the reason."""
-    results, refused = [], []
-    for name in args.compare:
-        if name == args.schedule:
-            continue
+def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
+    if args.png:
+        others = [(each.schedule, each.simulation) for each in rows[:2] if args.search and each is not row]
+        draw(row.schedule, row.simulation, args.png, beside=others, bound=row.bound if args.search else None)
+        print(f"picture: {args.png}")
+    if args.csv:
+        write_csv(row.schedule, args.csv)
+        print(f"table: {args.csv}")
+    if args.trace:
+        write_trace(args.trace, row.schedule, planned=row.simulation.spans, measured=None)
+        print(f"trace: {args.trace} (open in ui.perfetto.dev)")
+
+
+def _limit(args: argparse.Namespace, profile: Profile | None) -> float | None:
+    """In the profile's bytes, or in micro-batches of a whole rank."""
+    if args.memory_gib is None:
+        return None if args.memory_limit is None else float(args.memory_limit)
+    if profile is None or not profile.has_bytes:
+        raise ScheduleError(
+            "--memory-gib needs a --profile with the bytes that layers hold (activation, deferred, state): measure one"
+            " with megaaccum calibrate --layers, or count micro-batches of a whole rank with --memory-limit"
+        )
+    return float(args.memory_gib) * GIB
+
+
+def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None) -> tuple[list[Row], list[str]]:
+    """The schedule asked for and what can be compared; for each that does not exist at these sizes the reason."""
+    if args.schedule != "auto":
+        rows, others = [_row(args.schedule, args, profile, limit)], [n for n in args.compare if n != args.schedule]
+    else:
+        rows, others = [], sorted(BUILT_IN | set(args.compare))
+    refused = []
+    for name in others:
         try:
-            results.append(_evaluate(name, args))
+            rows.append(_row(name, args, profile, limit))
         except ScheduleError as error:
             refused.append(f"{name}: {error}")
-    return results, refused
+    if args.schedule == "auto":
+        rows = _fastest_first(rows, limit, refused)
+    return rows, refused
 
 
-def _evaluate(name: str, args: argparse.Namespace) -> tuple[Schedule, Simulation, Footprint]:
+def _fastest_first(rows: list[Row], limit: float | None, refused: list[str]) -> list[Row]:
+    """Those within the limit, fastest first. Raises ScheduleError where none is."""
+    fitting = [row for row in rows if limit is None or row.peak <= limit * (1 + TINY)]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak, default=None)
+        closest = "" if least is None else f" The one that holds least is {least.schedule.name}, {least.peak:.6g}."
+        raise ScheduleError(f"no schedule fits the memory limit {limit or 0:.6g}.{closest} {' '.join(refused)}".strip())
+    refused += [f"{row.schedule.name}: it holds {row.peak:.6g}, over the limit" for row in rows if row not in fitting]
+    return sorted(fitting, key=lambda row: row.simulation.makespan)
+
+
+def _row(name: str, args: argparse.Namespace, profile: Profile | None, limit: float | None) -> Row:
     chunks = args.vpp if name == "interleaved" else None
     group_size = args.group_size if name == "interleaved" else None
     schedule = build(name, pp=args.pp, num_microbatches=args.microbatches, chunks=chunks, group_size=group_size)
-    costs = Costs.per_rank(*args.cost, chunks=schedule.chunks, p2p=args.p2p)
-    return schedule, simulate(schedule, costs), validate(schedule)
+    if profile is None:
+        costs = Costs.per_rank(*args.cost, chunks=schedule.chunks, p2p=args.p2p)
+        return _priced(schedule, costs, Memory.counted(schedule.num_stages, chunks=schedule.chunks), limit)
+    cut = _cut(schedule, profile, args, limit)
+    row = _priced(schedule, profile.costs(cut, p2p=args.p2p), profile.memory(cut, chunks=schedule.chunks), limit)
+    return replace(row, cut=cut)
 
 
-def comparison(results: Sequence[tuple[Schedule, Simulation, Footprint]]) -> str:
-    """A table, a line per schedule: time, idle share, and what the fullest rank holds, in micro-batches of a whole
-    rank's activations."""
-    head = ("schedule", "chunks", "makespan", "bubble", "idle", "activations", "deferred W")
+def _cut(schedule: Schedule, profile: Profile, args: argparse.Namespace, limit: float | None) -> Cut:
+    if not args.cut:
+        return even_cut(profile, schedule.num_stages)
+    placement = schedule.placement
+    assert placement is not None, "only V and loop can be named"
+    return tune_cut(
+        profile, pp=args.pp, chunks=schedule.chunks, placement=placement, order=lambda costs: schedule, limit=limit,
+        p2p=args.p2p,
+    ).cut  # fmt: skip
+
+
+def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | None) -> Row:
+    """limit: None for the schedule's own peak, which then is the bound's."""
+    peak = max(memory.peaks(schedule))
+    least = bound(schedule, costs, memory=memory, limit=max(peak, limit or 0.0))
+    return Row(
+        schedule=schedule, costs=costs, memory=memory, simulation=simulate(schedule, costs),
+        footprint=validate(schedule), peak=peak, bound=least.seconds,
+    )  # fmt: skip
+
+
+def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Row, Comparison]:
+    """The searched order of the row's stages, and how it compares."""
+    limit = row.peak if limit is None else limit
+    found = search_order(
+        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit,
+        start=[row.schedule], iterations=args.iterations, seed=args.seed, name=f"{row.schedule.name}, searched",
+    )  # fmt: skip
+    if args.exact:
+        found = _proved(found, row, args, limit)
+    searched = replace(
+        row, schedule=found.schedule, simulation=simulate(found.schedule, row.costs),
+        footprint=validate(found.schedule), peak=max(found.peaks), bound=found.bound,
+    )  # fmt: skip
+    verdict = compare(found.schedule, row.costs, row.schedule, row.costs, seed=args.seed)
+    if row.peak > limit * (1 + TINY):  # the named one cannot run at all
+        verdict = Comparison(gain=1.0, wins=1.0)
+    return searched, verdict
+
+
+def _proved(found: Found, row: Row, args: argparse.Namespace, limit: float) -> Found:
+    problem = Problem(
+        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit
+    )
+    exact = prove(problem, found, seed=args.seed)
+    print("proved: no order of these stages is faster" if exact.optimal else "not proved within the solver's budget")
+    return exact.found
+
+
+def _about(verdict: Comparison, searched: Row, named: Row) -> str:
+    """Whether the searched order is taken, and why."""
+    name = named.schedule.name
+    if verdict.gain == 1.0:
+        return f"searched order taken: {name} holds {named.peak:.6g}, which is over the limit"
+    figures = (
+        f"{verdict.gain:+.2%} on average over 50 samples of +-10 % jitter, faster in {verdict.wins:.0%} of them"
+        f" (wanted: at least +1 % and 90 %)"
+    )
+    return f"searched order taken: {figures}" if verdict.adopted else f"searched order left, {name} stays: {figures}"
+
+
+def _about_cuts(rows: Sequence[Row], profile: Profile | None, args: argparse.Namespace) -> Sequence[str]:
+    """The cut of each schedule, and how far it is from the least of all cuts."""
+    lines = []
+    for row in rows:
+        if profile is None or row.cut is None or not args.cut:
+            continue
+        placement = row.schedule.placement
+        assert placement is not None
+        least = bound_of_cuts(
+            profile, pp=args.pp, chunks=row.schedule.chunks, placement=placement, num_microbatches=args.microbatches
+        )
+        lines.append(
+            f"cut for {row.schedule.name}: {'-'.join(map(str, row.cut))} = {describe_cut(profile, row.cut)}"
+            f" ({row.simulation.makespan / least - 1:.2%} over the bound of all cuts)"
+        )
+    return lines
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """A table, a line per schedule: time, idle share, what the fullest rank holds in micro-batches of a whole rank's
+    activations, the most of all that it holds together, and the gap."""
+    head = ("schedule", "chunks", "makespan", "bubble", "idle", "activations", "deferred W", "peak", "gap")
     lines = [head]
-    for schedule, simulation, footprint in results:
+    for row in rows:
+        chunks, simulation = row.schedule.chunks, row.simulation
         lines.append(
             (
-                schedule.name,
-                str(schedule.chunks),
+                row.schedule.name,
+                str(chunks),
                 f"{simulation.makespan:.6g}",
                 f"{simulation.bubble:.6g}",
                 f"{1 - simulation.utilisation:.2%}",
-                f"{max(footprint.in_flight) / schedule.chunks:g}",
-                f"{max(footprint.deferred) / schedule.chunks:g}",
+                f"{max(row.footprint.in_flight) / chunks:g}",
+                f"{max(row.footprint.deferred) / chunks:g}",
+                f"{row.peak:.6g}",
+                f"{max(0.0, row.gap):.2%}",
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -94,18 +249,33 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--pp", type=int, required=True, help="pipeline ranks")
     add("--microbatches", "-m", type=int, required=True, help="micro-batches of a flush")
-    add("--schedule", required=True, metavar="NAME", help=f"{', '.join(names())}, or a .csv file")
+    add(
+        "--schedule", required=True, metavar="NAME", help=f"auto (the fastest that fits), {', '.join(names())}, or .csv"
+    )
     add("--compare", type=_words, default=[], metavar="NAMES", help="other schedules, separated by commas")
     add("--cost", type=_cost, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="forward, input and weight gradient")
     add("--p2p", type=float, default=0.0, metavar="T", help="from one rank to the next")
     add("--vpp", type=int, metavar="N", help="chunks per rank of the interleaved schedule (2)")
     add("--group-size", type=int, metavar="N", help="its microbatch_group_size_per_vp_stage (pp)")
+    stages = parser.add_argument_group("stages that differ, and memory")
+    stages.add_argument("--profile", type=Path, metavar="FILE", help="costs of every kind of layer (JSON)")
+    stages.add_argument("--cut", action="store_true", help="search for the cut of the layers; else it is even")
+    held = stages.add_mutually_exclusive_group()
+    held.add_argument("--memory-gib", type=_positive, metavar="G", help="that a rank may hold; the profile has bytes")
+    held.add_argument("--memory-limit", type=_positive, metavar="N", help="the same in micro-batches (or bytes)")
+    orders = parser.add_argument_group("orders")
+    orders.add_argument("--search", action="store_true", help="search for a faster order of the same stages")
+    orders.add_argument("--exact", action="store_true", help="and improve it until it is proved (needs OR-Tools)")
+    orders.add_argument("--iterations", type=int, default=ITERATIONS, metavar="N", help=f"orders tried ({ITERATIONS})")
+    orders.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     add("--png", type=Path, metavar="FILE", help="draw timeline and memory (.png, .svg or .pdf)")
     add("--csv", type=Path, metavar="FILE", help="write the table, with stage numbers, as torch reads it")
     add("--trace", type=Path, metavar="FILE", help="write the planned timeline in Chrome's trace format")
     add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
     add("--width", type=int, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
+    if args.cut and args.profile is None:
+        parser.error("--cut needs --profile FILE")
     if args.png:
         check_format(args.png)
     return args
@@ -115,11 +285,23 @@ def _words(value: str) -> list[str]:
     return [word for word in value.split(",") if word]
 
 
+def _positive(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value}: a number above 0")
+    return number
+
+
 def _cost(value: str) -> tuple[float, float, float]:
     try:
         forward, input_grad, weight_grad = map(float, value.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{value}: three numbers separated by commas, as in 1,1,1") from None
-    if min(forward, input_grad, weight_grad) < 0 or not forward + input_grad + weight_grad > 0:
-        raise argparse.ArgumentTypeError(f"{value}: durations are not negative, and not all zero")
+    if not all(0 <= each < float("inf") for each in (forward, input_grad, weight_grad)) or not (
+        forward + input_grad + weight_grad > 0
+    ):
+        raise argparse.ArgumentTypeError(f"{value}: durations are finite, not negative, and not all zero")
     return forward, input_grad, weight_grad

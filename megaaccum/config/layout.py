@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megaaccum.schedule.simulate import BY_MEGATRON
+from megaaccum.schedule.actions import place
+from megaaccum.schedule.simulate import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,15 @@ class Layout:
         return self.world_size // (self.etp * self.ep * self.pp)
 
     @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.vpp
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages, 0 to num_stages - 1 in model order, that global rank `rank` holds, chunk by chunk."""
+        return place(self.placement, pp=self.pp, chunks=self.vpp)[rank // (self.world_size // self.pp)]
+
+    @property
     def splits_backward(self) -> bool:
         """Whether megaaccum's executor runs the schedule: it does every backward in two parts."""
-        return self.schedule not in BY_MEGATRON | {"none"}
+        return by_executor(self.schedule)

@@ -70,8 +70,8 @@ class Plan:
 
         Args:
             layout: `tp`, `pp`, `vpp`, `cp`, `ep`, `schedule` and what else the section `parallel` of a file holds.
-            batch: `micro_batch_size` (sequences), `seq_length` (tokens, the most that a micro-batch has), and
-                `grad_accum_steps` or `pp_microbatches` (micro-batches of a step on one rank; default 1).
+            batch: `seq_length` (tokens, the most that a sequence has), `micro_batch_size` (sequences), and how many
+                micro-batches a step has: `global_batch_size` (sequences), or per rank `grad_accum_steps`.
             sharding: `backend`, `zero_stage`, `sync`, `bf16`, `fp16`, ...
             step: `nonfinite`, `grad_norm_guard`, `short_batch`, loss scales, ...
             optimizer: `lr`, `weight_decay`, `clip_grad`, ...; without `lr` the engine has no LR schedule.

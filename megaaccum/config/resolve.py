@@ -19,8 +19,6 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> tuple[Co
     Raises ConfigError with one text per broken rule."""
     settled = copy.deepcopy(config)
     notes = list(config.notes)
-    if own_model and settled.batch.grad_accum_steps is None and settled.batch.pp_microbatches is None:
-        settled.batch.grad_accum_steps = settled.batch.pp_microbatches = 1
     derive(settled, notes)
     problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
     dp = _data_parallel_size(settled, world_size)

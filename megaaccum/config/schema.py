@@ -128,8 +128,30 @@ class ModelConfig:
     """Multi-token-prediction layers; None for none."""
     mtp_loss_scaling_factor: Annotated[float, Facts(at_least=0, core=True)] = 0.1
     """Weight of the multi-token-prediction loss."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], Facts(planned=True)] = "auto"
     """Layer spec: Transformer Engine's where it is installed and a GPU is there (auto), or one by name."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Kernel of attention. Transformer Engine's layers take it as Megatron does; in local layers flash and fused are
+    torch's own, unfused keeps all scores, and auto is fused on a GPU or under context parallelism."""
+    masked_softmax_fusion: bool = True
+    """With unfused attention: scale, mask and softmax in one kernel, where a GPU and apex have it."""
+    bias_gelu_fusion: bool = True
+    """Bias and GELU in one kernel, on a GPU."""
+    bias_swiglu_fusion: bool = True
+    """Bias and SwiGLU in one kernel, on a GPU."""
+    bias_dropout_fusion: bool = True
+    """Bias, dropout and residual addition in one kernel, on a GPU."""
+    apply_rope_fusion: bool | None = None
+    """Rotary embeddings in one kernel of Transformer Engine's. Default: with its layers (not in latent attention)."""
+    cross_entropy_loss_fusion: Annotated[bool, Facts(core=True)] = False
+    """The loss over the vocabulary with its intermediate results in one buffer."""
+    gradient_accumulation_fusion: Annotated[bool, Facts(core=True)] = False
+    """Weight gradients are added to the FP32 buffer by their own matrix product, on a GPU with Transformer Engine or
+    apex: backend megatron under Megatron's own schedules."""
+    moe_permute_fusion: Annotated[bool, Facts(needs="num_experts", core=True)] = False
+    """Tokens are sorted to experts and back by Transformer Engine's kernels."""
+    moe_router_fusion: Annotated[bool, Facts(needs="num_experts", core=True)] = False
+    """Scores and top-k of the router in one kernel of Transformer Engine's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -424,10 +446,12 @@ class RunConfig:
     """Folder of checkpoints; default output_dir/checkpoints."""
     load: Annotated[str | None, Facts(per_host=True)] = None
     """Folder to resume from; default: save, when it holds a checkpoint."""
+    exit_on_missing_checkpoint: bool = False
+    """End the run where `load` holds no checkpoint, rather than start afresh."""
     save_interval: Annotated[int, Facts(at_least=0)] = 0
-    """Steps between checkpoints; 0 is off."""
+    """Steps between checkpoints; 0 leaves only the one of save_at_end."""
     save_at_end: bool = True
-    """A checkpoint when the run ends or gets a signal to stop (not with save_interval 0)."""
+    """A checkpoint when the run ends or gets a signal to stop."""
     keep_last: Annotated[int, Facts(at_least=0)] = 2
     """Checkpoints kept; 0 keeps all."""
     async_save: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,41 +31,66 @@ def check_agreement(
     *,
     details: Callable[[], Mapping[str, object]] = dict,
     tell: Mapping[str, int] | None = None,
+    usual: Mapping[str, int] | None = None,
     stop: bool = False,
     problem: MegaaccumError | None = None,
     **facts: int,
 ) -> Agreed:
-    """Compare `digest` (of the plan) and `facts` over all ranks: one all-gather of a few integers per rank. `tell`
-    comes along and is not compared; `stop` neither, since a signal may reach ranks in different steps.
+    """Compare `digest` (of the plan) and `facts` over all ranks: one all-reduce of a few integers, however many ranks
+    there are. `tell` comes along and is not compared; `stop` neither, since a signal may reach ranks in different
+    steps. Every rank's numbers are gathered where facts differ, and where one of `tell` is not what `usual` says on
+    every rank; `told` is empty elsewhere.
 
     Raises RankDisagreement on every rank, naming each fact that differs and who says what. Where the digests differ,
     `details` (what they are made of) is asked for, and the keys that differ are named. If any rank comes with a
     `problem`, every rank raises that.
     """
-    facts = {"plan": int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16), **facts}
+    facts = {"plan": _digest(digest), **facts}
     told = dict(tell or {})
-    numbers = [*facts.values(), *told.values(), int(stop), int(problem is not None)]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=cpu.device())
-    everyone = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64, device=cpu.device())
-    dist.all_gather_into_tensor(everyone, mine)
-    rows = everyone.view(-1, len(mine)).tolist()
-    columns = dict(zip([*facts, *told, "stop", "problem"], map(list, zip(*rows, strict=True)), strict=True))
-    if any(columns["problem"]):
-        _raise_together(problem)
-    differing = [name for name in facts if len(set(columns[name])) > 1]
+    numbers = facts | told | {"stop": int(stop), "problem": int(problem is not None)}
+    limits = dict(zip(numbers, _limits(list(numbers.values())), strict=True))
+    if limits["problem"][1]:
+        _raise_each(problem)
+    differing = [name for name in facts if limits[name][0] != limits[name][1]]
+    is_usual = all(limits[name] == (value, value) for name, value in (usual or dict.fromkeys(told)).items())
+    if is_usual and not differing:
+        return Agreed(bool(limits["stop"][1]), {})
+    columns = dict(zip(numbers, _everyones(list(numbers.values())), strict=True))
     if differing:
         texts = [_disagreement(name, columns[name], details) for name in differing]
         raise printed_once(RankDisagreement("; ".join(texts)))
-    return Agreed(any(columns["stop"]), {name: columns[name] for name in told})
+    return Agreed(bool(limits["stop"][1]), {name: columns[name] for name in told})
+
+
+def _limits(numbers: list[int]) -> list[tuple[int, int]]:
+    """(lowest, highest) of each number over the world."""
+    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64).to(cpu.device())
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    highest = both.tolist()
+    return [(-low, high) for high, low in zip(highest[: len(numbers)], highest[len(numbers) :], strict=True)]
+
+
+def _everyones(numbers: list[int]) -> list[list[int]]:
+    """For each number what every rank has, in rank order."""
+    mine = torch.tensor(numbers, dtype=torch.int64).to(cpu.device())
+    everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=cpu.device())
+    dist.all_gather_into_tensor(everyone, mine)
+    return everyone.view(-1, len(numbers)).t().tolist()
+
+
+def _digest(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 def assert_same_on_ranks(what: str, value: str) -> None:
     """Raise RankDisagreement on every rank, saying who has which, unless all ranks have the same `value`; collective
     over the world."""
+    ((lowest, highest),) = _limits([_digest(value)])
+    if lowest == highest:
+        return
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
-    if len(set(everyone)) > 1:
-        raise printed_once(RankDisagreement(describe(what, everyone)))
+    raise printed_once(RankDisagreement(describe(what, everyone)))
 
 
 def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -84,12 +110,18 @@ def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: 
 
 
 def _raise_together(problem: BaseException | None) -> None:
-    """Raise on every rank what any rank brings as `problem`; return if none brings one. Collective over the world."""
+    """Raise on every rank what any rank brings as `problem`; return if none brings one. Collective over the world: one
+    integer where none does."""
+    ((_, some),) = _limits([int(problem is not None)])
+    if some:
+        _raise_each(problem)
+
+
+def _raise_each(problem: BaseException | None) -> NoReturn:
+    """Raise on every rank what some bring as `problem`. Collective over the world."""
     mine = None if problem is None else _portable(problem)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if not any(everyone):
-        return
     if problem is not None and not isinstance(problem, MegaaccumError):
         raise problem
     kind = next(each[0] for each in everyone if each)

@@ -87,11 +87,12 @@ def _hide_gpu_extensions() -> None:
 
 
 def _on_cpu(factory):
-    """`factory` with a CUDA device argument read as the CPU."""
+    """`factory` with a CUDA device argument read as the CPU; pinned memory needs a driver, and is plain memory here."""
     import torch
 
     @functools.wraps(factory)
     def make(*args, device=None, **kwargs):
+        kwargs.pop("pin_memory", None)
         if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)
@@ -111,6 +112,8 @@ def _redirect_factories() -> None:
 
 class _Stream:
     """A stream on a device that has only one order of execution."""
+
+    def __init__(self, *args, **kwargs): ...
 
     def wait_stream(self, other) -> None: ...
 
@@ -146,7 +149,7 @@ def _redirect_cuda_module() -> None:
     cuda.current_stream = lambda device=None: _Stream()
     cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = lambda *args, **kwargs: _Stream()
+    cuda.Stream = _Stream  # a class: libraries name it in annotations
     cuda.Event = _Event
 
 

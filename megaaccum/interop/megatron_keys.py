@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from megaaccum.config.coerce import NotOfType, coerce
@@ -133,6 +134,8 @@ def _put_same_names(given: Given, reading: Reading) -> None:
             reading.put(*CONSTANTS[name], given, name)
         elif name == "split":
             reading.put(name, value.strip("'\""), given, name)  # Megatron looks for the numbers alone
+        elif isinstance(value, Enum) and name in all_keys():
+            reading.put(name, value.name, given, name)
         elif name in all_keys():
             one = isinstance(value, list) and len(value) == 1 and "list[" not in str(all_keys()[name].annotation)
             reading.put(name, value[0] if one else value, given, name)

@@ -101,7 +101,7 @@ class RunLog:
         if self._is_writer:
             print(text, flush=True)
 
-    def close(self, outcome: str = "Done") -> None:
+    def close(self, outcome: str = "Done", *, checkpoint: str = "") -> None:
         """Write what is left, draw the picture, print the summary after `outcome`. Closing twice is harmless. Raises
         MegaaccumError when a record is missing because it could not be written.
 
@@ -116,7 +116,8 @@ class RunLog:
         if self.problem is not None:
             raise self.problem
         records = journal.read(self._journal.path)
-        files = {"log": self._journal.path} | self._draw(records)
+        files: dict[str, Path | str] = {"checkpoint": checkpoint} if checkpoint else {}
+        files |= {"log": self._journal.path} | self._draw(records)
         self.note(summarize(records, outcome=outcome, seconds=self._clock() - self._started, files=files))
 
     def _write(self, record: Record) -> None:

@@ -80,6 +80,12 @@ class HighWater:
         for kind in held:
             self.note(kind, self._now[kind])
 
+    @property
+    def on_device(self) -> int:
+        """The marks of the device added up, parts of a sum once: at one moment, as the allocator counts."""
+        parts = {part for parts in SUMS.values() for part in parts}
+        return sum(size for kind, size in self.peaks.items() if kind not in parts | {"host", "p2p", "activations"})
+
     def take(self) -> Memory:
         """The marks since the last call."""
         peaks, self.peaks = self.peaks, {}
@@ -186,7 +192,8 @@ class Activations:
     """Storages that a step's flushes hold beside the backend's tensors, noted as `activations`.
 
     On a CPU: what autograd keeps, counted in the first step only and noted in each; of experts, whose share of the
-    tokens varies, it is the first step's. On a GPU, in each step: the allocator's peak less all that was looked at.
+    tokens varies, it is the first step's. On a GPU: the allocator's peak less all that was looked at, of the last step
+    whose flushes raised that peak; it is reset before the first step alone, since it is the user's too.
     """
 
     def __init__(self, chunks: list[torch.nn.Module]):
@@ -209,15 +216,18 @@ class Activations:
             marks.note("activations", self._counted)
             yield
 
-    @staticmethod
     @contextlib.contextmanager
-    def _allocated(marks: HighWater) -> Iterator[None]:
+    def _allocated(self, marks: HighWater) -> Iterator[None]:
         import torch
 
-        torch.cuda.reset_peak_memory_stats()
+        if self._counted is None:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
         yield
-        known = sum(size for kind, size in marks.peaks.items() if kind not in ("host", "p2p"))
-        marks.note("activations", max(0, torch.cuda.max_memory_allocated() - known))
+        peak = torch.cuda.max_memory_allocated()
+        if self._counted is None or peak > before:
+            self._counted = max(0, peak - marks.on_device)
+        marks.note("activations", self._counted)
 
 
 class _Kept:

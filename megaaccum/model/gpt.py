@@ -17,14 +17,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
-from megaaccum.model import recompute
+from megaaccum.model import layers, recompute
+from megaaccum.model.attention import with_fused_attention
 from megaaccum.model.flops import padded_vocab_size
+from megaaccum.model.layers import Layers
 from megaaccum.model.local_norm import with_own_norms
-from megaaccum.model.names import over_stages
+from megaaccum.model.names import as_in_local_layers, over_stages
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 
@@ -35,23 +41,17 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def uses_transformer_engine(plan: Plan) -> bool:
-    """Whether layers come from Transformer Engine: asked for, or (auto) installed on a machine with a GPU."""
-    wanted = plan.config.model.transformer_impl
-    if wanted == "auto":
-        if plan.layout.splits_backward and plan.config.quantization.fp8_format is None:
-            return False  # Megatron's own layers, whose backward megaaccum splits itself
-        from megatron.core.extensions import transformer_engine
-
-        return cpu.has_accelerator() and bool(getattr(transformer_engine, "HAVE_TE", False))
-    return wanted == "transformer_engine"
+def layers_of(plan: Plan) -> Layers:
+    """The layers that this machine builds the model of."""
+    on_gpu = cpu.has_accelerator()
+    return layers.choose(plan.config, has_te=on_gpu and upstream.has_transformer_engine(), on_gpu=on_gpu)
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
     """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
     model, layout = plan.config.model, plan.layout
     dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
-    on_gpu = cpu.has_accelerator()
+    on_gpu, made_of = cpu.has_accelerator(), layers_of(plan)
     keys = _core_keys(plan) | dict(
         activation_func=_activation(model),
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -64,12 +64,12 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        batch_p2p_sync=on_gpu,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=on_gpu and uses_transformer_engine(plan),
-        masked_softmax_fusion=on_gpu,
-        bias_activation_fusion=on_gpu and not model.squared_relu,
-        bias_dropout_fusion=on_gpu,
+        # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
+        # orders batched messages by themselves (pytorch#82450 is what it was for).
+        batch_p2p_sync=False,
+        persist_layer_norm=on_gpu and not made_of.local,
+        # Megatron puts it into the environment, for Transformer Engine.
+        attention_backend=AttnBackend.auto if made_of.local else AttnBackend[model.attention_backend],
         attention_softmax_in_fp32=dtype is not torch.float64,
     )
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
@@ -78,6 +78,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         keys |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
+    keys |= _fusions(plan, made_of, on_gpu)
     if model.moe_router_load_balancing_type == "global_aux_loss":
         # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
         keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
@@ -87,8 +88,29 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
     # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
-    built.delay_wgrad_compute = plan.layout.splits_backward and uses_transformer_engine(plan)
+    built.delay_wgrad_compute = made_of.delays_wgrad
     return built
+
+
+def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
+    """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
+    somebody set and that cannot be honoured is refused by `_check_local_layers`."""
+    model = plan.config.model
+    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
+    rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    return dict(
+        # Megatron's fused GELU is one of a bias; its fused SwiGLU takes none as well.
+        bias_activation_fusion=on_gpu and activation and (model.swiglu or model.add_bias_linear),
+        bias_dropout_fusion=on_gpu and model.bias_dropout_fusion,
+        # Its kernel for causal attention reads no mask.
+        masked_softmax_fusion=on_gpu
+        and model.masked_softmax_fusion
+        and not plan.config.data.reset_attention_mask
+        and upstream.has_fused_softmax(),
+        apply_rope_fusion=rope and on_gpu and not made_of.local
+        if model.apply_rope_fusion is None
+        else model.apply_rope_fusion,
+    )
 
 
 def _core_keys(plan: Plan) -> dict[str, object]:
@@ -112,17 +134,34 @@ def _check_fp8(plan: Plan) -> None:
     capability = torch.cuda.get_device_capability() if cpu.has_accelerator() else None
     if problem := fp8.device_problem(keys.fp8_recipe, capability, torch.version.cuda):
         raise ConfigError(problem)
-    if not uses_transformer_engine(plan):
+    if layers_of(plan).local:
         raise ConfigError(
             f"fp8_format {keys.fp8_format} needs Transformer Engine, which is not installed (`megaaccum doctor` says"
             " what is): install it (pip install 'megaaccum[te]'), or leave fp8_format out."
         )
 
 
+def _check_te_layers(plan: Plan) -> None:
+    """What Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
+    if layers_of(plan).local:
+        return
+    if not upstream.has_transformer_engine():
+        raise ConfigError(
+            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, and one is missing here"
+            " (`megaaccum doctor` says which): set transformer_impl to auto."
+        )
+    if plan.config.data.reset_attention_mask:
+        raise ConfigError(
+            "reset_attention_mask: Transformer Engine's attention ignores the mask under Megatron-core, so documents"
+            " would attend to each other. Set transformer_impl to local (torch's fused attention, which reads it), or"
+            " reset_attention_mask to false."
+        )
+
+
 def _check_local_layers(plan: Plan) -> None:
     """What Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first run."""
     model = plan.config.model
-    if uses_transformer_engine(plan):
+    if not layers_of(plan).local:
         return
     here = (
         "layers here are Megatron's local ones: no GPU was found, or Transformer Engine is not installed (`megaaccum "
@@ -134,16 +173,14 @@ def _check_local_layers(plan: Plan) -> None:
             f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
             "or set multi_latent_attention to false."
         )
-    if plan.layout.cp > 1:
-        problems.append(
-            f"context_parallel_size {plan.layout.cp} needs Transformer Engine's attention, and {here}. Run it on a "
-            "machine with both, or set context_parallel_size to 1."
-        )
     if model.num_experts and model.add_bias_linear:
         problems.append(
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
             "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
         )
+    for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
+        if getattr(model, name):
+            problems.append(f"{name} is a kernel of Transformer Engine's layers, and {here}. Leave it out.")
     recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         names = ", ".join(sorted(recomputed))
@@ -171,6 +208,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     the configuration asks for.
     """
     _check_fp8(plan)
+    _check_te_layers(plan)
     _check_local_layers(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
@@ -182,6 +220,9 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
         recompute.prepare(chunk)
+        for module in chunk.modules():
+            if upstream.is_parallel_linear(module):
+                upstream.set_linear_forward(module, upstream.linear_forward)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
@@ -241,34 +282,44 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
 
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
     """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
-    with_te = uses_transformer_engine(plan)
+    made_of = layers_of(plan)
     spec = get_gpt_decoder_block_spec(
-        config, with_te, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+        config, not made_of.local, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
     )
-    return spec if with_te else with_own_norms(spec)
+    return _with_own_modules(spec, made_of)
+
+
+def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block, made_of: Layers
+) -> Block:
+    if not made_of.local:
+        return spec
+    spec = with_own_norms(spec)
+    return with_fused_attention(spec) if made_of.fused_attention else spec
 
 
 def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
     """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
     last layer, which may be on another stage."""
-    with_te = uses_transformer_engine(plan)
-    last = get_gpt_decoder_layer_specs(config, with_te, normalization=config.normalization)[-1]
-    spec = get_gpt_mtp_block_spec(config, last, with_te, vp_stage=vp_stage)
-    return spec if with_te or spec is None else with_own_norms(spec)
+    made_of = layers_of(plan)
+    last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
+    return None if spec is None else _with_own_modules(spec, made_of)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
 def global_name(chunk: GPTModel, local_name: str) -> str:
-    """A parameter's name in the whole model: layers are numbered over all stages, experts over all expert-parallel
-    ranks, and the head's copy of a tied embedding has the embedding's name."""
+    """A parameter's name in the whole model, the same whatever layers hold it: that of Megatron's local layers, with
+    layers numbered over all stages and experts over all expert-parallel ranks. The head's copy of a tied embedding has
+    the embedding's name."""
     if isinstance(chunk, TorchChunk):
         return local_name.removeprefix("module.")
-    match = re.match(r"(.*)(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)", local_name)
-    if match:  # experts one by one, or the grouped ones of Transformer Engine
-        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[3])]  # type: ignore[union-attr, index]
-        local_name = f"{match[1]}{match[2]}{expert}{match[4]}"
+    local_name = as_in_local_layers(local_name)
+    if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
+        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[2])]  # type: ignore[union-attr, index]
+        local_name = f"{match[1]}.experts.local_experts.{expert}.{match[3]}"
     if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     return over_stages(chunk, local_name)

@@ -30,15 +30,22 @@ class Norm:
 
 def with_own_norms[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](spec: Block) -> Block:
     """`spec` (a block of local layers, or of prediction layers) with every torch norm built by `Norm`."""
-    _replace(spec)
+    return replaced(spec, WrappedTorchNorm, Norm)
+
+
+def replaced[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block, theirs: type, ours: type
+) -> Block:
+    """`spec` with `ours` wherever it names the module `theirs`."""
+    _replace(spec, theirs, ours)
     for layer in spec.layer_specs or []:
-        _replace(layer.submodules)
+        _replace(layer.submodules, theirs, ours)
     return spec
 
 
-def _replace(submodules) -> None:
+def _replace(submodules, theirs: type, ours: type) -> None:
     for name, value in vars(submodules).items():
-        if value is WrappedTorchNorm:
-            setattr(submodules, name, Norm)
+        if value is theirs:
+            setattr(submodules, name, ours)
         elif getattr(value, "submodules", None) is not None:
-            _replace(value.submodules)
+            _replace(value.submodules, theirs, ours)

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.model_parallel_config import ModelParallelConfig
 
 
 class TorchChunk(torch.nn.Module):
     """Calls `module` with whatever it is called with; attributes that it lacks are the module's.
 
-    config: what Megatron's schedules read. Names of parameters are those of `module`.
+    Names of parameters are those of `module`. A configuration that the module has is not Megatron's: the engine sets
+    `config`, which the schedules read.
     """
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
         self.module = module
-        dtype = next((param.dtype for param in module.parameters()), torch.float32)
-        self.config: Any = ModelParallelConfig(params_dtype=dtype, pipeline_dtype=dtype, batch_p2p_sync=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

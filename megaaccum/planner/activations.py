@@ -98,8 +98,8 @@ def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, 
     dense = local_layers.mlp(model, at, t, whole, element)
     return LayerBytes(
         norms=2 * local_layers.norm(model, whole, element) + local_layers.dropouts(model, whole, element),
-        attention=local_layers.attention(model, at, t, whole, element),
-        scores=local_layers.scores(model, at, t, element),
+        attention=local_layers.attention(model, at, t, whole, element, fused=kernels.flash),
+        scores=0 if kernels.flash else local_layers.scores(model, at, t, element),
         mlp=_experts(model, at, kernels) if moe else dense,
     )
 

@@ -14,6 +14,7 @@ from megaaccum.config import Plan, resolve
 from megaaccum.config.keys import SECTIONS, all_keys, names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
+from megaaccum.model.layers import on_a_gpu
 from megaaccum.planner.stages import V_SHAPED, layout_text, split_layers
 from megaaccum.planner.workload import Workload
 
@@ -26,6 +27,7 @@ def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
         pipeline_model_parallel_size=at["pp"],
         sequence_parallel=at["tp"] > 1,
         schedule=at["schedule"],
+        transformer_impl=on_a_gpu(workload.config, at["schedule"]).impl,
         micro_batch_size=at["mbs"],
         pp_microbatches=at["dbs"] // at["mbs"],
         grad_accum_steps=at["ga"],

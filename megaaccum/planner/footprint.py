@@ -3,6 +3,7 @@ torch. sync_mode.py puts both together for a plan; counters of real steps (metri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,10 @@ def chosen(plan: Plan) -> ShardingMode:
 
 def every(plan: Plan) -> Iterator[ShardingMode]:
     """Every sharding mode by name, on the layout of `plan`: HSDP with its replicas, else with two where they divide the
-    ranks; with its max_live_parameters. Whether a schedule or a model can run it is for config.rules to say."""
-    mine, ranks = chosen(plan), plan.layout.dp * plan.layout.cp
+    ranks, those that hold the same experts too; with its max_live_parameters. Whether a schedule or a model can run it
+    is for config.rules to say."""
+    mine, at = chosen(plan), plan.layout
+    ranks = math.gcd(at.dp * at.cp, at.edp)
     for sync in ("resident", "streaming"):
         live = mine.live if sync == "streaming" else 0
         yield ShardingMode(backend="deepspeed", sync=sync, live=live)

@@ -66,6 +66,11 @@ def load_hardware(
     return _make(wanted, _merged(wanted, entries), gpus_per_node)
 
 
+def usual_usage() -> Usage:
+    """Memory that a device keeps beside tensors where nothing was measured: the table's entry that others take over."""
+    return load_hardware(names()[0]).usage
+
+
 def names() -> list[str]:
     """The GPUs in the package."""
     return list(_packaged())

@@ -20,17 +20,26 @@ def norm(model: ModelConfig, whole: Any, element: float) -> Any:
     return whole * element * (model.hidden_size * (2 if rms else 1) + (1 if rms else 2))
 
 
-def attention(model: ModelConfig, at: Layouts, t: Any, whole: Any, element: float) -> Any:
-    """The projections' inputs; queries, keys and values as the products of scores and values need them."""
+def attention(model: ModelConfig, at: Layouts, t: Any, whole: Any, element: float, *, fused: bool) -> Any:
+    """The projections' inputs; queries, keys and values as the products of scores and values need them. Fused: also the
+    sum of exponentials of each head's scores, an FP32 number per token."""
     channels = model.kv_channels or 0
     queries, groups = model.num_attention_heads * channels, (model.num_query_groups or 0) * channels
     mixed, rotated, grouped = queries + 2 * groups, model.position_embedding_type == "rope", groups != queries
+    tables = 4 * model.seq_length * channels * model.rotary_percent * element if rotated else 0
+    if fused:
+        kept: Any = mixed + (queries + groups if rotated else 0)
+        sums = t * model.num_attention_heads / at.tp * 4
+        # Cut sequences: keys and values of the whole sequence, and which of its positions each token attends to.
+        cut = at.cp > 1
+        far = np.where(cut, t * at.cp * 2 * groups / at.tp * element + t * model.seq_length * element, 0.0)
+        kept = np.where(cut, queries if rotated else mixed, kept)
+        return whole * model.hidden_size * element + t * (kept + queries) / at.tp * element + sums + tables + far
     if grouped:
         # Keys and values are repeated for every head; the projection's output is kept only if queries are a part of it.
         kept = 3 * queries if rotated else mixed + 2 * queries
     else:
         kept = mixed + (2 * queries if rotated else 0)
-    tables = 4 * model.seq_length * channels * model.rotary_percent * element if rotated else 0
     return whole * model.hidden_size * element + t * (kept + queries) / at.tp * element + tables
 
 

@@ -50,6 +50,8 @@ class Space:
     global_batch_size: int
     """Sequences per optimizer step."""
     zero_stage: int = 3
+    fused_attention: bool = True
+    """Attention keeps no scores, and can be cut along the sequence."""
     limits: Limits = field(default_factory=Limits)
 
     def layouts(self) -> Layouts:
@@ -91,8 +93,7 @@ class Space:
     def _recomputes(self) -> tuple[str, ...]:
         """Recomputing only the scores saves nothing where attention is fused and keeps none."""
         modules = set(self.model.recompute_modules or ["core_attn"])
-        fused = self.model.transformer_impl != "local"
-        return ("none", "full") if fused and modules == {"core_attn"} else RECOMPUTE
+        return ("none", "full") if self.fused_attention and modules == {"core_attn"} else RECOMPUTE
 
     def _grids(self) -> Iterator[tuple[int, int, int]]:
         """(tp, cp, pp) that divide the world and the model."""
@@ -116,13 +117,13 @@ class Space:
         return [model.num_attention_heads, model.ffn_hidden_size or 0, *([shared] if shared else [])]
 
     def _context_sizes(self, tp: int) -> Iterator[int]:
-        """Context parallelism needs Transformer Engine's attention and two even pieces of a sequence per rank."""
+        """Context parallelism needs fused attention, and two even pieces of a sequence per rank."""
         for cp in divisors(self.world_size // tp):
             if cp == 1 and self.limits.allows("cp", 1):
                 yield cp
             elif cp > 1 and cp & (cp - 1) == 0 and self.limits.allows("cp", cp):
                 whole = self.model.seq_length % (2 * cp) == 0 and self.model.seq_length % (tp * cp) == 0
-                if whole and self.model.seq_length // cp >= 1024 and self.model.transformer_impl != "local":
+                if whole and self.model.seq_length // cp >= 1024 and self.fused_attention:
                     yield cp
 
     def _expert_sizes(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ refusal of a mode that does not. Numbers alone: no torch, no process group, the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,10 +12,12 @@ from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
 from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError
+from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.planner import footprint
 from megaaccum.planner.footprint import Moved, ShardingMode
+from megaaccum.planner.hardware import usual_usage
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
-from megaaccum.planner.memory import MemoryModel
+from megaaccum.planner.memory import MemoryModel, Usage
 from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of
 from megaaccum.planner.weights import Elements, rank_parameters
 from megaaccum.planner.workload import memory_model
@@ -52,12 +54,13 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Costs of sync modes on the layout of `plan`. vocab: entries of the vocabulary before padding. local: the layers
-    are Megatron's own, as on a CPU, whatever transformer_impl says; Transformer Engine's keep less for the backward."""
+    """The cost of sync modes on the layout of `plan`. vocab: entries of the vocabulary before padding. layers: those of
+    the machine that trains; None is a GPU with Transformer Engine. usage: what its device keeps beside tensors."""
 
     plan: Plan
     vocab: int
-    local: bool = False
+    layers: Layers | None = None
+    usage: Usage = field(default_factory=Usage)
 
     def every(self) -> list[Predicted]:
         """Every sync mode, the one that the plan names among them."""
@@ -92,14 +95,13 @@ class Forecast:
     def model(self, mode: ShardingMode) -> MemoryModel:
         """The planner's memory model of `mode`."""
         model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
-        # Unless others are asked for, the executor runs Megatron's own layers.
-        asked = in_fp8 or model.transformer_impl == "transformer_engine"
-        local = self.local or (not asked and self.plan.layout.schedule not in ("none", "1f1b", "interleaved"))
         return memory_model(
-            replace(model, transformer_impl="local") if local else model,
+            model,
             self.plan.config.sharding,
             self.vocab,
             [mode],
+            made_of=self.layers or on_a_gpu(self.plan.config),
+            usage=self.usage,
             stages=stages_of(self.plan.config),
             in_fp8=in_fp8,
         )
@@ -122,11 +124,12 @@ def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
     )
 
 
-def settle(plan: Plan, device_bytes: float | None = None, *, local: bool = False) -> Plan:
+def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
     """`plan` with the sync mode that it asks for, or, for `sync: auto`, the one that fits with the fewest bytes; a note
     gives the numbers. The same on every rank that is given the same.
 
-    device_bytes: memory of the smallest device, None where unknown. local: as Forecast's.
+    device_bytes: memory that is free on the smallest device before training, None where it is not known; of it the
+    libraries' buffers and the allocator's gaps still come off. layers: as Forecast's.
 
     Raises:
         ConfigError: nothing that was asked for fits. It lists what is needed by kind and what would fit.
@@ -139,7 +142,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, local: bool = False
     if plan.layout.schedule not in SCHEDULES:
         why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
         return replace(plan, notes=[*plan.notes, why])
-    forecast = Forecast(plan, vocab_size_of(plan), local)
+    forecast = Forecast(plan, vocab_size_of(plan), layers, Usage() if device_bytes is None else usual_usage())
     tried = [(each, replace(forecast, plan=each).of(footprint.chosen(each))) for each in _options(forecast, limit)]
     for option, row in tried:
         if row.held <= limit.num_bytes:

@@ -10,6 +10,7 @@ from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
 from megaaccum.data.sources import vocab_size
 from megaaccum.errors import ConfigError, DataError
+from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import BYTES, ShardingMode, state_bytes
 from megaaccum.planner.hardware import Hardware
@@ -50,6 +51,11 @@ class Workload:
         """Whether the layers' products are in FP8."""
         return self.config.quantization.fp8_format is not None
 
+    @property
+    def layers(self) -> Layers:
+        """Those of a GPU with Transformer Engine, as far as the configuration wants them."""
+        return on_a_gpu(self.config)
+
     def space(self, limits: Limits) -> Space:
         """The legal layouts within `limits`."""
         return Space(
@@ -59,13 +65,20 @@ class Workload:
             global_batch_size=self.global_batch_size,
             zero_stage=self.sharding.zero_stage,
             limits=limits,
+            fused_attention=self.layers.fused_attention,
         )
 
     def memory_model(self) -> MemoryModel:
         """Bytes per rank as megaaccum's own backend keeps them, for every layout."""
         kept = modes_of(self.sharding)
         return memory_model(
-            self.model, self.sharding, self.vocab_size, kept, usage=self.hardware.usage, in_fp8=self.in_fp8
+            self.model,
+            self.sharding,
+            self.vocab_size,
+            kept,
+            made_of=self.layers,
+            usage=self.hardware.usage,
+            in_fp8=self.in_fp8,
         )
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
@@ -76,7 +89,7 @@ class Workload:
             hardware=self.hardware,
             stages=memory.stages,
             software=Software(
-                flash=self.model.transformer_impl != "local",
+                flash=self.layers.fused_attention,
                 precision="fp8" if self.in_fp8 else "16 bit",
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
@@ -131,15 +144,16 @@ def _vocabulary(config: Config) -> int:
         ) from None
 
 
-def kernels_of(model: ModelConfig, sharding: ShardingConfig, *, in_fp8: bool = False) -> Kernels:
-    """Kernels that decide what Megatron's layers keep: Transformer Engine's with fused attention, or the local ones. In
-    FP8 the inputs of matrix products are kept in FP8."""
+def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *, in_fp8: bool = False) -> Kernels:
+    """Kernels that decide what these layers keep. In FP8 the inputs of matrix products are kept in FP8."""
     element = BYTES[sharding.params_dtype or "fp32"]
     modules = frozenset(model.recompute_modules or ["core_attn"])
-    local = model.transformer_impl == "local"
-    kept = 1.0 if in_fp8 else None
     kernels = Kernels(
-        element=int(element), local=local, flash=not local, matmul_element=kept, recompute_modules=modules
+        element=int(element),
+        local=made_of.local,
+        flash=made_of.fused_attention,
+        matmul_element=1.0 if in_fp8 else None,
+        recompute_modules=modules,
     )
     # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
     return replace(kernels, logit_bytes=2 * element + 4.0)
@@ -159,6 +173,7 @@ def memory_model(
     vocab_size: int,
     modes: Sequence[ShardingMode],
     *,
+    made_of: Layers,
     usage: Usage | None = None,
     stages: Sequence[Stage] | None = None,
     in_fp8: bool = False,
@@ -172,7 +187,7 @@ def memory_model(
     return MemoryModel(
         model=model,
         vocab_size=vocab_size,
-        kernels=kernels_of(model, sharding, in_fp8=in_fp8),
+        kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
         usage=usage or Usage(),
         states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding) for each in modes},
         buffer_bytes=bucket * reduce,

@@ -95,8 +95,9 @@ class Probe:
     def _enter_backward(self, place: tuple[int, int]) -> None:
         self._current = place
 
-    def _look_at(self, grad: torch.Tensor, name: str, tokens_of: tuple[int, ...]) -> torch.Tensor:
-        if torch.isfinite(grad).all():
+    def _look_at(self, grad: torch.Tensor | None, name: str, tokens_of: tuple[int, ...]) -> torch.Tensor | None:
+        """grad: None where a function gives none (torch calls hooks all the same)."""
+        if grad is None or torch.isfinite(grad).all():
             return grad
         what = f"the gradient of {name} holds {_kinds(grad)}"
         self._note(self._current, backward=True, what=what, tokens_of=tokens_of)

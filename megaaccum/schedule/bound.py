@@ -23,16 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.schedule.actions import Placement, Schedule
-from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.profile import Profile
 from megaaccum.schedule.simulate import Costs
 
-_TINY = 1e-9
-"""Relative room for rounding where a limit is the peak of a schedule."""
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ class Bound:
         """What the rank's limit leaves for activations."""
         assert self.memory is not None and self.limit is not None
         room = self.limit[rank] - sum(self.memory.state[s] for s in self.stages[rank])
-        return room * (1 + _TINY)
+        return room * (1 + TINY)
 
     def _drain(self, rank: int) -> tuple[float, float]:
         """(length of a window that ends with the flush, the least idle time in it), for the window with the most.
@@ -246,6 +247,8 @@ def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placemen
     several chunks: the average rank's work, and the longest layer's). Stages may be empty in it. Time is halved until
     0.1 % is left, and the lower end is returned.
     """
+    import numpy as np  # here: schedules are built and timed without it
+
     layers = profile.layers
     seconds = np.array([layer.seconds for layer in layers]) * num_microbatches
     low, high = max(seconds.sum() / pp, seconds.max()), seconds.sum()
@@ -263,22 +266,26 @@ def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placemen
     return float(low)
 
 
-def _loop_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> bool:
+def _loop_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
     """Whether pp consecutive pieces, each as long as it can be, take all layers in `seconds`. A longer piece only
     leaves less, but makes later ones start later: all ends are followed."""
+    import numpy as np
+
     reached = np.zeros(len(work), dtype=bool)
     reached[0] = True
     for _ in range(pp):
         then = reached.copy()
         for start in np.flatnonzero(reached):
-            end = np.searchsorted(work, work[start] + seconds - enter[start] + _TINY * seconds, side="right")
+            end = np.searchsorted(work, work[start] + seconds - enter[start] + TINY * seconds, side="right")
             then[start:end] = True
         reached = then
     return bool(reached[-1])
 
 
-def _v_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> bool:
+def _v_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
     """The same from both ends: for each number of layers taken from the left, as many as can be from the right."""
+    import numpy as np
+
     count, layers = len(work), len(work) - 1
     right = np.full(count, count)  # layers from here on are taken; `count` is unreachable
     right[0] = layers
@@ -286,7 +293,7 @@ def _v_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> boo
         then = right.copy()
         for left in np.flatnonzero(right <= layers):
             ends = np.arange(left, right[left] + 1)
-            rest = seconds - enter[left] - (work[ends] - work[left]) + _TINY * seconds
+            rest = seconds - enter[left] - (work[ends] - work[left]) + TINY * seconds
             ends, rest = ends[rest >= 0], rest[rest >= 0]
             taken = np.searchsorted(work, work[right[left]] - rest, side="left")
             then[ends] = np.minimum(then[ends], np.maximum(taken, ends))
@@ -297,7 +304,7 @@ def _v_fits(work: np.ndarray, enter: np.ndarray, pp: int, seconds: float) -> boo
 
 
 def _knapsack(items: Sequence[tuple[float, float]], room: float, most: int) -> float:
-    """Most value of up to `most` of each item (value, size) in `room`; items can be cut, so it is an upper bound."""
+    """The most value of up to `most` of each item (value, size) in `room`; items can be cut, so it is no less."""
     total = 0.0
     for value, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] > 0 else math.inf):
         count = most if size <= 0 else min(most, max(0.0, room) / size)

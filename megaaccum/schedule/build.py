@@ -4,6 +4,8 @@ gpipe        all forwards, then all backwards (Huang et al., arXiv 1811.06965)
 1f1b         one forward, one backward (Narayanan et al., arXiv 2104.04473)
 interleaved  1F1B over several chunks per rank, in Megatron's order (the same paper, section 2.2)
 zb-h1        1F1B whose weight gradients fill the gaps, at 1F1B's memory (Qi et al., arXiv 2401.10241)
+v-half       two chunks per rank in a V that hold about half of what 1F1B holds (Qi et al., arXiv 2405.15362)
+v-min        the same with about a third
 zbv          two chunks per rank in a V, no bubble between equal passes (Qi et al., arXiv 2401.10241, 2405.15362)
 dualpipev    two chunks per rank in a V, forwards overlapped with backwards (DeepSeek-AI/DualPipe, arXiv 2412.19437)
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
+from megaaccum.schedule.controllable import v_half, v_min
 from megaaccum.schedule.table import read_csv
 from megaaccum.schedule.validate import validate
 
@@ -397,6 +400,8 @@ _add("interleaved", None, "loop", None)
 _add("zb-h1", 1, "loop", zb_h1, splits=True)
 _add("zbv", 2, "v", zbv, splits=True, least=lambda pp: 2 * pp - 1)
 _add("dualpipev", 2, "v", dualpipev, splits=True, least=lambda pp: 2 * pp)
+_add("v-half", 2, "v", v_half, splits=True)
+_add("v-min", 2, "v", v_min, splits=True)
 BUILT_IN = frozenset(_REGISTRY)
 
 

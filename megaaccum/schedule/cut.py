@@ -40,7 +40,7 @@ def tune_cut(
     """The fastest cut found of `profile`'s layers into pp * chunks stages of at least one layer each, in `order`.
 
     It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
-    pass one on) while that is faster. limit: of the profile's memory (bytes, or passes) on every rank, all of
+    pass one on) while that is faster. limit: of the profile's memory on every rank, all of
     activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, where no cut found
     fits it.
     """
@@ -57,8 +57,9 @@ def tune_cut(
 
 def price(profile: Profile, cut: Cut, order: Order, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
     """What `cut` comes to in `order`."""
-    costs, memory = profile.costs(cut, p2p=p2p), profile.memory(cut)
+    costs = profile.costs(cut, p2p=p2p)
     schedule = order(costs)
+    memory = profile.memory(cut, chunks=schedule.chunks)
     peaks = memory.peaks(schedule)
     excess = 0.0 if limit is None else max(0.0, max(peaks) - limit)
     return PricedCut(cut=cut, seconds=simulate(schedule, costs).makespan, peaks=peaks, excess=excess)

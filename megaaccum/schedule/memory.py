@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Schedule
 
+TINY = 1e-9
+"""Share of a limit that sums of floating-point numbers may be over it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -22,9 +25,11 @@ class Memory:
     state: tuple[float, ...]
 
     @classmethod
-    def counted(cls, num_stages: int) -> Memory:
-        """1 for every pass of a micro-batch through a stage, from its forward until its weight gradient is done."""
-        return cls(activation=(1.0,) * num_stages, deferred=(1.0,) * num_stages, state=(0.0,) * num_stages)
+    def counted(cls, num_stages: int, *, chunks: int = 1) -> Memory:
+        """In micro-batches of a whole rank: 1 / chunks for each that went through a stage, from its forward until its
+        weight gradient is done."""
+        each = (1.0 / chunks,) * num_stages
+        return cls(activation=each, deferred=each, state=(0.0,) * num_stages)
 
     def peaks(self, schedule: Schedule) -> tuple[float, ...]:
         """The most that each rank of `schedule` holds at one time. It follows from the order alone, not from times."""

@@ -11,8 +11,8 @@ In a file it is JSON:
 
 Durations are seconds, the rest bytes: `activation` from a forward until its input gradient is done, `deferred` from
 then until its weight gradient is done, `state` for parameters, gradients and optimizer. Bytes may be left out
-everywhere; memory is then counted in passes. The format of SimPipe (`pattern`, `forward_ms`, `backward_ms`,
-`weight_ms`) is read too.
+everywhere; memory is then counted in micro-batches of a whole rank. SimPipe's format (`pattern`, `forward_ms`,
+`backward_ms`, `weight_ms`) is read too.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Profile:
         self.check_cut(cut)
         return Costs(**{name: self._sums(cut, name) for name in _SECONDS}, p2p=p2p)
 
-    def memory(self, cut: Cut) -> Memory:
-        """What the stages of `cut` hold: bytes, or (where the profile knows none) 1 for each pass of a micro-batch
-        from its forward until its weight gradient is done."""
+    def memory(self, cut: Cut, *, chunks: int) -> Memory:
+        """What the stages of `cut`, `chunks` of them on a rank, hold: bytes, or (where the profile knows none)
+        micro-batches of a whole rank (`Memory.counted`)."""
         self.check_cut(cut)
         if not self.has_bytes:
-            return Memory.counted(len(cut))
+            return Memory.counted(len(cut), chunks=chunks)
         return Memory(**{name: self._sums(cut, name) for name in _BYTES})
 
     def check_cut(self, cut: Cut) -> None:

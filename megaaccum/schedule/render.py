@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,22 +62,39 @@ def check_format(path: Path) -> None:
 
 
 def draw(
-    schedule: Schedule, simulation: Simulation, path: Path, *, activation: float = 1.0, deferred: float = 0.0
+    schedule: Schedule,
+    simulation: Simulation,
+    path: Path,
+    *,
+    activation: float = 1.0,
+    deferred: float = 0.0,
+    beside: Sequence[tuple[Schedule, Simulation]] = (),
+    bound: float | None = None,
 ) -> None:
     """Write the timeline, and below it what each rank holds over time, to `path` (PNG, SVG or PDF by its ending).
 
-    activation and deferred: as in `simulate.held`. Needs no display. Raises ScheduleError for another ending, OSError
-    where the file cannot be written.
+    beside: further timelines on the same axis, below the first. bound: a time that no order can end before, drawn as a
+    line through all. activation and deferred: as in `simulate.held`. Needs no display.
+
+    Raises ScheduleError for another ending, OSError where the file cannot be written.
     """
     check_format(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 1.8 + 0.42 * min(schedule.pp, 32) + 2.2), layout="constrained")
+    shown = [(schedule, simulation), *beside]
+    heights = [0.42 * min(each.pp, 32) + 0.6 for each, _ in shown] + [2.2]
+    figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
-    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(0.42 * min(schedule.pp, 32) + 0.6, 2.2))
-    _draw_lanes(lanes, schedule, simulation)
-    _draw_memory(memory, schedule, simulation, activation, deferred)
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for lanes, (each, its) in zip(axes, shown, strict=False):
+        _draw_lanes(lanes, each, its)
+        if beside:
+            lanes.set_title(f"{each.name}: {its.makespan:g}", loc="left", fontsize=9)
+        if bound is not None:
+            lanes.axvline(bound, color="black", linestyle="--", linewidth=1.2)
+            lanes.annotate(f"bound {bound:g}", (bound, 1.0), xycoords=("data", "axes fraction"), fontsize=8, ha="right")
+    _draw_memory(axes[-1], schedule, simulation, activation, deferred)
     ratio = 1 - simulation.utilisation
     figure.suptitle(
         f"{schedule.name}: pp {schedule.pp}, {schedule.num_microbatches} micro-batches,"

@@ -16,6 +16,13 @@ BY_MEGATRON = frozenset({"1f1b", "interleaved"})
 """Schedules that Megatron's own functions run. They send an input gradient when the whole backward is done; megaaccum's
 executor sends it before it computes the weight gradient."""
 
+
+def by_executor(schedule: str) -> bool:
+    """Whether megaaccum's executor runs the schedule of this name, which does every backward in two parts. One that is
+    not settled (`auto`) becomes one of Megatron's."""
+    return schedule not in BY_MEGATRON | {"none", "auto"}
+
+
 Durations = float | Sequence[float]
 """Seconds of one pass of one micro-batch through a stage: one number for all stages, or one per stage."""
 

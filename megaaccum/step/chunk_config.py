@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.enums import ModelType
+from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.errors import ConfigError
+from megaaccum.model.torch_chunk import TorchChunk
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -19,12 +22,18 @@ HOOKS = ("no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func",
 
 def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
     """Set what can be set in the chunks' configuration. Raises ConfigError with everything else, on this rank."""
+    for chunk in chunks:
+        if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):
+            chunk.config = _own_config(plan, chunk)  # type: ignore[assignment]
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
-    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks if hasattr(chunk, "config")}
+    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
         problems += _config_problems(plan, config)
     if problems:
         raise ConfigError(problems)
+    for chunk in chunks:
+        if not hasattr(chunk, "model_type"):
+            chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]  # Megatron's schedules ask
     for config in configs.values():
         config.deallocate_pipeline_outputs = plan.layout.pp > 1
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
@@ -34,6 +43,22 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         if plan.layout.schedule == "interleaved":
             # Batched, next and previous rank of pp 2 are one, and activations and gradients swap without an error.
             config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+
+
+def _own_config(plan: Plan, chunk: torch.nn.Module) -> ModelParallelConfig:
+    """What Megatron's schedules read, for a chunk that brings no configuration."""
+    dtype = next((param.dtype for param in chunk.parameters()), torch.float32)
+    layout = plan.layout
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        batch_p2p_sync=False,
+    )
+    config.hidden_size = plan.config.model.hidden_size  # type: ignore[attr-defined]
+    return config
 
 
 def _layout_problems(plan: Plan, groups: Groups) -> list[str]:
@@ -68,11 +93,13 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
                     " was built"
                     f" with {name}={not expected}: it is a chunk of another stage"
                 )
-        if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
+        if not hasattr(chunk, "set_input_tensor"):
             problems.append(
-                f"chunk {number} ({type(chunk).__name__}) has no set_input_tensor and config: with a pipeline give"
-                " Megatron modules; a plain torch module runs at pp 1, given as it is and not in a list"
+                f"chunk {number} ({type(chunk).__name__}) has no set_input_tensor(tensor), by which a pipeline gives a"
+                " stage its input [sequence, micro-batch, hidden]; a plain torch module runs at pp 1, not in a list"
             )
+        if plan.layout.pp > 1 and not getattr(chunk.config, "hidden_size", 0):
+            problems.append("the size of what stages send is not known: give Plan.of the hidden_size of the model")
         problems += batch_statistics(chunk)
     return problems
 

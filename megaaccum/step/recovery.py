@@ -170,7 +170,8 @@ class BadSteps:
             if 0 < limit <= count:
                 raise StepError(
                     f"step {step} brings the bad steps {'in a row' if key.endswith('row') else 'of the run'} to {count}"
-                    f" ({key} {limit}). {why}. Resume with a lower lr or other data, or raise {key}."
+                    f" ({key} {limit}). {why}. Go on from the last good checkpoint with a lower lr"
+                    f" (override_opt_param_scheduler true) or other data (finetune true), or raise {key}."
                 )
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,11 +43,12 @@ class StepResult:
     step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
     all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
     that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
-    no rank changed its weights. advanced: its samples count as consumed. sanitized: elements of the gradient set to 0,
-    or micro-batches left out, over all ranks. note: what was wrong, empty where nothing was. stop: some rank asked to
-    stop after this step. reports: what loss functions reported, reduced over micro-batches and ranks. per_microbatch:
-    on ranks of the last stage, reports of their own micro-batches. seconds: by phase. traffic: this rank's collectives,
-    by collective, group and dtype. memory: the most bytes that this rank held, by kind.
+    no rank changed its weights. advanced: its samples count as consumed. bad: it counts towards max_bad_steps.
+    sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
+    where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
+    over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
+    seconds: by phase. traffic: this rank's collectives, by collective, group and dtype. memory: the most bytes that
+    this rank held, by kind.
     """
 
     step: int = 0
@@ -57,6 +58,7 @@ class StepResult:
     skipped: bool
     lr: float = 0.0
     advanced: bool = True
+    bad: bool = False
     loss_scale: float = 1.0
     sanitized: int = 0
     note: str = ""
@@ -201,6 +203,7 @@ class TrainStep:
             weight=attempt.weight,
             grad_norm=attempt.norm,
             skipped=verdict.skip,
+            bad=verdict.bad,
             loss_scale=self._backend.loss_scale,
             sanitized=attempt.num_zeroed + attempt.num_dropped,
             note=". ".join(filter(None, (opened.short, verdict.note))),
@@ -416,6 +419,8 @@ class TrainStep:
                 f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
                 f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
             )
+        if not agreed.told:  # every rank has as many as are planned
+            return agreed.stop, ""
         counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
         return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
 
@@ -452,6 +457,7 @@ class TrainStep:
             self._digest,
             details=self._plan.facts,
             tell={"given": given, "dp_rank": self._groups.dp.rank()},
+            usual={"given": self._plan.batch.num_microbatches if call == "train_step" else 0},
             stop=stop,
             problem=problem or self._problem(),
             **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},

@@ -56,7 +56,7 @@ def train(plan: Plan) -> int:
         log.note(note)
     with saver, closing(_loader(engine, data)) as loader:
         outcome = _loop(engine, loader, saver, log, data)
-    raise_on_all_ranks(log.close, outcome)
+    raise_on_all_ranks(log.close, outcome, checkpoint=saver.written())
     end_process_group()
     return 0
 
@@ -64,7 +64,7 @@ def train(plan: Plan) -> int:
 def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
     """The plan with a sync mode that fits, and, where there is a limit, why it is that one; the same on every rank.
     Raises ConfigError where none fits."""
-    settled = sync_mode.settle(plan, device_bytes, local=not gpt.uses_transformer_engine(plan))
+    settled = sync_mode.settle(plan, device_bytes, layers=gpt.layers_of(plan))
     is_limited = sync_mode.limit_of(plan, device_bytes) is not None
     return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
 
@@ -94,7 +94,8 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         )
         if is_eval and data.valid is not None:
             evaluate(engine, data, log)
-        if (result.advanced or result.stop) and saver.is_due(engine.step, engine.step == last or result.stop):
+        ends = engine.step == last or result.stop
+        if (result.advanced or result.stop) and saver.is_due(engine.step, ends, bad=result.bad):
             log.note(f"checkpoint  {saver.save()}")
         if result.stop:
             return f"Stopped by a signal after step {engine.step}"

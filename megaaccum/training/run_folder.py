@@ -20,5 +20,6 @@ def checkpoint_folder(config: Config) -> Path:
 def check_folders(config: Config) -> None:
     """Logs and checkpoints can be written, known before anything takes long. Raises ConfigError."""
     log.check(config)
-    if config.run.save_interval > 0 and (problems := log.folder_problems("save", str(checkpoint_folder(config)))):
+    saves = config.run.save_interval > 0 or config.run.save_at_end
+    if saves and (problems := log.folder_problems("save", str(checkpoint_folder(config)))):
         raise ConfigError(problems)

@@ -19,6 +19,8 @@ from megaaccum.upstream.fsdp2 import (
     watch_fsdp2,
 )
 from megaaccum.upstream.megatron import (
+    has_fused_softmax,
+    has_transformer_engine,
     is_parallel_linear,
     linear_forward,
     megatron_adopt,
@@ -65,6 +67,8 @@ __all__ = [
     "fsdp2_even_out",
     "fsdp2_tensors",
     "fsdp2_units",
+    "has_fused_softmax",
+    "has_transformer_engine",
     "in_backward",
     "is_parallel_linear",
     "linear_forward",

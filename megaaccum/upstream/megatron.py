@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 
@@ -23,6 +24,20 @@ def check() -> list[str]:
     return problems
 
 
+def has_transformer_engine() -> bool:
+    """Whether Megatron-core found Transformer Engine when it was imported."""
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
+
+
+def has_fused_softmax() -> bool:
+    """Whether apex's kernels are here that Megatron-core's fused softmax imports where it is used (0.19:
+    FusedScaleMaskSoftmax.is_kernel_available)."""
+    names = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
 def is_parallel_linear(module: torch.nn.Module) -> bool:
     """Whether this is one of Megatron-core's own (not Transformer Engine's) tensor-parallel linear layers."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -37,11 +52,14 @@ def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Ten
 
 
 def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
-    """Megatron-core's own product of a parallel linear layer."""
+    """Megatron-core's own product of a parallel linear layer. Behind a frozen weight (megatron-core 0.19:
+    LinearWithFrozenWeight) it gives a bias that is trained no gradient, so that one is added here."""
     from megatron.core.tensor_parallel import layers
 
     if not weight.requires_grad:
-        return layers.linear_with_frozen_weight(weight=weight, **arguments)
+        bias = arguments.pop("bias")
+        output = layers.linear_with_frozen_weight(weight=weight, bias=None, **arguments)
+        return output if bias is None else output + bias
     return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
 
 

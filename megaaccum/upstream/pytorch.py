@@ -222,7 +222,8 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
         for index, tensor in enumerate(tensors):
             note(collective, group, tensor, time.perf_counter() - start if index == 0 else 0.0)
         if work is not None and tensors:
-            waited[id(work)] = collective, group, tensors[0]
+            # Its size without its memory: a send on NCCL is polled, and may never be waited for.
+            waited[id(work)] = collective, group, tensors[0].detach().to("meta")
         return work
 
     return call

@@ -52,6 +52,33 @@ def test_one_rank_that_differs_ends_all_with_the_reason(kind, words):
         assert word in texts[0]
 
 
+def agree_without_a_gather() -> tuple[int, list[int]]:
+    """Gathers in a step on which all ranks agree, and what every rank gets where a number is not the usual one."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megaaccum.distributed import agreement
+
+    rank, gathers = dist.get_rank(), []
+    gather = dist.all_gather_into_tensor
+    with (
+        patch.object(dist, "all_gather_into_tensor", lambda *args: (gathers.append(1), gather(*args))[1]),
+        patch.object(dist, "all_gather_object", lambda *args: gathers.append(1)),
+    ):
+        agreed = agreement.check_agreement("plan", tell={"given": 4, "dp_rank": rank}, usual={"given": 4}, step=1)
+        agreement.assert_same_on_ranks("a file", "the same")
+        agreement.raise_on_all_ranks(int, "1")
+        assert agreed.told == {}
+        quiet = len(gathers)
+        told = agreement.check_agreement("plan", tell={"given": 4 - rank}, usual={"given": 4}).told
+    return quiet, told["given"]
+
+
+def test_ranks_that_agree_gather_nothing():
+    assert run_ranks(agree_without_a_gather, 2) == [(0, [4, 3])] * 2
+
+
 def train_with_own_flags(flags: list[str], folder: str) -> None:
     """`megaaccum train`, each rank with flags of its own."""
     import os

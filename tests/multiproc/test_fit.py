@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from megaaccum import config
 from megaaccum.interop.load import load
+from megaaccum.model.layers import choose
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.units import GIB
 from tests.support import whole_runs
@@ -34,6 +35,7 @@ def test_auto_streams_where_memory_is_short_and_says_so(tmp_path):
 def between_streaming_and_resident(words: list[str]) -> float:
     """GiB: the mean of what the two hold."""
     plan = config.resolve(load(None, words), world_size=2)
-    forecast, resident = sync_mode.Forecast(plan, VOCAB, local=True), footprint.chosen(plan)
+    made_of = choose(plan.config, has_te=False, on_gpu=False)
+    forecast, resident = sync_mode.Forecast(plan, VOCAB, made_of), footprint.chosen(plan)
     rows = [forecast.of(replace(resident, sync=sync)) for sync in ("resident", "streaming")]
     return sum(row.held for row in rows) / 2 / GIB

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.support import no_gradient
+from tests.support import no_gradient, parity
 from tests.support.distance import problems_with
 from tests.support.parity import Case, Reference
 
@@ -60,6 +60,24 @@ def test_a_rank_that_trains_nothing_ends_all_with_one_message():
 def test_other_ways_of_the_backward():
     """Where a last backward, or a whole one, brings what under the other schedule I and W bring."""
     check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
+
+
+def biases(frozen: str) -> dict[str, list[float]]:
+    """Gradients of biases in one process where matrices with `frozen` in their name do not train."""
+    chunk, plan = parity.one_process(SMALL, "fp64")
+    for name, param in parity.named(chunk):
+        param.requires_grad_(not (param.dim() > 1 and frozen and frozen in name))
+    parity.whole_batch_loss(chunk, plan, parity.stack(range(2))).backward()
+    return {name: param.grad.tolist() for name, param in parity.named(chunk) if name.endswith("bias")}
+
+
+def test_a_bias_of_a_frozen_matrix_is_trained():
+    """Megatron's own linear layers give it no gradient."""
+    (true,), *frozen = (run_ranks(biases, 1, name) for name in ("", "linear", "linear_fc1"))
+    for (found,) in frozen:
+        assert found.keys() == true.keys()
+        for name, grad in true.items():
+            assert found[name] == pytest.approx(grad, rel=1e-9, abs=1e-15), name
 
 
 RECOMPUTE = (

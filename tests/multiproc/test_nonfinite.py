@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaaccum.testing import run_ranks
+from tests.support import no_gradient
 from tests.support.distance import problems
 from tests.support.faults import Fault, differences, injected, state_of, weights
 from tests.support.parity import Case, Gradient, Rig
@@ -135,6 +136,37 @@ def test_a_step_without_a_token_changes_nothing(masked):
         assert not taken.skipped
         assert (changed, empty.skipped, empty.num_tokens) == ([], True, 0)
         assert ("every token of the step is masked" if masked else "not finite") in empty.note
+
+
+class GivesNone(torch.autograd.Function):
+    """Uses a parameter and gives it no gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, param):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def with_a_parameter_that_is_given_none(case: Case, faults: list[Fault]) -> tuple[Gradient, StepResult]:
+    def use(chunks) -> None:
+        layer = chunks[0].decoder.layers[0]
+        layer.given_none = torch.nn.Parameter(torch.ones(3))
+        layer.register_forward_hook(lambda _m, _a, out: (GivesNone.apply(out[0], layer.given_none), *out[1:]))
+
+    no_gradient.changed(use)
+    return attempt(Rig.of(case), faults)
+
+
+def test_a_parameter_that_a_function_gives_no_gradient():
+    """torch calls the hooks of its gradient all the same, with none."""
+    for backend in ("deepspeed", "ddp"):
+        case = Case(1, f"--pp_microbatches 2 --backend {backend} --nonfinite drop_microbatch")
+        ((gradient, result),) = run_ranks(with_a_parameter_that_is_given_none, 1, case, [Fault(0, 1)])
+        assert (result.skipped, result.sanitized) == (False, 1)
+        assert gradient.parts["decoder.layers.0.given_none"].tolist() == [0.0, 0.0, 0.0]
 
 
 # --- zero ------------------------------------------------------------------------------------------------------------

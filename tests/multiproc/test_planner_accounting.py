@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megaaccum.config import Plan
+from megaaccum.model.layers import choose
 from megaaccum.planner.layouts import from_rows, row_of
 from megaaccum.planner.memory import MemoryModel
 from megaaccum.planner.stages import chunks_of_rank, stages_of
@@ -26,13 +27,15 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position_embedding_type rope --add_bias_linear false --num_query_groups 2"
     " --untie_embeddings_and_output_weights"
 )
+FUSED = "--attention_backend fused"
 FULL, SELECTIVE = "--recompute_granularity full", "--recompute_granularity selective"
 PP2, TP2 = "--pipeline_model_parallel_size 2", "--tensor_model_parallel_size 2"
 VPP2, SP = "--virtual_pipeline_model_parallel_size 2", "--sequence_parallel"
 ONE = [Case(1, f"--num_chunks 2 {keys}") for keys in (
     "", LLAMA, FULL, SELECTIVE, f"{LLAMA} {FULL}", "--micro_batch_size 2 --zero_stage 1", "--zero_stage 2 --ga 2",
     "--attention_dropout 0.1 --hidden_dropout 0.1", f"--position_embedding_type rope {SELECTIVE}",
-    "--normalization RMSNorm --position_embedding_type none",
+    "--normalization RMSNorm --position_embedding_type none", FUSED, f"{FUSED} {LLAMA}",
+    f"{FUSED} --position_embedding_type rope --micro_batch_size 2",
 )] + [Case(1, "--num_chunks 2", lane="bf16")]  # fmt: skip
 TWO = [Case(2, keys) for keys in (
     f"{PP2} --num_chunks 4", f"{PP2} --num_chunks 6 {LLAMA}", f"{PP2} --num_chunks 4 {FULL}",
@@ -45,7 +48,8 @@ TWO = [Case(2, keys) for keys in (
 PP4 = "--pipeline_model_parallel_size 4 --num_chunks 8"
 FOUR = [Case(4, keys) for keys in (
     PP4, f"{PP4} {FULL} {LLAMA}", f"{PP4} {VPP2}", f"{PP2} {TP2} {SP} --num_chunks 4",
-    f"{PP2} {TP2} {SP} {VPP2} --num_chunks 4 {LLAMA}", f"{PP2} --num_chunks 4 --zero_stage 2",
+    f"{PP2} {TP2} {SP} {VPP2} --num_chunks 4 {LLAMA}",
+    f"{PP2} {TP2} {SP} --num_chunks 4 {FUSED} {LLAMA}", f"{PP2} --num_chunks 4 --zero_stage 2",
     f"{PP2} {VPP2} --num_chunks 4 {SELECTIVE}",
 )]  # fmt: skip
 
@@ -68,7 +72,8 @@ def compare(plan: Plan, real: Counted, name: str) -> None:
     element = 2 if plan.config.sharding.bf16 else 4
     assert real.parameters == params * element, name
     assert real.gradients == params * 4, name
-    kernels = kernels_of(replace(plan.config.model, transformer_impl="local"), plan.config.sharding)
+    made_of = choose(plan.config, has_te=False, on_gpu=False)
+    kernels = kernels_of(plan.config.model, plan.config.sharding, made_of)
     model = MemoryModel(
         model=plan.config.model,
         vocab_size=VOCAB,

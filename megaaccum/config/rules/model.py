@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
+from megaaccum.schedule.simulate import by_executor
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What selective recompute may name, in megatron-core 0.19 for GPT."""
@@ -74,6 +75,41 @@ def latent_attention_kernel(subject: Subject) -> Iterator[str]:
         )
 
 
+def document_mask(subject: Subject) -> Iterator[str]:
+    """Transformer Engine's attention reads a mask only where its kind says so, and Megatron-core gives it the causal
+    kind: documents would attend to each other without a word (transformer-engine 2.20: DotProductAttention)."""
+    if subject.data.reset_attention_mask and subject.model.transformer_impl == "transformer_engine":
+        yield (
+            "reset_attention_mask needs local layers, as Transformer Engine's attention ignores the mask under"
+            " Megatron-core: set transformer_impl to local, or reset_attention_mask to false."
+        )
+
+
+def kernels(subject: Subject) -> Iterator[str]:
+    """Fused kernels where they would not do what their key says."""
+    model, sharding = subject.model, subject.sharding
+    own = by_executor(subject.parallel.schedule)
+    if model.gradient_accumulation_fusion and (own or sharding.backend != "megatron"):
+        yield (
+            "gradient_accumulation_fusion adds weight gradients to the buffer of Megatron's DDP, which is there with"
+            f" backend megatron under 1f1b or interleaved alone (backend is {sharding.backend}, schedule"
+            f" {subject.parallel.schedule}): leave it out. Without it each weight gradient is written in"
+            f" {sharding.params_dtype} and read again, about 20 bytes per parameter and micro-batch."
+        )
+    if model.cross_entropy_loss_fusion and sharding.params_dtype == "fp64":
+        yield "cross_entropy_loss_fusion computes in FP32, and params_dtype is fp64: leave it out."
+    if model.apply_rope_fusion and (model.position_embedding_type != "rope" or model.multi_latent_attention):
+        yield (
+            "apply_rope_fusion rotates heads of plain attention, and this model has"
+            f" {'multi_latent_attention' if model.multi_latent_attention else 'no rope'}: leave it out."
+        )
+    te_only = [
+        name for name in ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion") if getattr(model, name)
+    ]
+    if te_only and model.transformer_impl == "local":
+        yield f"{', '.join(te_only)} needs Transformer Engine's layers, but transformer_impl is local: leave it out."
+
+
 def latent_keys(subject: Subject) -> Iterator[str]:
     """Keys of multi-latent attention do nothing without it."""
     names = subject.given(*that_need("multi_latent_attention"))
@@ -120,8 +156,16 @@ def recompute_modules(subject: Subject) -> Iterator[str]:
 
 
 def prediction(subject: Subject) -> Iterator[str]:
-    """Multi-token prediction shifts positions, which a learned table does not follow (Megatron-LM refuses it too)."""
-    model = subject.model
+    """Multi-token prediction shifts positions, which a learned table does not follow (Megatron-LM refuses it too). Its
+    loss is weighted by the unmasked tokens of each context-parallel rank, so the cut would change the gradient
+    (megatron-core 0.19: process_mtp_loss)."""
+    model, cp = subject.model, subject.parallel.context_parallel_size
+    if model.mtp_num_layers and cp > 1:
+        yield (
+            f"mtp_num_layers {model.mtp_num_layers} with context_parallel_size {cp}: Megatron-core weighs the"
+            " prediction loss by each context-parallel rank's own tokens, so that the gradient would depend on the cut."
+            " Set context_parallel_size to 1, or leave mtp_num_layers out."
+        )
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "mtp_num_layers needs position_embedding_type rope or none, not learned_absolute: set it to rope."
 
@@ -132,6 +176,8 @@ RULES: tuple[Rule, ...] = (
     activation,
     latent_attention,
     latent_attention_kernel,
+    document_mask,
+    kernels,
     latent_keys,
     recompute,
     recompute_modules,

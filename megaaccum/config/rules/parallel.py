@@ -82,10 +82,15 @@ def context_parallel(subject: Subject) -> Iterator[str]:
             f"seq_length {length} is not divisible by 2 * context_parallel_size {cp} = {2 * cp}: set seq_length to"
             f" {either(nearest_multiples(length, 2 * cp))}."
         )
-    if subject.model.transformer_impl == "local":
+    if subject.model.attention_backend == "unfused":
         yield (
-            f"context_parallel_size {cp} needs Transformer Engine's attention, but transformer_impl is local: set"
-            " transformer_impl to auto, or context_parallel_size to 1."
+            f"context_parallel_size {cp} needs fused attention, but attention_backend is unfused: set it to auto, or"
+            " context_parallel_size to 1."
+        )
+    if subject.data.reset_attention_mask:
+        yield (
+            f"reset_attention_mask with context_parallel_size {cp}: each rank sees pieces of a document, for which"
+            " there is no mask. Set reset_attention_mask to false, or context_parallel_size to 1."
         )
 
 

@@ -334,6 +334,38 @@ def checkpoints() -> dict:
     return told
 
 
+def other_layers() -> dict:
+    """One model on Transformer Engine's layers under ZB-H1 and on local ones under 1F1B: names, first weights and first
+    gradients; and a checkpoint of each read by the other."""
+    local = MODEL + " --transformer_impl local"
+    ours, theirs = (Run(Case(2, f"{PP2} --schedule {s}", m, "bf16")) for s, m in (("zb-h1", MODEL), ("1f1b", local)))
+    fused, parts = _masters(ours), _masters(theirs)
+    told: dict = {"names": sorted(fused.keys() ^ parts.keys()), "weights": _unlike(fused, parts)}
+    for run in (ours, theirs):
+        run.train(0)
+    told["gradients"] = worst(ours.gradients[0], theirs.gradients[0])
+    for saved, read in ((ours, theirs), (theirs, ours)):
+        path, before = _save(saved, {}), _masters(saved)
+        read.train(1)
+        _load(path, read)
+        told.setdefault("read", []).append(_unlike(before, _masters(read)))
+    return told
+
+
+def _masters(run: Run) -> Tensors:
+    return {f"{each.name}/{kind}": t.clone() for each in run.backend.state() for kind, t in each.tensors.items()}
+
+
+def _unlike(one: Tensors, other: Tensors) -> list[str]:
+    return [name for name in one if name not in other or not torch.equal(one[name], other[name])]
+
+
+def worst(one: Tensors, other: Tensors) -> float:
+    """Largest relative distance of a gradient, of those that are not rounding alone."""
+    large = [name for name in one if float(other[name].norm()) > 1e-6]
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in large)
+
+
 def _save(run: Run, buffers: Tensors) -> Path:
     from megaaccum.checkpoint import save_load
     from tests.multiproc.test_checkpoint import progress

@@ -62,6 +62,15 @@ def test_the_precision_of_sums_is_that_of_the_backend(run_yaml, capsys, flags, w
     assert words in capsys.readouterr().out
 
 
+def test_experts_with_one_rank_each(run_yaml, capsys):
+    """HSDP, of which the other modes are shown, has no two ranks that hold the same experts."""
+    experts = "--num_experts 4 --disable_bias_linear --expert_model_parallel_size 4 --expert_tensor_parallel_size 1"
+    flags = f"{experts} --pipeline_model_parallel_size 1 --global_batch_size 256 --world-size"
+    for world_size, shown in (("4", False), ("16", True)):
+        assert check.main([run_yaml, *flags.split(), world_size]) == 0
+        assert ("fsdp2 x2 resident" in capsys.readouterr().out) is shown
+
+
 def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([run_yaml, "--world-size", "4"]) == 0
     text = capsys.readouterr().out

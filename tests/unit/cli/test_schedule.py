@@ -19,11 +19,39 @@ def run(capsys, command: str) -> str:
 def test_the_comparison(capsys):
     out = run(capsys, "schedule --pp 4 -m 8 --schedule dualpipev --compare 1f1b,zbv,zb-h1 --no-timeline")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[0] == ["schedule", "chunks", "makespan", "bubble", "idle", "activations", "deferred", "W"]
-    assert rows[1] == ["dualpipev", "2", "25.5", "1.5", "5.88%", "4.5", "2"]
-    assert rows[2] == ["1f1b", "1", "33", "9", "27.27%", "4", "0"]
-    assert rows[3] == ["zbv", "2", "25.5", "1.5", "5.88%", "4", "3.5"]
-    assert rows[4] == ["zb-h1", "1", "27", "3", "11.11%", "4", "4"]
+    head = "schedule chunks makespan bubble idle activations deferred W peak gap"
+    assert rows[0] == head.split()
+    assert rows[1] == ["dualpipev", "2", "25.5", "1.5", "5.88%", "4.5", "2", "4.5", "0.00%"]
+    assert rows[2] == ["1f1b", "1", "33", "9", "27.27%", "4", "0", "4", "22.22%"]
+    assert rows[3] == ["zbv", "2", "25.5", "1.5", "5.88%", "4", "3.5", "4", "0.00%"]
+    assert rows[4] == ["zb-h1", "1", "27", "3", "11.11%", "4", "4", "4", "0.00%"]
+
+
+PROFILE = """{"pattern": "ETTTTTTTTL", "forward_ms": {"E": 1, "T": 2, "L": 5},
+"backward_ms": {"E": 0.5, "T": 2.5, "L": 6},
+"weight_ms": {"E": 0.0001, "T": 1.5, "L": 2}}"""
+
+
+def test_cut_and_search(tmp_path, capsys):
+    """An uneven model: the cut gives the head's stage less, and what is written is what the output says is taken."""
+    (tmp_path / "p.json").write_text(PROFILE)
+    words = f"schedule --pp 2 -m 6 --schedule zb-h1 --profile {tmp_path}/p.json --no-timeline"
+    even = float(run(capsys, words).splitlines()[1].split()[2])
+    words += f" --cut --search --memory-limit 2 --iterations 2000 --csv {tmp_path}/t.csv --png {tmp_path}/t.png"
+    lines = run(capsys, words).splitlines()
+    named, searched = float(lines[1].split()[2]), float(lines[2].split()[3])
+    assert searched <= named < even
+    assert "cut for zb-h1: 6-4 = ETTTTT|TTTL" in lines[3]
+    taken = "searched order taken" in lines[4]
+    stored = read_csv(tmp_path / "t.csv")
+    assert (stored.items != build("zb-h1", pp=2, num_microbatches=6).items) == taken
+    assert run(capsys, words) == "\n".join(lines) + "\n"  # the same seed, the same result
+
+
+def test_the_fastest_that_fits(capsys):
+    out = run(capsys, "schedule --pp 4 -m 16 --schedule auto --memory-limit 3 --no-timeline")
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["v-half", "v-min"]
+    assert "zbv: it holds 4, over the limit" in out
 
 
 def test_what_cannot_be_compared_says_why(capsys):
@@ -99,6 +127,9 @@ def test_plan_and_run_begin_together(tmp_path):
         ("--pp 4 -m 6 --schedule dualpipev", "needs at least 2 * 4 = 8 micro-batches"),
         ("--pp 4 -m 8 --schedule dualpipe", "did you mean dualpipev"),
         ("--pp 0 -m 8 --schedule zbv", "both must be at least 1"),
+        ("--pp 4 -m 8 --schedule zbv --search --memory-limit 0.5", "rank 0 needs 1 (0 of it state)"),
+        ("--pp 4 -m 8 --schedule auto --memory-limit 0.5", "The one that holds least is v-min, 2."),
+        ("--pp 4 -m 8 --schedule zbv --memory-gib 3", "--memory-gib needs a --profile with the bytes"),
     ],
 )
 def test_errors(words, said, capsys):

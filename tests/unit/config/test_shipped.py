@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megaaccum.cli import check
 from megaaccum.config import Plan, resolve
 from megaaccum.interop.load import load
 from megaaccum.model.param_count import count_parameters
@@ -55,6 +56,15 @@ def test_a_configuration_is_accepted_at_its_cluster_size(path):
     pp = settled.layout.pp
     assert pp == 1 or settled.batch.microbatches_per_flush >= 2 * pp
     assert settled.config.sharding.zero_stage == 3
+
+
+@pytest.mark.parametrize("at", ["its own world", "its smallest world"])
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
+def test_check_accepts_a_configuration(path, at, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    own = ["--world-size", str(plan(path).layout.world_size)] if at == "its own world" else []
+    assert check.main([str(path), *own]) == 0
+    assert "world_size = tp" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", REAL)

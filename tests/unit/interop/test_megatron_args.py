@@ -200,8 +200,18 @@ def test_data_paths_in_files(tmp_path):
 
 
 def test_megatrons_own_check_is_asked():
-    (told,) = refusals("--deterministic-mode --tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2")
+    told, overlap = refusals(
+        "--deterministic-mode --tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2"
+    )
+    assert "--tp-comm-overlap" in overlap
+    assert "stay exposed" in overlap
     assert told.startswith("s.sh: Megatron refuses this list: ")
+
+
+def test_kernels_are_keys():
+    model = whole("--attention-backend flash --no-rope-fusion --cross-entropy-loss-fusion").config.model
+    assert (model.attention_backend, model.apply_rope_fusion, model.cross_entropy_loss_fusion) == ("flash", False, True)
+    assert not model.gradient_accumulation_fusion  # Megatron's default needs the buffers of Megatron's DDP
 
 
 def test_the_loss_is_megatrons_unless_tokens_are_asked_for():

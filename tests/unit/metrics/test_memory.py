@@ -1,8 +1,12 @@
 """High-water marks, and the ledger of what autograd keeps."""
 
+import weakref
+
 import torch
 
-from megaaccum.metrics.memory import HighWater, Ledger, bytes_by_kind
+from megaaccum.distributed import cpu
+from megaaccum.metrics.memory import Activations, HighWater, Ledger, bytes_by_kind
+from megaaccum.upstream import pytorch
 
 
 def test_marks_are_the_most_at_a_time():
@@ -64,3 +68,60 @@ def test_a_parameter_may_move_between_forward_and_backward():
     plain(batch).square().sum().backward()
     for mine, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
         assert mine.grad.equal(theirs.grad)
+
+
+class Allocator:
+    """As much of torch.cuda as counts bytes."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.resets = 0
+
+    def allocate(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak, self.resets = self.now, self.resets + 1
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+
+def test_on_a_gpu_activations_are_what_nothing_else_holds(monkeypatch):
+    """Parameters are counted once, though their whole and sharded parts have marks of their own."""
+    allocator, marks, activations = Allocator(), HighWater(), Activations([])
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(allocator, name))
+    held = {"parameters_whole": 100, "parameters_shard": 50, "gradients_whole": 200, "optimizer": 300, "buffers": 10}
+    allocator.allocate(sum(held.values()))
+
+    def step(size: int) -> int:
+        for kind, number in (held | {"host": 1000, "p2p": 7}).items():
+            marks.note(kind, number)
+        with activations.watching(marks):
+            allocator.allocate(size)
+            allocator.allocate(-size)
+        return marks.take()["activations"]
+
+    assert step(77) == 77
+    assert step(60) == 77
+    assert step(90) == 90
+    assert allocator.resets == 1, "the peak is the user's too"
+
+
+def test_a_watched_send_is_not_kept():
+    """On NCCL no rank waits for a send: its tensor goes when the message has left."""
+    noted = []
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    send = pytorch._noting(lambda group, tensors, *_: object(), "send", 0, lambda *args, **_: noted.append(1), {})
+    tensor = torch.zeros(3)
+    gone = weakref.ref(tensor)
+    work = send(Group(), [tensor], 1, 0)
+    del tensor
+    assert gone() is None
+    assert (work is not None, noted) == (True, [1])

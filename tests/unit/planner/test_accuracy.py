@@ -52,6 +52,15 @@ def test_a_report_counts_every_row(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
 
 
+def test_a_v_has_two_chunks_where_a_table_names_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = dict(schedule="ZB-V", pp=4, dp=2, num_microbatches=64)
+    assert int(layout_of(row(**v)).vpp[0]) == 2
+    for table in ("measured_training.csv", "measured_memory.csv"):
+        write(tmp_path, table, [{}, dict(row_id="mine-002") | v])
+    assert planner_accuracy.main(["--tables", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("(all)") == 2
+
+
 def test_an_empty_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planner_accuracy.main(["--tables", str(tmp_path)]) == 2
     assert "give --tables DIR" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.planner import footprint, sync_mode
+from megaaccum.planner.hardware import usual_usage
 from megaaccum.units import GIB
 from tests.support.configs import make, plan
 
@@ -66,10 +67,17 @@ def test_every_rank_chooses_the_same() -> None:
 
 
 def test_the_device_is_the_limit_where_no_key_is() -> None:
-    resident, streaming = held(small()), held(small(), sync="streaming")
-    device = 1.01 * streaming * GIB
-    assert sync_mode.settle(small(), device).config.sharding.sync == "streaming"
-    assert sync_mode.settle(small(memory_gib=2 * resident), device).config.sharding.sync == "resident"
+    """Of what is free, the libraries' buffers and the allocator's gaps come off."""
+    usage = usual_usage()
+    assert usage.runtime_bytes > GIB
+    for sync, chosen in (("resident", "resident"), ("streaming", "streaming")):
+        plan = small(sync=sync)
+        needed = sync_mode.Forecast(plan, 1000, usage=usage).of(footprint.chosen(plan)).held
+        assert needed > (held(plan) + 4) * GIB
+        assert sync_mode.settle(small(), needed + 1).config.sharding.sync == chosen
+    with pytest.raises(ConfigError, match=r"runtime 4\.25 GiB"):
+        sync_mode.settle(small(), 1.01 * held(plan) * GIB)
+    assert sync_mode.settle(small(memory_gib=100.0), 1.0).config.sharding.sync == "resident"
 
 
 def test_nothing_fits() -> None:

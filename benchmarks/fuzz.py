@@ -1,0 +1,338 @@
+"""Random legal layouts against one process: three steps of each, whose loss, norm and weights have to agree.
+
+    python -m benchmarks fuzz --cells N --seed S [--first I] [--cell JSON] [--json F]
+
+Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, pp, schedule and chunks, dp, ep; backend,
+ZeRO stage, sync mode, replicas, order of sums; accumulation and flushes; precision; architecture, experts, multi-token
+prediction, recompute, frozen parts; masks of unequal length, ranks without a token, ranks with too few micro-batches,
+micro-batches that are not finite, evaluations between steps, and a resume at another layout. Context parallelism and
+latent attention need a GPU.
+
+What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. Two things are left
+out: torch DDP in BF16, which keeps no FP32 masters to compare, and experts in 16 bits, where rounding changes which
+expert a token goes to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fuzz_cell
+from benchmarks.fuzz_cell import Cell, Flags, Part, Trained
+from megaaccum.errors import ConfigError
+from megaaccum.testing import run_ranks
+from megaaccum.testing.ranks import RanksFailed
+
+PER_START = 8
+"""Cells in one start of ranks, which takes longer than a cell."""
+SECONDS_PER_CELL = 40
+FACTOR = 4.0
+"""How much farther from float64 than one process of the same precision a layout may be."""
+SCALAR = {"fp64": 1e-11, "fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-9}
+"""Relative error of loss and norm, beyond FACTOR times that of one process in the same precision."""
+CHANGE = {"fp64": 1e-9, "fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
+"""Error of the weights' change, relative to that change, beyond FACTOR times that of one process."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz", description=__doc__)
+    parser.add_argument("--cells", type=int, default=20, help="cells to run")
+    parser.add_argument("--seed", type=int, default=0, help="cells of another seed are others")
+    parser.add_argument("--first", type=int, default=0, help="index of the first cell")
+    parser.add_argument("--cell", help="run this one cell, given as JSON, in place of drawn ones")
+    parser.add_argument("--no-minimise", action="store_true", help="leave what fails as it was drawn")
+    parser.add_argument("--json", type=Path, help="also write the outcome here")
+    args = parser.parse_args(argv)
+    if args.cell:
+        cells = [Cell(**json.loads(args.cell))]
+    else:
+        cells = [draw(args.seed, index) for index in range(args.first, args.first + args.cells)]
+    failed: dict[str, list[str]] = {}
+    refused = 0
+    for number, (cell, problems) in enumerate(outcomes(cells), start=1):
+        if problems is None:
+            refused += 1
+        elif problems:
+            print(f"FAILED  {cell}\n  " + "\n  ".join(problems[:12]), flush=True)
+            small, why = (cell, problems) if args.no_minimise else minimised(cell)
+            print(f"smallest that fails: --cell '{small}'\n  " + "\n  ".join(why[:4]), flush=True)
+            failed[str(small)] = why
+        if number % PER_START == 0 or number == len(cells):
+            print(f"{number} of {len(cells)} cells, {len(failed)} not clean, {refused} refused", flush=True)
+    if args.json:
+        found = {"seed": args.seed, "first": args.first, "cells": len(cells), "refused": refused, "failed": failed}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, index: int) -> Cell:
+    """Cell `index` of `seed`: drawn until the rules of the configuration allow it."""
+    chance = random.Random(f"{seed}/{index}")
+    while True:
+        cell = _draw(chance)
+        if is_legal(cell):
+            return cell
+
+
+def is_legal(cell: Cell) -> bool:
+    """Whether the rules of the configuration allow it, at its start and where it is resumed."""
+    try:
+        plans = [fuzz_cell.plan_of(cell, layout) for layout in (cell.layout, cell.resume) if layout is not None]
+        fuzz_cell.reference_plan(cell, cell.lane)
+    except ConfigError:
+        return False
+    sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
+    return all(plan.batch.global_batch_size == sequences for plan in plans)
+
+
+def _draw(chance: random.Random) -> Cell:
+    world_size = chance.choice((1, 2, 2, 4, 4, 4, 4))
+    lane = chance.choice(("fp64", "fp64", "fp64", "fp32", "fp32", "fp32", "bf16", "fp16"))
+    microbatches = chance.choice((8, 8, 8, 16))
+    model = _draw_model(chance, experts=lane in ("fp64", "fp32") and chance.random() < 0.35)
+    tp = chance.choice((1, 1, 1, 2))
+    layout = _draw_layout(chance, world_size, tp, lane, microbatches, experts="num_experts" in model)
+    resume = None
+    if chance.random() < 0.3:
+        resume = _draw_layout(chance, world_size, tp, lane, microbatches, experts="num_experts" in model)
+    bad = chance.random() < 0.2
+    short = chance.random() < 0.15
+    policies: Flags = {"nonfinite": chance.choice(("skip", "drop_microbatch"))} if bad else {}
+    policies |= {"short_batch": chance.choice(("pad", "pad", "drop"))} if short else {}
+    return Cell(
+        world_size=world_size,
+        lane=lane,
+        microbatches=microbatches,
+        model=model,
+        layout=layout,
+        resume=resume,
+        policies=policies,
+        masks=chance.choice(("full", "prefix", "prefix", "sparse")),
+        hollow=chance.randrange(4) if chance.random() < 0.15 else None,
+        bad=chance.randrange(microbatches) if bad else None,
+        short=chance.choice((1, 2, microbatches)) if short else 0,
+        frozen=chance.choice(("", "", "", *fuzz_cell.FROZEN)),
+        evaluate=chance.random() < 0.3,
+    )
+
+
+def _draw_model(chance: random.Random, *, experts: bool) -> Flags:
+    def maybe(probability: float, **keys: Any) -> Flags:
+        return keys if chance.random() < probability else {}
+
+    model: Flags = {"num_layers": chance.choice((4, 4, 4, 8))}
+    model |= maybe(0.4, swiglu=True) | maybe(0.4, normalization="RMSNorm") | maybe(0.4, num_query_groups=2)
+    model |= maybe(0.2, qk_layernorm=True) | maybe(0.5, untie_embeddings_and_output_weights=True)
+    model |= maybe(0.5, position_embedding_type="rope") | maybe(0.4, add_bias_linear=False)
+    model |= maybe(0.3, micro_batch_size=2) | maybe(0.3, loss_norm="microbatch") | maybe(0.5, clip_grad=0.5)
+    model |= maybe(0.15, mtp_num_layers=chance.choice((1, 2)), mtp_loss_scaling_factor=0.5)
+    if experts:
+        model |= {"num_experts": 4, "add_bias_linear": False, "moe_router_dtype": "fp64", "moe_ffn_hidden_size": 32}
+        model |= {"moe_router_load_balancing_type": chance.choice(("aux_loss", "seq_aux_loss", "none"))}
+        if model["moe_router_load_balancing_type"] != "none":
+            model |= {"moe_aux_loss_coeff": 0.1}
+        model |= maybe(0.5, moe_z_loss_coeff=0.01) | maybe(0.3, moe_shared_expert_intermediate_size=32)
+        model |= maybe(0.3, moe_router_topk=1, moe_router_pre_softmax=True) | maybe(0.3, moe_layer_freq=2)
+        model |= maybe(0.2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    return model
+
+
+def _draw_layout(
+    chance: random.Random, world_size: int, tp: int, lane: str, microbatches: int, *, experts: bool
+) -> Flags:
+    """Of a part of these no layout is legal; then the cell is drawn again."""
+    pp = chance.choice([size for size in (1, 2, 2, 4) if size <= world_size])
+    layout: Flags = {}
+    if tp > 1:
+        layout |= {"tensor_model_parallel_size": tp, "sequence_parallel": experts or chance.random() < 0.6}
+    if pp > 1:
+        layout |= {"pipeline_model_parallel_size": pp}
+        layout |= {"schedule": chance.choice(("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"))}
+        if layout["schedule"] == "interleaved":
+            layout |= {"virtual_pipeline_model_parallel_size": 2}
+    per_rank = microbatches // max(world_size // (tp * pp), 1)
+    rounds = chance.choice((1, 1, 2, 4))
+    layout |= {"grad_accum_steps": rounds, "pp_microbatches": max(per_rank // rounds, 1)}
+    if rounds > 1 and chance.random() < 0.4:
+        layout |= {"flush": "per_round"}
+    if experts and chance.random() < 0.6:
+        layout |= {"expert_model_parallel_size": chance.choice((2, 2, 4)), "expert_tensor_parallel_size": 1}
+    return layout | _draw_sharding(chance, lane, experts=experts) | _draw_recompute(chance, experts=experts)
+
+
+def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
+    by_lane = {"fp64": ("ddp", "fsdp2"), "fp16": ("deepspeed", "fsdp2"), "bf16": ("deepspeed", "fsdp2", "megatron")}
+    backends = by_lane.get(lane, ("deepspeed", "deepspeed", "fsdp2", "megatron", "ddp"))
+    keys: Flags = {"backend": chance.choice(backends)}
+    if chance.random() < 0.2:
+        keys |= {"deterministic": True}
+    if keys["backend"] == "fsdp2":
+        keys |= {"sync": chance.choice(("resident", "streaming"))}
+        keys |= {"data_parallel_replicas": 2} if chance.random() < 0.3 else {}
+    if keys["backend"] == "deepspeed":
+        keys |= {"zero_stage": chance.choice((1, 2, 3, 3, 3)), "reduce_bucket_size": chance.choice((5000, 20000))}
+        if keys["zero_stage"] == 3:
+            keys |= {"sync": chance.choice(("resident", "streaming"))}
+            if keys["sync"] == "streaming" and chance.random() < 0.4:
+                keys |= {"max_live_parameters": 20000}
+            elif experts and chance.random() < 0.3:
+                keys |= {"cold_expert_offload": True, "cold_expert_steps": 1, "cold_expert_tokens": 20}
+        keys |= {"offload_optimizer": "cpu"} if chance.random() < 0.15 else {}
+    return keys
+
+
+def _draw_recompute(chance: random.Random, *, experts: bool) -> Flags:
+    kind = chance.choice((None, None, None, "uniform", "block", "selective"))
+    if kind is None:
+        return {}
+    if kind == "selective":
+        modules = ["core_attn", "mlp", *(["moe"] if experts else [])]
+        return {"recompute_granularity": "selective", "recompute_modules": chance.sample(modules, 2)}
+    return {"recompute_granularity": "full", "recompute_method": kind, "recompute_num_layers": chance.choice((1, 2))}
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def outcomes(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[str] | None]]:
+    """(cell, what was wrong with it; None if the ranks refused it) of each, in an order of their own."""
+    for size in sorted({cell.world_size for cell in cells}):
+        mine = [cell for cell in cells if cell.world_size == size]
+        for at in range(0, len(mine), PER_START):
+            yield from _together(mine[at : at + PER_START])
+
+
+def _together(cells: list[Cell]) -> Iterator[tuple[Cell, list[str] | None]]:
+    """Cells of one world size in one start of ranks; where one ends the ranks, each alone."""
+    try:
+        problems = check(cells)
+    except RanksFailed:
+        problems = [_alone(cell) for cell in cells]
+    yield from zip(cells, problems, strict=True)
+
+
+def _alone(cell: Cell) -> list[str] | None:
+    try:
+        return check([cell])[0]
+    except RanksFailed as error:
+        kinds = [outcome.error for outcome in error.outcomes if outcome.error is not None]
+        if kinds and all(kind.kind == "ConfigError" for kind in kinds) and len(kinds) == cell.world_size:
+            return None
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[:1] + [f"{kind.kind}: {kind.text}"[:300] for kind in kinds] + lines[-12:]
+
+
+def check(cells: list[Cell]) -> list[list[str]]:
+    """What was wrong with each of `cells`, all of one world size. Raises RanksFailed."""
+    limit = SECONDS_PER_CELL * len(cells) + 60.0
+    exact, near = zip(*run_ranks(fuzz_cell.references, 1, cells, timeout=limit)[0], strict=True)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        by_rank = run_ranks(fuzz_cell.train_each, cells[0].world_size, cells, folder, timeout=limit)
+    return [
+        problems(cell, list(ranks), true, like)
+        for cell, ranks, true, like in zip(cells, zip(*by_rank, strict=True), exact, near, strict=True)
+    ]
+
+
+def problems(cell: Cell, ranks: list[Trained], exact: Trained, near: Trained) -> list[str]:
+    """How `ranks` differ from `exact`, one process in float64, by more than `near`, one in the cell's precision."""
+    found = []
+    for rank, got in enumerate(ranks):
+        for step, (mine, true, like) in enumerate(zip(got.steps, exact.steps, near.steps, strict=True), start=1):
+            where = f"rank {rank}, step {step}"
+            got_it, due = (mine.skipped, mine.num_tokens), (true.skipped, true.num_tokens)
+            if got_it != due:
+                found.append(f"{where}: (skipped, tokens) {got_it}, not {due}")
+            for name in () if true.skipped else ("loss", "norm"):
+                found += _scalar(f"{where}: {name}", cell.lane, *(getattr(each, name) for each in (mine, true, like)))
+        for number, values in enumerate(zip(got.evaluations, exact.evaluations, near.evaluations, strict=True)):
+            found += _scalar(f"rank {rank}: evaluation {number}", cell.lane, *values)
+    return found + _weights(cell, ranks, exact, near)
+
+
+def _scalar(name: str, lane: str, mine: float, true: float, like: float) -> list[str]:
+    limit = FACTOR * abs(like - true) + SCALAR[lane] * abs(true)
+    return [] if abs(mine - true) <= limit else [f"{name} {mine!r}, not {true!r}"]
+
+
+def _weights(cell: Cell, ranks: list[Trained], exact: Trained, near: Trained) -> list[str]:
+    """Each parameter's change over the steps, on every tp rank, and that none is missing."""
+    pieces: dict[tuple[str, int], list[Part]] = {}
+    for got in ranks:
+        for part in got.parts:
+            pieces.setdefault((part.name, part.tp_rank), []).append(part)
+    names = {part.name for part in exact.parts}
+    found = [f"{name} is on no rank" for name in sorted(names - {name for name, _ in pieces})]
+    trues, likes, starts = ({part.name: part for part in of} for of in (exact.parts, near.parts, exact.before))
+    total = sum(float((trues[n].values - starts[n].values).square().sum()) for n in names) / len(names)
+    for (name, tp_rank), parts in pieces.items():
+        true, like, start = (fuzz_cell.cut(each[name], parts, tp_rank) for each in (trues, likes, starts))
+        size = max(float((true - start).norm()), 0.03 * total**0.5)
+        limit = FACTOR * float((like - true).norm()) / size + CHANGE[cell.lane]
+        error = float((fuzz_cell.whole(parts, true) - true).norm()) / size
+        if not error <= limit:
+            found.append(f"{name} (tp rank {tp_rank}): its change is off by {error:.2e} > {limit:.1e}")
+    return found
+
+
+# --- making smaller --------------------------------------------------------------------------------------------------
+
+
+def minimised(cell: Cell, seconds: float = 300.0) -> tuple[Cell, list[str]]:
+    """The smallest cell that still fails of those that leave out one thing after the other, and how it fails."""
+    end = time.monotonic() + seconds
+    why = _alone(cell)
+    if not why:
+        return cell, ["it does not fail alone: what a cell before it left matters"]
+    kind, smaller = _kind(why), True
+    while smaller and time.monotonic() < end:
+        smaller = False
+        for candidate in _smaller(cell):
+            if time.monotonic() > end or not is_legal(candidate):
+                continue
+            problems = _alone(candidate)
+            if problems and _kind(problems) == kind:
+                cell, why, smaller = candidate, problems, True
+                break
+    return cell, why
+
+
+def _kind(problems: list[str]) -> str:
+    """What kind of failure it is: the errors' classes, or other numbers."""
+    classes = {line.split(":")[0] for line in problems if re.match(r"[A-Z]\w+(Error|Disagreement): ", line)}
+    return " ".join(sorted(classes)) or ("ended" if "failed first" in problems[0] else "numbers")
+
+
+def _smaller(cell: Cell) -> Iterator[Cell]:
+    """`cell` with one thing less, the largest first."""
+    change: Callable[..., Cell] = lambda **keys: dataclasses.replace(cell, **keys)  # noqa: E731
+    for name, plain in (
+        ("resume", None), ("bad", None), ("hollow", None), ("short", 0), ("frozen", ""), ("evaluate", False),
+        ("masks", "full"), ("lane", "fp32"), ("microbatches", 8),
+    ):  # fmt: skip
+        if getattr(cell, name) != plain:
+            yield change(**{name: plain})
+    for size in (1, 2):
+        if size < cell.world_size:
+            yield change(world_size=size)
+    for part in ("model", "layout", "resume", "policies"):
+        keys = getattr(cell, part) or {}
+        for key in keys:
+            yield change(**{part: {name: value for name, value in keys.items() if name != key}})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

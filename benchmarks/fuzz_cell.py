@@ -1,0 +1,450 @@
+"""One cell of the fuzz: what ranks do with it, and what one process does with a plain loop.
+
+The reference shares the model with the package (Megatron's, its weights drawn by global name) and no line of its step:
+micro-batch by micro-batch forward, the sum of losses / N, backward, clip, torch's AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum import config
+from megaaccum.interop.load import load
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+Flags = dict[str, Any]
+
+SEQ, VOCAB, STEPS = 16, 61, 3
+LOSS_SCALE = 1024.0
+BASE: Flags = {
+    "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ, "attention_dropout": 0, "hidden_dropout": 0,
+    "make_vocab_size_divisible_by": 16, "train_iters": 20, "init_method_std": 0.1, "micro_batch_size": 1,
+    "clip_grad": 0, "weight_decay": 0.1, "data_path": "none", "lr": 1e-2,
+    # Far above the gradients, so that Adam's step is nearly linear in them: rounding of small ones stays small.
+    "adam_eps": 1e-2,
+}  # fmt: skip
+LANE: dict[str, Flags] = {
+    "fp64": {"params_dtype": "fp64"},
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "loss_scale": LOSS_SCALE},
+}
+FROZEN = {
+    "start": r"embedding\.|decoder\.layers\.0\.",
+    "layer": r"decoder\.layers\.1\.",
+    "norms": r".*norm",
+    "matrices": r"decoder\.layers\.\d+\..*linear_(fc1|qkv)\.weight",
+}
+"""Names (from their beginning) of what does not train."""
+BAD_STEP, HOLLOW_STEP, SHORT_STEP, RESUME_AFTER = 1, 0, 2, 1
+"""Steps, from 0, in which things happen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A model, a layout, and what happens to it in three steps.
+
+    microbatches: of a step over all ranks. layout: keys that the reference does not get. resume: the layout that goes
+    on from a checkpoint. policies: keys of what happens to bad and short steps. hollow: of which data-parallel rank
+    (modulo their number) all tokens are masked. bad: index of the micro-batch whose gradient is not a number. short:
+    how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN.
+    """
+
+    world_size: int
+    lane: str = "fp32"
+    microbatches: int = 8
+    model: Flags = field(default_factory=dict)
+    layout: Flags = field(default_factory=dict)
+    resume: Flags | None = None
+    policies: Flags = field(default_factory=dict)
+    masks: str = "prefix"
+    hollow: int | None = None
+    bad: int | None = None
+    short: int = 0
+    frozen: str = ""
+    evaluate: bool = False
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    norm: float
+    num_tokens: int
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a parameter's master, from element `start` of what its tp rank has; axis: the one that tp cuts, -1 for
+    none; gated: it holds [gate; up]."""
+
+    name: str
+    tp_rank: int
+    start: int
+    values: torch.Tensor
+    axis: int = -1
+    gated: bool = False
+    tp_size: int = 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    steps: list[Step]
+    evaluations: list[float]
+    parts: list[Part]
+    before: list[Part] = field(default_factory=list)
+
+
+# --- configurations --------------------------------------------------------------------------------------------------
+
+
+def plan_of(cell: Cell, layout: Flags) -> Plan:
+    """Raises ConfigError."""
+    keys = BASE | LANE[cell.lane] | cell.model | layout | cell.policies
+    return config.resolve(load(None, _words(keys)), world_size=cell.world_size)
+
+
+def reference_plan(cell: Cell, lane: str) -> Plan:
+    """Of the model alone, in one process, in the precision `lane`. Raises ConfigError."""
+    keys = BASE | LANE[lane] | cell.model | {"pp_microbatches": cell.microbatches}
+    return config.resolve(load(None, _words(keys | ({"backend": "ddp"} if lane == "fp64" else {}))), world_size=1)
+
+
+def _words(flags: Flags) -> list[str]:
+    words = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]
+    return words
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def microbatch(cell: Cell, step: int, index: int, *, hollow: bool) -> dict[str, torch.Tensor]:
+    """Micro-batch `index` of `step`, counted over all ranks: number i of data-parallel rank r is index i * dp + r."""
+    rows = int(cell.model.get("micro_batch_size", 1))
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    tokens = torch.randint(0, VOCAB, (rows, SEQ + 1), generator=generator)
+    mask = torch.ones(rows, SEQ)
+    if cell.masks == "prefix":
+        mask = (torch.arange(SEQ) < torch.randint(0, SEQ, (rows, 1), generator=generator)).float()
+    elif cell.masks == "sparse":
+        mask = (torch.rand(rows, SEQ, generator=generator) < 0.3).float()
+    positions = torch.arange(SEQ).expand(rows, SEQ)
+    made = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
+    return {name: each.contiguous() for name, each in (made | {"loss_mask": mask * (not hollow)}).items()}
+
+
+def indices(cell: Cell, step: int, dp: int) -> list[list[int]]:
+    """Of each data-parallel rank, the indices of the micro-batches that it has in `step`."""
+    by_rank = [list(range(rank, cell.microbatches, dp)) for rank in range(dp)]
+    if step == SHORT_STEP and cell.short:
+        by_rank[-1] = by_rank[-1][: max(len(by_rank[-1]) - cell.short, 0)]
+    return by_rank
+
+
+def is_hollow(cell: Cell, step: int, index: int, dp: int) -> bool:
+    return step == HOLLOW_STEP and cell.hollow is not None and index % dp == cell.hollow % dp
+
+
+def is_bad(cell: Cell, step: int, index: int) -> bool:
+    """Whether its gradient is made not to be a number; that of one without a token is left alone, as are stand-ins."""
+    if step != BAD_STEP or index != cell.bad:
+        return False
+    return bool(microbatch(cell, step, index, hollow=False)["loss_mask"].any())
+
+
+# --- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def train_each(cells: list[Cell], folder: str) -> list[Trained]:
+    """What the package makes of each on this rank; folder: for checkpoints, empty."""
+    return [_train(cell, Path(folder, str(number))) for number, cell in enumerate(cells)]
+
+
+def _train(cell: Cell, folder: Path) -> Trained:
+    run = _Run(cell, cell.layout)
+    steps, evaluations = [], []
+    for step in range(STEPS):
+        if step == RESUME_AFTER + 1 and cell.resume is not None:
+            run.save(folder, step, num_updates=sum(not each.skipped for each in steps))
+            run = _Run(cell, cell.resume)
+            run.load(folder)
+        result = run.step.train(run.microbatches(step), step=step + 1)
+        steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped))
+        if cell.evaluate:
+            evaluations.append(run.step.evaluate(run.microbatches(STEPS))[0])
+    return Trained(steps, evaluations, run.parts())
+
+
+class _Run:
+    """A model of the package under one layout."""
+
+    def __init__(self, cell: Cell, layout: Flags):
+        from megaaccum import sharding
+        from megaaccum.distributed import groups
+        from megaaccum.model import gpt
+        from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.step.train_step import TrainStep
+        from megaaccum.training import optimizer
+
+        self.cell, self.plan = cell, plan_of(cell, layout)
+        groups.destroy()
+        self.groups = groups.build(self.plan.layout, timeout_minutes=1)
+        self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
+        _freeze(cell, gpt.named_parameters(self.chunks))
+        self.backend = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
+        forward_step = _Spoiled(GptForwardStep(self.groups, self.plan.batch.loss_norm))
+        self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        self.buffers = dict(gpt.named_buffers(self.chunks))
+
+    def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """Of this rank."""
+        dp, rank = self.groups.dp.size(), self.groups.dp.rank()
+        found = []
+        for index in indices(self.cell, step, dp)[rank]:
+            made = microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp))
+            found.append(made | ({"bad": torch.ones(())} if is_bad(self.cell, step, index) else {}))
+        return found
+
+    def save(self, folder: Path, step: int, *, num_updates: int) -> None:
+        from megaaccum.checkpoint import save_load
+        from megaaccum.checkpoint.folders import Progress
+
+        progress = Progress(
+            step=step, consumed_samples=0, lr_schedule={}, data="", shape={}, transaction={"num_updates": num_updates}
+        )
+        save_load.save(folder, self.backend, self.groups, progress, keep_last=1, buffers=self.buffers)
+
+    def load(self, folder: Path) -> None:
+        from megaaccum.checkpoint import save_load
+
+        current = save_load.latest(folder)
+        assert current is not None
+        save_load.load(current, self.backend, self.groups, shape={}, buffers=self.buffers)
+
+    def parts(self) -> list[Part]:
+        from megaaccum.model import gpt
+
+        tp, rank = self.groups.tp.size(), self.groups.tp.rank()
+        found = []
+        for piece in self.backend.state():
+            cut = gpt.is_sharded_over_tp(piece.param)
+            values = piece.tensors["param"].detach().double().clone()
+            found.append(Part(piece.name, rank if cut else 0, piece.start, values, tp_size=tp if cut else 1))
+        return found
+
+
+class _Spoiled:
+    """A forward step function of whose last stage the gradient is not a number where a micro-batch says so."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.weights, self.token_weights = inner.weights, inner.token_weights
+
+    def __call__(self, data_iterator: Iterator, chunk: Any, **plan: Any):
+        made = dict(next(data_iterator))
+        bad = made.pop("bad", None)
+        output, loss_func = self._inner(iter([made]), chunk, **plan)
+        if bad is not None and made["loss_mask"].any() and chunk.post_process and output.requires_grad:
+            output.register_hook(lambda grad: grad * float("nan"))
+        return output, loss_func
+
+
+def _freeze(cell: Cell, named: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
+    for name, param in named:
+        if cell.frozen and re.match(FROZEN[cell.frozen], name):
+            param.requires_grad_(False)
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+def references(cells: list[Cell]) -> list[tuple[Trained, Trained]]:
+    """(in float64, in the cell's precision) of each."""
+    return [(_reference(cell, "fp64"), _reference(cell, cell.lane)) for cell in cells]
+
+
+def _reference(cell: Cell, lane: str) -> Trained:
+    loop = _Loop(cell, lane)
+    before = loop.parts()
+    steps, evaluations = [], []
+    for step in range(STEPS):
+        steps.append(loop.take(step))
+        if cell.evaluate:
+            evaluations.append(loop.evaluate())
+    return Trained(steps, evaluations, loop.parts(), before)
+
+
+class _Loop:
+    """A plain training loop over Megatron's model in one process; 16-bit models have FP32 masters."""
+
+    def __init__(self, cell: Cell, lane: str):
+        from megaaccum.distributed import groups
+        from megaaccum.model import gpt
+
+        self.cell, self.plan = cell, reference_plan(cell, lane)
+        groups.destroy()
+        built = groups.build(self.plan.layout, timeout_minutes=1)
+        (self.chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
+        self.named = list(gpt.named_parameters([self.chunk]))
+        _freeze(cell, iter(self.named))
+        self.scale = LOSS_SCALE if lane == "fp16" else 1.0
+        half = lane in ("bf16", "fp16")
+        self.masters: dict[str, torch.Tensor] = {}
+        for name, param in self.named:
+            if half:
+                param.grad_dtype = torch.float32
+            self.masters[name] = param.detach().float().clone() if half else param.detach()
+        keys = self.plan.config.optimizer
+        trained = [(name, param) for name, param in self.named if param.requires_grad]
+        groups_of = [
+            {
+                "params": [self.masters[name] for name, param in trained if (param.dim() > 1) == decays],
+                "weight_decay": keys.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        self.trained = trained
+        self.adam = torch.optim.AdamW(
+            [group for group in groups_of if group["params"]],
+            lr=keys.lr, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps,
+        )  # fmt: skip
+
+    def take(self, step: int) -> Step:
+        dp = self._dp(step)
+        short = self.cell.short and step == SHORT_STEP
+        short_rank = short and len(indices(self.cell, step, dp)[-1]) < self.cell.microbatches // dp
+        if short_rank and self.cell.policies.get("short_batch") == "drop":
+            return Step(float("nan"), 0.0, 0, True)
+        present = sorted(index for mine in indices(self.cell, step, dp) for index in mine)
+        bad = any(is_bad(self.cell, step, index) for index in present)
+        drops = self.cell.policies.get("nonfinite") == "drop_microbatch"
+        left = [index for index in present if not is_bad(self.cell, step, index)] if drops else present
+        batches = [microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp)) for index in left]
+        tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
+        if tokens == 0 or (bad and not drops):
+            return Step(0.0, 0.0, tokens, True)
+        loss = self._backward(batches, tokens)
+        norm = self._update()
+        return Step(loss, norm, tokens, False)
+
+    def _dp(self, step: int) -> int:
+        """Data-parallel ranks of the layout that takes `step`."""
+        cell = self.cell
+        layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
+        tp, pp = layout.get("tensor_model_parallel_size", 1), layout.get("pipeline_model_parallel_size", 1)
+        return cell.world_size // (int(tp) * int(pp))
+
+    def _losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        mask = batch["loss_mask"]
+        losses = self.chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+        losses = losses if losses.dtype is torch.float64 else losses.float()
+        return (losses * mask.to(losses.dtype)).sum()
+
+    def _divisor(self, batch: dict[str, torch.Tensor], count: int, tokens: int) -> float:
+        if self.plan.batch.loss_norm == "token":
+            return float(tokens)
+        return count * max(float(batch["loss_mask"].sum()), 1.0)
+
+    def _backward(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> float:
+        """Sums of losses / N; balancing losses are a mean over micro-batches, which Megatron multiplies by tokens."""
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        for module in self.chunk.modules():
+            if getattr(module, "local_tokens_per_expert", None) is not None:
+                module.local_tokens_per_expert.zero_()
+        for _, param in self.named:
+            param.grad = None
+        total = 0.0
+        for batch in batches:
+            divisor = self._divisor(batch, len(batches), tokens)
+            rows = batch["tokens"].numel()
+            loss = self._losses(batch) / divisor
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self.scale / (len(batches) * rows)))
+            MTPLossAutoScaler.set_loss_scale(torch.tensor(self.scale / divisor))
+            (loss * self.scale).backward()
+            total += float(loss)
+        return total
+
+    def _update(self) -> float:
+        """Clip and step; the norm before clipping."""
+        grads = {name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in self.trained}
+        square = sum(float(grad.double().square().sum()) for grad in grads.values()) / self.scale**2
+        norm, most = square**0.5, self.plan.config.optimizer.clip_grad
+        factor = min(most / (norm + 1e-6), 1.0) if most > 0 else 1.0
+        for name, _ in self.trained:
+            self.masters[name].grad = grads[name].to(self.masters[name].dtype) * (factor / self.scale)
+        self.adam.step()
+        for name, param in self.trained:
+            param.data.copy_(self.masters[name])
+        self._move_biases()
+        return norm
+
+    def _move_biases(self) -> None:
+        """Aux-loss-free balancing: towards the experts that had fewer tokens than the mean."""
+        rate = self.chunk.config.moe_router_bias_update_rate
+        for module in self.chunk.modules():
+            if getattr(module, "expert_bias", None) is not None:
+                had = module.local_tokens_per_expert
+                module.expert_bias.add_(torch.sign(had.mean() - had) * rate)
+
+    def evaluate(self) -> float:
+        batches = [microbatch(self.cell, STEPS, index, hollow=False) for index in range(self.cell.microbatches)]
+        tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
+        self.chunk.eval()
+        with torch.no_grad():
+            total = sum(
+                float(self._losses(batch) / self._divisor(batch, len(batches), max(tokens, 1))) for batch in batches
+            )
+        self.chunk.train()
+        return total
+
+    def parts(self) -> list[Part]:
+        gated = bool(self.chunk.config.gated_linear_unit)
+        return [
+            Part(
+                name, 0, 0, self.masters[name].detach().double().clone(),
+                axis=getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else -1,
+                gated=gated and "linear_fc1" in name,
+            )
+            for name, param in self.named
+        ]  # fmt: skip
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def cut(of: Part, parts: list[Part], tp_rank: int) -> torch.Tensor:
+    """What `tp_rank` has of the reference's parameter `of`, flat, where ranks have `parts` of it."""
+    size = parts[0].tp_size
+    if size == 1:
+        return of.values.reshape(-1)
+    if of.gated and of.axis == 0:
+        return torch.cat([half.chunk(size)[tp_rank] for half in of.values.chunk(2)]).reshape(-1)
+    return of.values.chunk(size, dim=of.axis)[tp_rank].reshape(-1)
+
+
+def whole(parts: list[Part], like: torch.Tensor) -> torch.Tensor:
+    """`parts` put together, of the size of `like`; nan where there is none, or where two parts disagree."""
+    flat = torch.full_like(like, float("nan"))
+    for part in parts:
+        here = flat[part.start : part.start + part.values.numel()]
+        values = part.values.reshape(-1)
+        agree = here.isnan() | ((here - values).abs() <= 1e-6 * values.abs() + 1e-9)
+        here.copy_(torch.where(agree, values, torch.full_like(values, float("nan"))))
+    return flat

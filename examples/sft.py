@@ -1,0 +1,41 @@
+"""Supervised fine-tuning of a GPT of one's own on packed documents of different lengths.
+
+python -m examples.sft                                                  one process
+torchrun --nproc-per-node 4 -m examples.sft dualpipev                   a pipeline of two ranks, twice
+"""
+
+import sys
+
+import torch
+
+from examples.tiny_gpt import WIDTH, stages_of
+from megaaccum import Plan, initialize
+from megaaccum.data import pack
+
+MOST, MICROBATCHES = 72, 16  # tokens of a micro-batch; micro-batches of a step, over all data-parallel ranks
+
+
+def forward_step(data_iterator, chunk):
+    batch = next(data_iterator)
+    return chunk(batch), lambda logp: (-(logp * batch["loss_mask"]).sum(), batch["loss_mask"].sum(), {})
+
+
+def documents(step):
+    made = torch.Generator().manual_seed(step)
+    return [torch.randint(0, 61, (length,), generator=made) for length in range(5, 37)]
+
+
+def train(schedule="none", dtype=torch.float32, steps=3, **keys):
+    batch = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=MICROBATCHES)
+    layout = dict(pp=1 if schedule == "none" else 2, schedule=schedule)
+    plan = Plan.of(layout=layout, batch=batch, hidden_size=WIDTH, **keys)
+    engine = initialize(plan, stages_of(plan, dtype), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    dp, count = engine.groups.dp, plan.batch.num_microbatches
+    for step in range(steps):
+        packed = pack(documents(step), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
+        yield engine, engine.train_step(packed)
+
+
+if __name__ == "__main__":
+    for engine, result in train(*sys.argv[1:2]):
+        engine.print(f"step {result.step}: loss {result.loss:.4f} over {result.weight:.0f} tokens")

@@ -1,0 +1,126 @@
+"""The core of attention of Megatron's local layers, on torch's fused kernel: no scores are kept.
+
+Under context parallelism a rank holds two pieces of a sequence, one from each half (Megatron's zigzag). Its queries
+meet the keys and values of the whole sequence, which are gathered over the ranks and whose gradients are scattered
+back: Transformer Engine's `cp_comm_type: all_gather`, in plain torch on any device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megaaccum.model.local_norm import replaced
+
+
+class FusedAttention(MegatronModule):
+    """Causal attention; arguments are those that Megatron gives its own DotProductAttention."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__(config=config)
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._scale = softmax_scale
+        self._cp = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """query [sequence, batch, heads, channels]; key and value with a head per group of queries. attention_mask:
+        None for a causal one, or [batch or 1, 1, sequence, sequence], True where nothing is attended to. Returns
+        [sequence, batch, heads * channels of a value]."""
+        assert attention_bias is None and packed_seq_params is None, "not made by megaaccum's models"
+        if self._cp.size() > 1:
+            assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
+            key, value = _WholeSequence.apply(key, self._cp), _WholeSequence.apply(value, self._cp)
+            allowed: torch.Tensor | None = _until(_positions(len(query), self._cp, query.device), len(key))
+        else:
+            allowed = None if attention_mask is None else ~attention_mask
+        with self._random_state():
+            context = torch.nn.functional.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=allowed,
+                dropout_p=self._dropout if self.training else 0.0,
+                is_causal=allowed is None,
+                scale=self._scale,
+                enable_gqa=key.shape[2] != query.shape[2],
+            )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _random_state(self) -> Any:
+        """Dropout differs between tp ranks, which hold different heads; under sequence parallelism it does anyway."""
+        if self.config.sequence_parallel or not (self._dropout and self.training):
+            return nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def _positions(length: int, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Places in the sequence of this rank's `length` tokens: piece `rank` and piece `2 * size - 1 - rank`."""
+    return torch.cat([_piece(at, length // 2, device) for at in (cp.rank(), 2 * cp.size() - 1 - cp.rank())])
+
+
+def _until(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """[positions, length]: each attends to itself and to what is before it."""
+    return positions[:, None] >= torch.arange(length, device=positions.device)
+
+
+def _piece(number: int, width: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(number * width, (number + 1) * width, device=device)
+
+
+class _WholeSequence(torch.autograd.Function):
+    """The whole sequence in order, from each rank's two pieces along dimension 0; backward, the sum of all ranks'
+    gradients of this rank's pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
+        ctx.cp = cp
+        gathered = part.new_empty(cp.size() * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=cp)
+        pieces = gathered.view(cp.size(), 2, len(part) // 2, *part.shape[1:])
+        return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        size = ctx.cp.size()
+        halves = grad.view(2, size, -1, *grad.shape[1:])
+        rows = torch.stack([halves[0], halves[1].flip(0)], dim=1).flatten(0, 2)
+        part = grad.new_empty(len(grad) // size, *grad.shape[1:])
+        dist.reduce_scatter_tensor(part, rows, group=ctx.cp)
+        return part, None
+
+
+def with_fused_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block,
+) -> Block:
+    """`spec` (a block of local layers, or of prediction layers) with FusedAttention in place of Megatron's own."""
+    return replaced(spec, DotProductAttention, FusedAttention)

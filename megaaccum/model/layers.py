@@ -1,0 +1,56 @@
+"""Which layers a model is built of: the one answer that plan, check, train and checkpoints share. No torch.
+
+Transformer Engine's layers run where it is installed and a GPU is there, under every schedule: those of megaaccum's
+executor have them leave their weight gradients for W. Megatron's own layers run elsewhere, with a core of attention
+that is torch's fused one on a GPU, so that no schedule keeps scores of sequence length squared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megaaccum.schedule.simulate import by_executor
+
+if TYPE_CHECKING:
+    from megaaccum.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """impl: whose layers, as `transformer_impl` names them. fused_attention: attention keeps no scores.
+    delays_wgrad: Transformer Engine's layers leave weight gradients to the schedule."""
+
+    impl: Literal["local", "transformer_engine"]
+    fused_attention: bool
+    delays_wgrad: bool = False
+
+    @property
+    def local(self) -> bool:
+        """Megatron-core's own layers."""
+        return self.impl == "local"
+
+
+def choose(config: Config, *, has_te: bool, on_gpu: bool, schedule: str | None = None) -> Layers:
+    """The layers of a configuration under its schedule, or this one. has_te: Transformer Engine can run here, which
+    takes a GPU; on_gpu: there is one."""
+    model, splits = config.model, by_executor(schedule or config.parallel.schedule)
+    if _takes_te(config, splits, has_te):
+        fused = model.attention_backend != "unfused"
+        return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits)
+    wanted = "fused" if on_gpu or config.parallel.context_parallel_size > 1 else "unfused"
+    asked = model.attention_backend if model.attention_backend != "auto" else wanted
+    return Layers(impl="local", fused_attention=asked != "unfused")
+
+
+def _takes_te(config: Config, splits: bool, has_te: bool) -> bool:
+    if config.model.transformer_impl != "auto":
+        return config.model.transformer_impl == "transformer_engine"
+    # The other backends' hooks on gradients would hear of weight gradients that have not come yet (rules/pipeline.py).
+    hears = not splits or config.sharding.backend == "deepspeed"
+    return has_te and hears
+
+
+def on_a_gpu(config: Config, schedule: str | None = None) -> Layers:
+    """The layers where a GPU and Transformer Engine are taken for granted: what is planned for."""
+    return choose(config, has_te=True, on_gpu=True, schedule=schedule)

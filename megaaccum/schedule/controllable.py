@@ -1,0 +1,54 @@
+"""V-Half and V-Min: a V that holds about a half, or a third, of what 1F1B holds (Qi et al., arXiv 2405.15362).
+
+The less a rank may hold, the straighter a micro-batch has to go down to the head and back. Their paper gives building
+blocks, one for each size of memory, that are repeated and then squeezed. Here the block comes out of a search among
+straight waves for passes of equal length (`orders.waves`), which is as fast or faster at the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megaaccum.schedule.actions import Item, place
+from megaaccum.schedule.orders import Problem, justified, waves
+from megaaccum.schedule.simulate import Costs
+
+
+def v_half_limit(pp: int) -> int:
+    """Passes of a micro-batch through a chunk that V-Half holds, until their weight gradients: 1F1B holds 2 * pp."""
+    return 2 * (pp // 2) + 2
+
+
+def v_min_limit(pp: int) -> int:
+    """The same of V-Min."""
+    return 2 * (pp // 3 + 1 + (pp % 3 == 2))
+
+
+def v_half(pp: int, num_microbatches: int) -> Sequence[Sequence[Item]]:
+    """The table of V-Half."""
+    return _fastest(pp, num_microbatches, v_half_limit(pp))
+
+
+def v_min(pp: int, num_microbatches: int) -> Sequence[Sequence[Item]]:
+    """The table of V-Min."""
+    return _fastest(pp, num_microbatches, v_min_limit(pp))
+
+
+def _fastest(pp: int, num_microbatches: int, limit: int) -> Sequence[Sequence[Item]]:
+    """The best of the waves, chosen for a flush of few micro-batches: further ones repeat its middle."""
+    small = _problem(pp, min(num_microbatches, pp + 4), limit)
+    chosen = []
+    for wave in waves(small, stretches=(1.0, 1.25, 1.5, 2.0), periods=(1.0, 1.05, 1.2), lags=(0.0, 0.3)):
+        if small.fits(order := wave.order(small)):
+            chosen.append((small.time(justified(small, order)), wave))
+    problem = _problem(pp, num_microbatches, limit)
+    orders = [wave.order(problem) for _, wave in sorted(chosen, key=lambda each: each[0])[:3]]
+    best = min((justified(problem, order) for order in orders if problem.fits(order)), key=problem.time)
+    return problem.schedule_of(best, "").items
+
+
+def _problem(pp: int, num_microbatches: int, limit: int) -> Problem:
+    return Problem(
+        Costs(forward=1, input_grad=1, weight_grad=1), stages=place("v", pp=pp, chunks=2),
+        num_microbatches=num_microbatches, limit=limit,
+    )  # fmt: skip

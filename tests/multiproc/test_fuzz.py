@@ -1,0 +1,70 @@
+"""A dozen cells of the fuzz (python -m benchmarks fuzz), and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from benchmarks import fuzz, fuzz_cell
+from benchmarks.fuzz_cell import Cell
+from megaaccum.testing import run_ranks
+
+SEED = 7
+
+
+def test_a_dozen_cells():
+    of_four = (cell for cell in (fuzz.draw(SEED, index) for index in itertools.count()) if cell.world_size == 4)
+    cells = list(itertools.islice(of_four, 12))
+    found = fuzz.check(cells)
+    assert [f"{cell}: {problems}" for cell, problems in zip(cells, found, strict=True) if problems] == []
+
+
+def test_a_cell_is_the_same_whenever_it_is_drawn():
+    assert fuzz.draw(SEED, 3) == fuzz.draw(SEED, 3) != fuzz.draw(SEED + 1, 3)
+
+
+PLAIN = Cell(world_size=1, model={"num_layers": 2}, layout={"pp_microbatches": 8}, evaluate=True)
+
+
+def moved(trained: fuzz_cell.Trained, **of_step: float) -> fuzz_cell.Trained:
+    steps = [*trained.steps[:-1], dataclasses.replace(trained.steps[-1], **of_step)]
+    return dataclasses.replace(trained, steps=steps)
+
+
+def test_what_differs_is_named():
+    ((exact, near),) = run_ranks(fuzz_cell.references, 1, [PLAIN])[0]
+    part = next(part for part in near.parts if part.name == "decoder.layers.0.mlp.linear_fc1.weight")
+    others = [each for each in near.parts if each is not part]
+    wrong = dataclasses.replace(part, values=part.values * 1.001)
+    cases = {
+        "loss": moved(near, loss=near.steps[-1].loss * 1.0001),
+        "norm": moved(near, norm=near.steps[-1].norm * 1.0001),
+        "(skipped, tokens)": moved(near, num_tokens=1),
+        "evaluation 1": dataclasses.replace(near, evaluations=[each + 1e-3 for each in near.evaluations]),
+        f"{part.name} (tp rank 0): its change is off": dataclasses.replace(near, parts=[*others, wrong]),
+        f"{part.name} is on no rank": dataclasses.replace(near, parts=others),
+    }
+    assert fuzz.problems(PLAIN, [near], exact, near) == []
+    for words, rank in cases.items():
+        assert any(words in problem for problem in fuzz.problems(PLAIN, [rank], exact, near)), words
+
+
+def test_what_fails_is_made_smaller(monkeypatch: pytest.MonkeyPatch):
+    """Down to the one key that it fails with."""
+
+    def alone(cell: Cell) -> list[str]:
+        return ["ValueError: no"] if cell.layout.get("sync") == "streaming" else []
+
+    monkeypatch.setattr(fuzz, "_alone", alone)
+    cell = Cell(
+        world_size=4,
+        model={"num_layers": 4, "swiglu": True},
+        layout={"pp_microbatches": 2, "sync": "streaming", "reduce_bucket_size": 5000},
+        frozen="layer",
+        bad=2,
+    )
+    small, why = fuzz.minimised(cell)
+    assert small.layout == {"pp_microbatches": 2, "sync": "streaming"}
+    assert (small.model, small.frozen, small.bad, why) == ({"num_layers": 4}, "", None, ["ValueError: no"])

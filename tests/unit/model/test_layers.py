@@ -1,0 +1,151 @@
+"""One function decides the layers; what Megatron is then configured with runs where it is configured."""
+
+import inspect
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.extensions import transformer_engine
+
+from megaaccum.config import resolve
+from megaaccum.distributed import cpu
+from megaaccum.errors import ConfigError
+from megaaccum.model import gpt, layers
+from megaaccum.model.names import as_in_local_layers
+from tests.support.configs import make, plan
+
+TE, LOCAL = "transformer_engine", "local"
+OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What a machine with a GPU answers, without one; Transformer Engine is not installed."""
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
+
+
+def layout(**keys):
+    return plan(2, pipeline_model_parallel_size=2, num_layers=8, **keys)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *OWN])
+def test_a_gpu_with_transformer_engine_runs_its_layers_under_every_schedule(schedule):
+    made = layers.choose(layout(schedule=schedule).config, has_te=True, on_gpu=True)
+    assert (made.impl, made.fused_attention, made.delays_wgrad) == (TE, True, schedule in OWN)
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "fused"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"schedule": "zbv"}, True, True),
+        ({"attention_backend": "unfused"}, True, False),
+        ({"attention_backend": "fused"}, False, True),
+        ({"transformer_impl": LOCAL}, True, True),
+    ],
+)
+def test_without_it_attention_keeps_no_scores_on_a_gpu(keys, on_gpu, fused):
+    made = layers.choose(layout(**keys).config, has_te=False, on_gpu=on_gpu)
+    assert (made.impl, made.fused_attention, made.delays_wgrad) == (LOCAL, fused, False)
+
+
+def test_backends_that_cannot_follow_a_delayed_gradient_get_local_layers():
+    made = layers.choose(layout(schedule="zb-h1", backend="fsdp2").config, has_te=True, on_gpu=True)
+    assert (made.impl, made.fused_attention) == (LOCAL, True)
+
+
+# --- what Megatron is given on a GPU ---------------------------------------------------------------------------------
+
+KINDS = [dict(swiglu=True), dict(squared_relu=True), dict()]
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias", "dtype"), itertools.product(KINDS, (True, False), ("fp32", "bf16", "fp16"))
+)
+def test_megatron_accepts_every_activation_on_a_gpu(gpu, activation, bias, dtype):
+    config = gpt.transformer_config(plan(params_dtype=dtype, add_bias_linear=bias, **activation))
+    assert config.bias_activation_fusion == (not activation.get("squared_relu") and (bias or "swiglu" in activation))
+    assert not config.batch_p2p_sync
+    assert not config.masked_softmax_fusion  # apex has it, and is not here
+
+
+def test_the_fused_softmax_is_taken_where_it_can_be_imported(gpu):
+    with mock.patch("importlib.util.find_spec", lambda name: name if "softmax_cuda" in name else None):
+        assert gpt.transformer_config(plan()).masked_softmax_fusion
+        assert not gpt.transformer_config(plan(reset_attention_mask=True)).masked_softmax_fusion
+        assert not gpt.transformer_config(plan(masked_softmax_fusion=False)).masked_softmax_fusion
+
+
+def test_kernels_that_are_switched_off_are_off(gpu):
+    config = gpt.transformer_config(plan(swiglu=True, bias_swiglu_fusion=False, bias_dropout_fusion=False))
+    assert not config.bias_activation_fusion
+    assert not config.bias_dropout_fusion
+
+
+def test_a_kernel_of_transformer_engines_is_refused_without_it(gpu):
+    asked = plan(apply_rope_fusion=True, position_embedding_type="rope")
+    with pytest.raises(ConfigError, match="apply_rope_fusion is a kernel of Transformer Engine's layers"):
+        gpt._check_local_layers(asked)
+
+
+def test_documents_are_kept_apart_or_refused(gpu, monkeypatch):
+    asked = plan(reset_attention_mask=True)
+    gpt._check_te_layers(asked)
+    with pytest.raises(ConfigError, match="transformer_impl to auto"):
+        gpt._check_te_layers(plan(transformer_impl=TE))
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    with pytest.raises(ConfigError, match="documents would attend to each other"):
+        gpt._check_te_layers(asked)
+    gpt._check_te_layers(resolve(make(reset_attention_mask=True, transformer_impl=LOCAL), world_size=1))
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fused", "parts"),
+    [
+        ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.input_layernorm.weight"),
+        ("mtp.layers.0.transformer_layer.mlp.linear_fc1.layer_norm_bias",
+         "mtp.layers.0.transformer_layer.pre_mlp_layernorm.bias"),
+        ("decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight",
+         "decoder.layers.1.self_attention.q_layernorm.weight"),
+        ("decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight",
+         "decoder.layers.1.self_attention.kv_layernorm.weight"),
+        ("decoder.layers.2.mlp.experts.linear_fc2.weight3",
+         "decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight"),
+        ("decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
+         "decoder.layers.2.mlp.shared_experts.linear_fc1.weight"),
+        ("decoder.layers.2.self_attention.linear_qkv.bias", "decoder.layers.2.self_attention.linear_qkv.bias"),
+    ],
+)  # fmt: skip
+def test_names_are_those_of_local_layers(fused, parts):
+    assert as_in_local_layers(fused) == parts
+
+
+# --- signatures ------------------------------------------------------------------------------------------------------
+
+
+def test_functions_of_megatron_take_what_they_are_given():
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = {"tokens": torch.zeros(1, 4)}
+    inspect.signature(get_batch_on_this_cp_rank).bind(batch, is_hybrid_cp=False, cp_group=None)
+    keys = (
+        "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only"
+        " p2p_communicator pg_collection"
+    ).split()
+    for function in (
+        schedules.forward_backward_no_pipelining,
+        schedules.forward_backward_pipelining_without_interleaving,
+        schedules.forward_backward_pipelining_with_interleaving,
+    ):
+        inspect.signature(function).bind(**dict.fromkeys(keys))
+    inspect.signature(schedules.forward_step).bind(
+        *range(9), None, current_microbatch=0, vp_stage=None, is_last_stage=True
+    )
+    inspect.signature(schedules.forward_step_calc_loss).bind(*range(10))
