@@ -125,6 +125,7 @@ class TrainStep:
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
+        self._last_weight = 0.0
         self._open: _Open | None = None
 
     @property
@@ -249,9 +250,14 @@ class TrainStep:
             self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
-        batch = self._plan.batch
-        nominal = float(batch.global_batch_size * batch.seq_length) if self.scaler is not None else None
+        nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
         return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+
+    def _nominal_weight(self, first: Microbatches) -> float:
+        """About the weight of a step, before it is known: that of the last one, else by what is expected."""
+        batch = self._plan.batch
+        expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
+        return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
 
     def _begin_attempt(self, opened: _Open) -> None:
         opened.tally = Tally()
@@ -533,6 +539,7 @@ class TrainStep:
             self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         self._recovery.conclude(verdict)
+        self._last_weight = attempt.weight
 
     def _go_back(self, before: _Before) -> None:
         rng.restore(before.rng)

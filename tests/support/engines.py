@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
+import pytest
 import torch
 
 from tests.support.parity import VOCAB, Case, Gradient, Rig, microbatches
 
 
-def forward_step(data_iterator, chunk):
+def forward_step(data_iterator, chunk, unit=1.0):
     """As a user of Megatron writes it: per-token losses, summed, weighed by unmasked tokens."""
     batch = next(data_iterator)
-    output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    mask = batch["loss_mask"]
+    output = chunk(
+        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], loss_mask=mask
+    )
 
     def loss_func(losses):
         losses = losses if losses.dtype is torch.float64 else losses.float()
-        mask = batch["loss_mask"].to(losses.dtype)
-        total = (losses * mask).sum()
-        return total, mask.sum(), {"lm loss": torch.stack([total.detach(), mask.sum()]), "tokens": mask.sum()}
+        total, tokens = (losses * mask.to(losses.dtype)).sum() * unit, mask.sum().double() * unit
+        return total, tokens, {"lm loss": torch.stack([total.detach().double(), tokens]), "tokens": tokens / unit}
 
     return output, loss_func
 
@@ -32,9 +35,9 @@ class Calls:
 
     sizes: tuple[int, ...] = (3, 4, 1)
     known: str = ""
+    unit: float = 1.0
+    """What every weight, and every loss, is multiplied by."""
     iterators: bool = False
-    lengths: tuple[int, ...] = ()
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 def engine_of(case: Case, **more):
@@ -57,7 +60,8 @@ def in_calls(case: Case, calls: Calls) -> Gradient:
     engine = engine_of(case, reports={"tokens": "sum"})
     rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
     batches = rig.microbatches()
-    total = float(sum(batch["loss_mask"].sum() for batch in stacked(engine))) if calls.known == "total" else None
+    known = float(sum(batch["loss_mask"].sum() for batch in stacked(engine)))
+    expected = known * calls.unit / len(stacked(engine)) if calls.known == "expected" else None
     seen: dict[str, torch.Tensor] = {}
     engine.backend.step = lambda: seen.update(rig.assemble())
     start = 0
@@ -67,12 +71,18 @@ def in_calls(case: Case, calls: Calls) -> Gradient:
         weights = [float(batch["loss_mask"].sum()) for batch in part] if calls.known == "weights" else None
         data = [iter(part) for _ in engine.chunks] if calls.iterators else part
         engine.forward_backward(
-            data, size if calls.iterators else None, weights=weights, total_weight=total, **calls.more
+            data,
+            size if calls.iterators else None,
+            forward_step_func=partial(forward_step, unit=calls.unit),
+            weights=weights,
+            total_weight=known if calls.known == "total" else None,
+            expected_tokens=expected,
         )
     result = engine.optim_step()
     assert result.reports["lm loss"] == result.loss or abs(result.reports["lm loss"] - result.loss) < 1e-9
-    assert result.reports["tokens"] == result.weight
-    return Gradient(seen, result.grad_norm, result.loss, result.num_tokens, engine.groups.tp.rank())
+    assert result.reports["tokens"] == pytest.approx(result.weight / calls.unit, rel=1e-12)
+    tokens = round(result.reports["tokens"])
+    return Gradient(seen, result.grad_norm, result.loss, tokens, engine.groups.tp.rank())
 
 
 def stacked(engine) -> list[dict[str, torch.Tensor]]:
