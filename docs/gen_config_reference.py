@@ -1,4 +1,4 @@
-"""Writes docs/reference/configuration.md, the reference of every key, from the docstrings of the configuration's dataclasses.
+"""Writes docs/reference/configuration.md, every key, from the docstrings of the configuration's dataclasses.
 
 python docs/gen_config_reference.py          writes the file
 python docs/gen_config_reference.py --check  exits with 1 if the file is not what would be written
@@ -25,7 +25,8 @@ HEAD = """\
 <!-- Written by docs/gen_config_reference.py from megaaccum/config/schema.py. Change that, then run it. -->
 
 A configuration is a YAML (or JSON) file of the keys below, flat or under the name of their section; a file of Megatron
-flags, or the shell script that holds them, is read as well. Names are Megatron-LM's where it has one.
+flags is read as well, and a script that holds them is recorded while it runs (`--record -- bash train.sh`). Names are
+Megatron-LM's where it has one.
 
 ```yaml
 model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ class RunLog:
         written or the journal of an earlier start is damaged, and ConfigError as `check` does.
         """
         self._is_writer = is_writer
+        self._repeated = ("", 0, 0)
         self.problem: MegaaccumError | None = None
         """Why a record could not be written, once that happened; only ever set on the writing rank."""
         if not is_writer:
@@ -73,7 +75,7 @@ class RunLog:
 
         Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`. Known:
         `grad_norm` (before clipping), `consumed_samples`, `skipped` (bool), `num_tokens` (unmasked), `loss_scale`. Any
-        other number may come along under a name that tells its unit. Rates are added here: `tokens_per_second` (all
+        other number may be there, under a name with its unit. Rates are added here: `tokens_per_second` (all
         ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the peak is known).
         """
         if not self._is_writer:
@@ -87,7 +89,7 @@ class RunLog:
             self._services.flush()
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Record an evaluation: `step` (steps taken before it, 0 for one in front of the first), `loss` (nats per
+        """Record an evaluation: `step` (steps taken before it, 0 for one before the first), `loss` (nats per
         token), and other numbers under names that tell their units."""
         if not self._is_writer:
             return
@@ -96,21 +98,36 @@ class RunLog:
         self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
         self._services.flush()
 
+    def step_note(self, step: int, text: str) -> None:
+        """Print what was wrong with `step` ("": nothing); what is the same but for its numbers in the next steps is
+        counted, and printed when it ends."""
+        kind = re.sub(r"\d[\d.e+-]*", "#", text)
+        if kind and kind == self._repeated[0]:
+            self._repeated = kind, self._repeated[1] + 1, step
+            return
+        _, count, last = self._repeated
+        self._repeated = kind, 0, step
+        if count:
+            self.note(f"step {last}: the same, for {count} more step{'s' * (count > 1)} in a row")
+        if text:
+            self.note(f"step {step}: {text}")
+
     def note(self, text: str) -> None:
         """Print a line on the writing rank."""
         if self._is_writer:
             print(text, flush=True)
 
     def close(self, outcome: str = "Done", *, checkpoint: str = "") -> None:
-        """Write what is left, draw the picture, print the summary behind `outcome`. Closing twice is harmless. Raises
+        """Write what is left, draw the picture, print the summary after `outcome`. Closing twice is harmless. Raises
         MegaaccumError when a record is missing because it could not be written.
 
-        A picture that cannot be written is told in the summary and ends nothing: the run is over, and log.jsonl, from
+        A picture that cannot be written is noted in the summary and ends nothing: the run is over, and log.jsonl, from
         which it can be drawn again, is whole.
         """
         if not self._is_writer or self._closed:
             return
         self._closed = True
+        self.step_note(0, "")
         self._services.close()
         self._journal.close()
         if self.problem is not None:
@@ -144,7 +161,7 @@ class RunLog:
 
 
 def check(config: Config) -> None:
-    """What can be known before the run starts: output_dir can be written, and the packages of the services asked for
+    """Checks before the run starts: output_dir can be written, and the packages of the services asked for
     are installed. Imports none of them and needs no process group, so a launcher can ask before it starts a rank.
     `config` is a resolved one. Raises ConfigError with every problem at once."""
     problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)

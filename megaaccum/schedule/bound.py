@@ -13,7 +13,7 @@ start; `back(s)` the earliest that its input gradient can; `leave(s)` the least 
             memory * window of room, of which the first and the last micro-batches, which come one by one, leave a part
             empty. It needs m times the least area.
 
-The bound is the largest over ranks of work + fill + drain and of area. docs/search.md has the proofs.
+The bound is the largest over ranks of work + fill + drain and of area. docs/guides/search.md has the proofs.
 """
 
 from __future__ import annotations

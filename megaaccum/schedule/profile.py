@@ -148,7 +148,7 @@ def read_profile(path: str | Path) -> Profile:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ScheduleError):
             raise ScheduleError(f"{path}: {error}") from error
-        raise ScheduleError(f"profile {path}: {error!r}: it needs pattern and kinds (docs/search.md)") from error
+        raise ScheduleError(f"profile {path}: {error!r}: it needs pattern and kinds (docs/guides/search.md)") from error
 
 
 def _from_content(content: dict[str, Any]) -> Profile:

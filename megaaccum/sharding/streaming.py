@@ -9,7 +9,8 @@ So at most two units' whole parameters and gradients exist at a time, however ma
 every micro-batch pays 2 gathers of the parameters and 1 reduction of the gradients. Parameters of the first units, up
 to max_live_parameters, stay gathered through the flush and are gathered once.
 
-DeepSpeed's own hooks count one micro-batch in flight and cannot serve here (docs/concepts/design.md); these count per parameter.
+DeepSpeed's own hooks count one micro-batch in flight and cannot serve here (docs/concepts/design.md); these count per
+parameter.
 """
 
 from __future__ import annotations

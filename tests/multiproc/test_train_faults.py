@@ -121,10 +121,12 @@ def test_a_rank_that_dies_at_start_ends_the_run(tmp_path, worker):
     assert ended.code == 128 + 9
     assert "Traceback" not in ended.output
     assert ended.errors()[0].startswith("megaaccum: rank 1 ended with SIGKILL")
+    assert "for want of memory" in ended.errors()[-1]
+    assert "There is no checkpoint of this run." in ended.errors()[-1]
 
 
 def test_what_a_killed_compiler_left_behind_holds_up_nobody(half):
-    """DeepSpeed's operator for sums in shared memory: every start would compile it, or wait for whoever does."""
+    """DeepSpeed's operator for sums in shared memory: every start would compile it, or wait for the one that does."""
     lock = half / "extensions" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.config.keys import ALIASES
 from megaaccum.interop.load import load
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ SEQ, VOCAB = 16, 61
 MODEL = (
     "--num_layers 8 --hidden_size 32 --num_attention_heads 4 --seq_length 16 --attention_dropout 0 --hidden_dropout 0 "
     "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --init_method_std 0.1 --clip_grad 0 "
-    "--micro_batch_size 1 --data_path none"
+    "--micro_batch_size 1 --loss_norm token --data_path none"
 )
 LANE = {"fp64": "--backend ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
 LOSS_SCALE = 65536.0
@@ -60,7 +61,10 @@ class Case:
         return config.resolve(load(None, self.flags()), world_size=self.world_size)
 
     def __str__(self) -> str:
-        return f"{self.world_size} ranks {self.lane} {self.layout} {self.model}"
+        short = {key: alias for alias, key in reversed(ALIASES.items())}
+        flags = [flag.split() for flag in f"{self.layout} {self.model}".split("--")]
+        keys = ["=".join([short.get(name, name), *values]) for name, *values in filter(None, flags)]
+        return "-".join([f"{self.world_size}ranks", self.lane, *keys])
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ def references(wanted: list[tuple[str, int | Sequence[int], str]]) -> list[Refer
 
 def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -> Reference:
     """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward.
-    global_batch: its first so many sequences, or these."""
+    global_batch: the number of its first sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
     batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
     scale = LOSS_SCALE if dtype == "fp16" else 1.0

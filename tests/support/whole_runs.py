@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import shutil
@@ -15,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaaccum.metrics import journal
 from megaaccum.testing import try_ranks
 from tests.support.data_samples import counting_pair
 
@@ -105,7 +105,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on."""
+    """A TCP port of the loopback address without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -123,7 +123,7 @@ def config_file(folder: Path) -> Path:
 
 def losses(folder: Path) -> list[float]:
     """Training losses of the run, step by step."""
-    records = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    records = journal.read(folder / "run" / "log.jsonl")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["loss"] for record in records]
 
@@ -225,7 +225,7 @@ def _mount_tmpfs(path: Path, num_bytes: int, *, again: bool = False) -> bool:
             os.unshare(os.CLONE_NEWNS | (0 if os.geteuid() == 0 else os.CLONE_NEWUSER))
     except OSError:
         return False
-    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC: what is mounted below is seen by nobody else
+    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC: what is mounted below is seen by no other process
     if not again and libc.mount(b"none", b"/", None, private, None) != 0:
         return False
     options = f"size={num_bytes}".encode()
