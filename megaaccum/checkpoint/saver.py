@@ -45,8 +45,8 @@ class Saver:
         return checkpoint_folder(self.engine.plan.config)
 
     def is_due(self, step: int, ends: bool, *, bad: bool = False) -> bool:
-        """After every save_interval steps, and (save_at_end) after the last one or a signal. Never after a bad step:
-        the next good one is saved in its place, so that what a run goes back to is from before a bad streak."""
+        """After every save_interval steps, and (save_at_end) after the last one or a signal. Never after a bad step,
+        but after the next good one: what a run goes back to is from before a bad streak."""
         run = self.engine.plan.config.run
         self._overdue = self._overdue or (run.save_interval > 0 and step % run.save_interval == 0)
         self._after_bad = bad

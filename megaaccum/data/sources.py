@@ -105,6 +105,15 @@ def _split_problems(split: str | None) -> list[str]:
     return []
 
 
+def check_files(config: Config) -> None:
+    """Every dataset and the tokenizer can be read, known before a rank is started: nothing is built, no torch imported.
+    Raises as `vocab_size`."""
+    vocab_size(config)
+    for prefix in read_sources(config.data).prefixes:
+        if prefix != EMBEDDED:
+            open_pair(prefix)
+
+
 def data_folder(config: Config) -> Path:
     """Where datasets that megaaccum makes, and sample orders, are kept: data_cache_path, or data in output_dir."""
     return Path(config.data.data_cache_path or Path(config.run.output_dir) / "data")

@@ -49,7 +49,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def layers_of(plan: Plan) -> Layers:
     """The layers that this machine builds the model of."""
     on_gpu = cpu.has_accelerator()
-    return layers.choose(plan.config, has_te=on_gpu and upstream.has_transformer_engine(), on_gpu=on_gpu)
+    has_te = on_gpu and upstream.has_transformer_engine()
+    return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
@@ -267,26 +268,28 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     model = plan.config.model
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
-    spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
-    mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
     pattern = plan.config.megatron.get("hybrid_layer_pattern")
     kind = GPTModelConfig if pattern is None else HybridModelConfig
     own_fields = {field.name for field in fields(kind)}
-    whole = kind(
-        transformer=config,
-        **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
-        vocab_size=padded_vocab_size(plan.config, vocab_size),
-        seq_length=model.max_position_embeddings or model.seq_length,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
-    )
-    with upstream.mtp_spec_of_builder(mtp):
-        built = (GPTModelBuilder if pattern is None else HybridModelBuilder)(whole).build_model(  # type: ignore[arg-type]
-            groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
+    with groups.seated(chunk):
+        spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
+        whole = kind(
+            transformer=config,
+            **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(plan.config, vocab_size),
+            seq_length=model.max_position_embeddings or model.seq_length,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
         )
+        builder = (GPTModelBuilder if pattern is None else HybridModelBuilder)(whole)  # type: ignore[arg-type]
+        with upstream.mtp_spec_of_builder(mtp):
+            built = builder.build_model(
+                groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
+            )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.

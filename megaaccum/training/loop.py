@@ -28,6 +28,7 @@ from megaaccum.model import flops, gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.planner import sync_mode
 from megaaccum.training.evaluation import evaluate, loader_of
+from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def train(plan: Plan) -> int:
     saver = Saver(engine, data)
     saver.resume()
     log = raise_on_all_ranks(_open_log, plan, data, start_step=engine.step)
+    log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:
         log.note(note)
     with saver, closing(_loader(engine, data)) as loader:
@@ -133,8 +135,7 @@ def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
         record["sanitized"] = result.sanitized
     with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
         log.step(record)
-    if result.note:
-        log.note(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}")
+    log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")
 
 
 def _watchdog(engine: Engine) -> Watchdog:
