@@ -270,6 +270,7 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     vp_stage = chunk if plan.layout.vpp > 1 else None
     pattern = plan.config.megatron.get("hybrid_layer_pattern")
     kind = GPTModelConfig if pattern is None else HybridModelConfig
+    builder = GPTModelBuilder if pattern is None else HybridModelBuilder
     own_fields = {field.name for field in fields(kind)}
     with groups.seated(chunk):
         spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
@@ -285,9 +286,8 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
             rotary_base=model.rotary_base,
             **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
         )
-        builder = (GPTModelBuilder if pattern is None else HybridModelBuilder)(whole)  # type: ignore[arg-type]
         with upstream.mtp_spec_of_builder(mtp):
-            built = builder.build_model(
+            built = builder(whole).build_model(  # type: ignore[arg-type]
                 groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
             )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
