@@ -465,6 +465,8 @@ class RunConfig:
     """End this start after so many minutes, after a checkpoint."""
     finetune: bool = False
     """Take the weights alone from `load`, and begin at step 0."""
+    reset_iteration: bool = False
+    """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
     override_opt_param_scheduler: bool = False
