@@ -100,7 +100,7 @@ class Plan:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, object]:
-        """What the digest is made of: every key that decides numbers, the DeepSpeed block, batch and layout."""
+        """The digest's contents: every key that decides numbers, the DeepSpeed block, batch and layout."""
         settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
         settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}

@@ -1,6 +1,6 @@
 """Training and validation samples: Megatron's GPT datasets over the configured pairs, checked before they are used.
 
-No collective is issued here. Every rank builds or loads by itself, and where several share a cache folder the first
+No collective is issued here. Every rank builds or loads alone, and where several share a cache folder the first
 that gets its lock builds. So a bad dataset is one error on every rank, and hosts need not share a file system.
 """
 
@@ -30,7 +30,7 @@ _TRAIN, _VALID = 0, 1
 
 
 class SampleDataset(Protocol):
-    """What the loader needs of a dataset: Megatron's GPTDataset and BlendedDataset have it."""
+    """The part of a dataset that the loader needs: Megatron's GPTDataset and BlendedDataset have it."""
 
     def __len__(self) -> int: ...
 
@@ -72,7 +72,7 @@ class _Request:
         return self.plan.config.model.seq_length
 
     def facts(self) -> list[object]:
-        """What decides the order of training samples, apart from the contents of the pairs."""
+        """The facts that decide the order of training samples, apart from the contents of the pairs."""
         places = {prefix: place for place, prefix in enumerate(self.pairs)}
         blends = [
             blend and ([places[prefix] for prefix in blend.prefixes], blend.weights)
@@ -149,7 +149,7 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
 
 
 def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
-    """What to build, and the number of global batches of an evaluation."""
+    """The parts to build, and the number of global batches of an evaluation."""
     config, batch = plan.config, plan.batch.global_batch_size
     evaluates = config.run.eval_interval > 0 and config.run.eval_iters > 0
     sources = read_sources(config.data)
@@ -201,7 +201,7 @@ def _require_end_of_document(request: _Request) -> None:
     wanted = [key for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, key)]
     if wanted and request.vocabulary.eod is None:
         raise DataError(
-            f"{', '.join(wanted)} needs the token that ends a document, and there is no tokenizer that has one; set "
+            f"{', '.join(wanted)} needs the token that ends a document, but there is no tokenizer that has one; set "
             f"tokenizer_model to a tokenizers file with, for example, <|endoftext|>, or leave {', '.join(wanted)} out"
         )
 

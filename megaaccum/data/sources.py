@@ -1,4 +1,4 @@
-"""What data_path and its relatives mean: which pairs, with which weights, cut how into training and validation."""
+"""The meaning of data_path and its relatives: which pairs, with which weights, cut how into training and validation."""
 
 from __future__ import annotations
 

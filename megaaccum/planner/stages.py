@@ -26,7 +26,7 @@ class Stage:
     head: bool = False
     """Whether it holds output matrix and loss."""
     final_norm: bool = False
-    """Whether it holds the norm before the head: with the head, but behind the last layer in a model that predicts
+    """Whether it holds the norm before the head: with the head, but after the last layer in a model that predicts
     further tokens."""
     prediction: int = 0
     """Multi-token-prediction layers."""

@@ -237,7 +237,7 @@ def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, 
 
 
 class Runs:
-    """Pickled, it is the creation of a file by whoever unpickles it."""
+    """Pickled, it is the creation of a file by the process that unpickles it."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -67,7 +67,7 @@ def state(rig: Rig) -> State:
 
 
 def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
-    """What this rank has to complain about steps with a fault each, behind one without: every one is skipped, changes
+    """What this rank has to complain about steps with a fault each, after one without: every one is skipped, changes
     nothing, and halves the scale once."""
     rig = Rig.of(Case(4, layout, FP16))
     size = rig.plan.batch.global_batch_size

@@ -93,13 +93,13 @@ def own_executor(subject: Subject) -> Iterator[str]:
         return
     if name not in ("auto", "none", "1f1b", "interleaved") and backend != "deepspeed":
         yield (
-            f"schedule {name} with {layers} needs backend deepspeed, and backend is {backend}: set backend to"
+            f"schedule {name} with {layers} needs backend deepspeed, but backend is {backend}: set backend to"
             " deepspeed, or schedule to 1f1b or interleaved."
         )
 
 
 def expert_overlap(subject: Subject) -> Iterator[str]:
-    """What Megatron's schedule plans can be made of (megatron-core 0.19: TransformerConfig.__post_init__), and where a
+    """The layers that Megatron's schedule plans take (megatron-core 0.19: TransformerConfig.__post_init__), and where a
     forward meets a backward."""
     parallel, model = subject.parallel, subject.model
     if not parallel.overlap_moe_expert_parallel_comm:
@@ -160,7 +160,7 @@ def chunk_count(subject: Subject) -> Iterator[str]:
         return
     if uneven := subject.given(*_UNEVEN):
         yield (
-            f"num_layers_per_virtual_pipeline_stage does not go with {', '.join(uneven)}: give"
+            f"num_layers_per_virtual_pipeline_stage cannot be used with {', '.join(uneven)}: give"
             " virtual_pipeline_model_parallel_size instead."
         )
     elif layers % (pp * per_chunk):
@@ -202,7 +202,7 @@ def uneven_ends(subject: Subject) -> Iterator[str]:
     if not ends or min(*ends.values(), pp, vpp, layers) < 1:
         return
     if parallel.pipeline_model_parallel_layout is not None:
-        yield f"{', '.join(ends)} does not go with pipeline_model_parallel_layout: leave one of them out."
+        yield f"{', '.join(ends)} cannot be used with pipeline_model_parallel_layout: leave one of them out."
         return
     named = ", ".join(f"{name} {value}" for name, value in ends.items())
     for name, value in ends.items():
@@ -246,7 +246,7 @@ def explicit_layout(subject: Subject) -> Iterator[str]:
 
 
 def block_recompute(subject: Subject) -> Iterator[str]:
-    """Recompute in blocks counts layers of one chunk, of which there are only so many."""
+    """Recompute in blocks counts layers of one chunk, so it cannot count more than there are."""
     model, parallel = subject.model, subject.parallel
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     if model.recompute_granularity != "full" or subject.given(*_UNEVEN) or min(pp, vpp) < 1:
@@ -269,7 +269,7 @@ def traffic(subject: Subject) -> Iterator[str]:
         )
     elif parallel.overlap_p2p_comm and parallel.schedule != "interleaved":
         yield (
-            f"overlap_p2p_comm needs the interleaved schedule, and this one is {parallel.schedule}: leave it out, or"
+            f"overlap_p2p_comm needs the interleaved schedule, but this one is {parallel.schedule}: leave it out, or"
             " set virtual_pipeline_model_parallel_size."
         )
 
