@@ -28,6 +28,7 @@ COMMANDS_FLAGS = {
     "train": {"config"},
     "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
     "calibrate": {"like", "output"},
+    "schedule": {"pp", "compare", "cost", "profile", "cut", "search", "csv", "png"},
 }
 
 
