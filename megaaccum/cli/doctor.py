@@ -20,6 +20,7 @@ from importlib import metadata
 from typing import Literal
 
 from megaaccum.distributed import preload
+from megaaccum.errors import LaunchError
 
 State = Literal["ok", "note", "broken"]
 Versions = Mapping[str, str | None]
@@ -160,6 +161,11 @@ def check_accelerator(count: int, names: Sequence[str], has_nccl: bool, has_gloo
 def find_accelerator() -> list[Finding]:
     """As check_accelerator, for this machine. Asks the driver's management library, so that no CUDA context starts."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        preload.import_torch()
+    except LaunchError as error:
+        cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        return [Finding("torch import", "broken", cause, "Install what it names, or a torch for this machine.")]
     import torch
     import torch.distributed as dist
 

@@ -11,6 +11,7 @@ one of them.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.cli.arguments import asked, smallest_world, split_command
 from megaaccum.cli.convert import as_yaml
+from megaaccum.data.sources import check_files
 from megaaccum.distributed import launch, preload
 from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
-from megaaccum.training.run_folder import check_folders
+from megaaccum.training.run_folder import check_folders, checkpoint_folder
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -70,10 +72,26 @@ def _train(plan: Plan) -> int:
 
 
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
-    """Check the plan, then start this machine's ranks."""
+    """Check the plan and what it reads, then start this machine's ranks."""
+    check_files(config)  # first: to count GPUs imports torch
     nproc = config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
-    return launch.launch_local(list(argv), nproc=nproc, num_threads=config.run.num_threads, master_port=port)
+    return launch.launch_local(
+        list(argv),
+        nproc=nproc,
+        num_threads=config.run.num_threads,
+        master_port=port,
+        go_on=lambda: _go_on(argv, config),
+    )
+
+
+def _go_on(argv: Sequence[str], config: Config) -> str:
+    """How the run of this command line goes on."""
+    pointer = checkpoint_folder(config) / "latest"
+    if not pointer.exists():
+        return "There is no checkpoint of this run."
+    current = pointer.parent / pointer.read_text().strip()
+    return f"The last checkpoint is {current}; go on from it with: megaaccum train {shlex.join(argv)}"
 
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -177,7 +177,8 @@ class ParallelConfig:
     sequence_parallel: Annotated[bool, Facts(core=True, planned=True)] = False
     """Split norms and dropout along the sequence over the tp ranks."""
     schedule: Annotated[
-        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"] | str, Facts(planned=True)
+        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"] | str,
+        Facts(planned=True),
     ] = "auto"
     """Pipeline schedule, or the path of a .csv table; auto: none at pp 1, interleaved when vpp is set, else 1f1b."""
     microbatch_group_size_per_vp_stage: Annotated[int | None, Facts(at_least=1, core=True, planned=True)] = None
@@ -464,6 +465,8 @@ class RunConfig:
     """End this start after this many minutes, after a checkpoint."""
     finetune: bool = False
     """Take the weights alone from `load`, and begin at step 0."""
+    reset_iteration: bool = False
+    """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
     override_opt_param_scheduler: bool = False

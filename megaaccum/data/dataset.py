@@ -96,6 +96,8 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
             no sample; the tokenizer cannot be read or lacks an end-of-document token that a key asks for; the cache
             folder cannot be written; or Megatron's index builder is missing.
     """
+    if plan.config.data.mock_data:
+        return _mock_datasets(plan, train_samples)
     request, valid_batches = _request(plan, train_samples)
     _require_end_of_document(request)
     folder = data_folder(plan.config) / "index" / _cache_key(request)
@@ -110,6 +112,39 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
         valid_batches=valid_batches,
         vocabulary=request.vocabulary,
         digest=_content_digest(request),
+    )
+
+
+def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
+    """Megatron's made-up samples: counting tokens, the same on every rank and in every run."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+
+    _require_index_builder()
+    run, data, batch = plan.config.run, plan.config.data, plan.batch.global_batch_size
+    vocabulary = read_run_vocabulary(plan.config)
+    valid_batches = run.eval_iters if run.eval_interval > 0 else 0
+    sizes = [run.train_iters * batch if train_samples is None else train_samples, valid_batches * batch, 0]
+    with _no_process_group():
+        config = GPTDatasetConfig(
+            random_seed=run.seed,
+            sequence_length=plan.config.model.seq_length,
+            split=data.split,
+            tokenizer=_MegatronTokenizer(vocabulary),
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            create_attention_mask=data.reset_attention_mask,
+        )
+        train, valid, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+    facts = [vocabulary.size, sizes[0], plan.config.model.seq_length, run.seed, data.split]
+    digest = hashlib.sha256(json.dumps(["mock", *facts]).encode()).hexdigest()[:16]
+    return Datasets(
+        train=train,
+        valid=valid if valid_batches else None,
+        valid_batches=valid_batches,
+        vocabulary=vocabulary,
+        digest=digest,
     )
 
 

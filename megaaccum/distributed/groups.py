@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,13 @@ class Groups:
         a V, where one rank holds both."""
         return None if self.layout.placement == "v" else self.collection.embd
 
+    @cached_property
+    def host(self) -> dist.ProcessGroup | None:
+        """All ranks over gloo, for objects that should not pass through the GPU; None where the world is gloo's.
+        Collective over the world when it is first asked for."""
+        world = dist.group.WORLD
+        return dist.new_group(backend="gloo") if world is not None and carries_by_nccl(world) else None
+
     def stage(self, chunk: int) -> int:
         """The stage, 0 to pp * vpp - 1 in model order, that this rank's chunk is."""
         return place(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
@@ -75,6 +84,21 @@ class Groups:
         collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())  # type: ignore[assignment]
         collection.embd = None
         return collection
+
+    @contextmanager
+    def seated(self, chunk: int) -> Iterator[None]:
+        """While this chunk is built: Megatron's prediction layers ask parallel_state, not the collection, where in the
+        pipeline they are."""
+        from megatron.core import parallel_state
+
+        if self.layout.placement != "v":
+            yield
+            return
+        parallel_state.set_pipeline_model_parallel_rank(self.stage(chunk) % self.pp.size())
+        try:
+            yield
+        finally:
+            parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 @dataclass(frozen=True, slots=True)

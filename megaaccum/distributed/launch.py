@@ -34,6 +34,12 @@ TAIL_LINES = 20
 """Lines of a failed rank's output that are shown."""
 WORKER = "megaaccum.cli.train:main"
 _ERROR_FILE = "MEGAACCUM_ERROR_FILE"
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""What gloo and NCCL write of a rank that is no longer there."""
+_KILLED = (
+    "a rank that ends with SIGKILL was most likely killed by the system for want of memory (`dmesg` names it: Out of"
+    " memory): take a smaller micro_batch_size, fewer ranks on this machine, or recompute."
+)
 
 
 def launch_local(
@@ -45,12 +51,14 @@ def launch_local(
     worker: str = WORKER,
     grace: float = GRACE_SECONDS,
     fork: bool | None = None,
+    go_on: Callable[[], str] = lambda: "",
 ) -> int:
     """Runs `worker` ("module:function", called with `argv`) on `nproc` ranks of this machine; returns an exit code.
 
     Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its
     environment. `num_threads` per rank defaults to cores // nproc, at least 1. `master_port` 0 takes a free port.
-    `fork` None forks where there is no GPU; True and False insist.
+    `fork` None forks where there is no GPU; True and False insist. `go_on` words how a run whose rank was killed goes
+    on.
 
     SIGINT, SIGTERM and SIGHUP are passed on to the ranks once; a second one ends them. When a rank fails the others
     have `grace` seconds to end before they are ended, what failed is printed once to stderr, and the exit code is that
@@ -65,7 +73,7 @@ def launch_local(
         # Before torch is imported here: its pool of threads takes this size when it is first used.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         body = _body(argv, worker, threads, fork)
-        job = _Job(nproc, sock.getsockname()[1], threads, Path(folder))
+        job = _Job(nproc, sock.getsockname()[1], threads, Path(folder), go_on)
         with _Forwarding(job):
             job.start(body)
             store = processes.serve_store(sock)
@@ -94,6 +102,7 @@ def _body(argv: Sequence[str], worker: str, threads: int, fork: bool | None) -> 
 def _has_gpu() -> bool:
     """Asks the driver's management library, which starts no CUDA context."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    preload.import_torch()
     import torch
 
     return torch.cuda.is_available()
@@ -102,6 +111,7 @@ def _has_gpu() -> bool:
 def num_gpus() -> int:
     """GPUs of this machine, 0 where there is none."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    preload.import_torch()
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -139,7 +149,8 @@ def _exec(argv: Sequence[str], worker: str, error: Path) -> None:
 class _Job:
     """The ranks of one launch, and the files through which they speak."""
 
-    def __init__(self, nproc: int, port: int, threads: int, folder: Path):
+    def __init__(self, nproc: int, port: int, threads: int, folder: Path, go_on: Callable[[], str]):
+        self.go_on = go_on
         self.nproc, self.port, self.threads, self.folder = nproc, port, threads, folder
         self.ranks: list[RankProcess] = []
         self.failed: list[RankProcess] = []
@@ -177,6 +188,7 @@ class _Job:
             if self.failed and deadline is None:
                 deadline = time.monotonic() + grace
         self.ended_by_us = processes.end(self.ranks, grace=0)
+        self.failed.sort(key=self._lost_a_peer)  # what was first, not who noticed first: a killed rank wrote no time
         self._report(sys.stderr)
         return self._exit_code()
 
@@ -195,11 +207,15 @@ class _Job:
     def _report(self, stream: TextIO) -> None:
         """Prints each different failure once, in the order in which ranks failed, then what became of the others."""
         seen: set[str] = set()
+        lost = [process for process in self.failed[1:] if self._lost_a_peer(process)]
         for process in self.failed:
-            text = self._failure(process, detailed=not seen)
+            text = self._failure(process, detailed=not seen) if process not in lost else None
             if text is not None and text not in seen:
                 seen.add(text)
                 print(text, file=stream)
+        if lost:
+            ranks = ", ".join(str(process.rank) for process in sorted(lost, key=lambda each: each.rank))
+            print(f"megaaccum: ranks that then lost their connection: {ranks}", file=stream)
         if self.ended_by_us and self.interrupted_at_start:
             print("megaaccum: interrupted", file=stream)
         elif self.ended_by_us and self.kill:
@@ -207,7 +223,14 @@ class _Job:
         elif self.ended_by_us:
             names = ", ".join(str(process.rank) for process in self.ended_by_us)
             print(f"megaaccum: ranks that were still waiting were ended: {names}", file=stream)
+        if any(process.status == -signal.SIGKILL for process in self.failed):
+            print(f"megaaccum: {_KILLED} {self.go_on()}".rstrip(), file=stream)
         stream.flush()
+
+    def _lost_a_peer(self, process: RankProcess) -> bool:
+        """Whether all that it reports is that another rank has gone."""
+        error = RankError.read(self.error_file(process.rank))
+        return error is not None and error.traceback is not None and any(word in error.text for word in _PEER_GONE)
 
     def _failure(self, process: RankProcess, *, detailed: bool) -> str | None:
         """What to print about a rank that failed; None when there is nothing to add.

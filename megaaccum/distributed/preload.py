@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from megaaccum.distributed import quiet
+from megaaccum.errors import LaunchError
 
 LIBRARIES = (
     "torch",
@@ -36,9 +37,21 @@ def prepare() -> None:
     quiet.install()
 
 
+def import_torch() -> None:
+    """Import torch. Raises LaunchError with the reason where that fails: its wheels load libraries of the system."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:
+        raise LaunchError(
+            f"torch cannot be imported ({type(error).__name__}: {error}): install what it names, or a torch for this"
+            " machine (make setup); `megaaccum doctor` shows what is there"
+        ) from error
+
+
 def libraries() -> None:
     """Imports LIBRARIES in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread of ours."""
     prepare()
+    import_torch()
     from megaaccum import upstream
     from megaaccum.distributed import cpu
 

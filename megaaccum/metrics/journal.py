@@ -12,8 +12,8 @@ from megaaccum.errors import MegaaccumError
 
 Record = dict[str, Any]
 
-KINDS = ("train", "valid")
-"""Values of a record's `kind`: an optimizer step, an evaluation."""
+KINDS = ("train", "valid", "restart")
+"""Values of a record's `kind`: an optimizer step, an evaluation, a start that goes on after `step`."""
 
 
 class Journal:
@@ -26,18 +26,22 @@ class Journal:
     def __init__(self, path: Path, *, start_step: int):
         """Open the journal of a run that goes on after step `start_step`; 0 is a run that starts afresh.
 
-        On a resume, what a killed run wrote after `start_step` is dropped, since those steps are taken again. An
-        earlier run's journal that a fresh start finds in its place is moved aside (`log.1.jsonl`, ...), never
-        overwritten. Raises MegaaccumError when a line in the middle is no record, or the file cannot be written.
+        A resume appends, first a line of kind `restart`: what the file has of steps after `start_step` before that
+        line was taken again, and is still there. An earlier run's journal that a fresh start finds in its place is
+        moved aside (`log.1.jsonl`, ...), never overwritten. Raises MegaaccumError when a line in the middle is no
+        record, or the file cannot be written.
         """
         self.path = path
         try:
             if path.exists() and start_step == 0:
                 set_aside(path)
-            elif path.exists():
-                _keep_until(path, start_step)
+            goes_on = path.exists()
+            if goes_on:
+                _cut_torn_end(path)
             # Line buffering: each record reaches the operating system in one write.
             self._file = path.open("a", buffering=1, encoding="utf-8")
+            if goes_on:
+                self.append({"kind": "restart", "step": start_step})
         except OSError as error:
             raise _unwritable(path, error) from error
 
@@ -58,10 +62,21 @@ class Journal:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a journal, in order; a torn end (any unreadable lines after the last good one) is left out.
+    """The steps and evaluations of a journal, in order, without those that a later start took again; a torn end (any
+    unreadable lines after the last good one) is left out.
 
-    Raises MegaaccumError, with the line's number, when an unreadable line stands before a good one.
+    Raises MegaaccumError, with the line's number, when an unreadable line is before a good one.
     """
+    records: list[Record] = []
+    for record in _lines(path):
+        if record["kind"] == "restart":
+            records = [each for each in records if each["step"] <= record["step"]]
+        else:
+            records.append(record)
+    return records
+
+
+def _lines(path: Path) -> list[Record]:
     records: list[Record] = []
     unreadable: tuple[int, bytes] | None = None
     with path.open("rb") as file:
@@ -105,9 +120,16 @@ def replace_text(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def _keep_until(path: Path, last_step: int) -> None:
-    records = [record for record in read(path) if record["step"] <= last_step]
-    replace_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+def _cut_torn_end(path: Path) -> None:
+    """Leave the file at the end of its last good line."""
+    _lines(path)  # raises where it is damaged in the middle
+    end = position = 0
+    with path.open("rb") as file:
+        for line in file:
+            position += len(line)
+            end = position if _parse(line) is not None else end
+    if end < path.stat().st_size:
+        os.truncate(path, end)
 
 
 def _parse(line: bytes) -> Record | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ class RunLog:
         written or the journal of an earlier start is damaged, and ConfigError as `check` does.
         """
         self._is_writer = is_writer
+        self._repeated = ("", 0, 0)
         self.problem: MegaaccumError | None = None
         """Why a record could not be written, once that happened; only ever set on the writing rank."""
         if not is_writer:
@@ -96,6 +98,20 @@ class RunLog:
         self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
         self._services.flush()
 
+    def step_note(self, step: int, text: str) -> None:
+        """Print what was wrong with `step` ("": nothing); what is the same but for its numbers in the next steps is
+        counted, and printed when it ends."""
+        kind = re.sub(r"\d[\d.e+-]*", "#", text)
+        if kind and kind == self._repeated[0]:
+            self._repeated = kind, self._repeated[1] + 1, step
+            return
+        _, count, last = self._repeated
+        self._repeated = kind, 0, step
+        if count:
+            self.note(f"step {last}: the same, for {count} more step{'s' * (count > 1)} in a row")
+        if text:
+            self.note(f"step {step}: {text}")
+
     def note(self, text: str) -> None:
         """Print a line on the writing rank."""
         if self._is_writer:
@@ -111,6 +127,7 @@ class RunLog:
         if not self._is_writer or self._closed:
             return
         self._closed = True
+        self.step_note(0, "")
         self._services.close()
         self._journal.close()
         if self.problem is not None:

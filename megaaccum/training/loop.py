@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +28,12 @@ from megaaccum.model import flops, gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.planner import sync_mode
 from megaaccum.training.evaluation import evaluate, loader_of
+from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
     from megaaccum.step.train_step import StepResult
@@ -52,6 +55,7 @@ def train(plan: Plan) -> int:
     saver = Saver(engine, data)
     saver.resume()
     log = raise_on_all_ranks(_open_log, plan, data, start_step=engine.step)
+    log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:
         log.note(note)
     with saver, closing(_loader(engine, data)) as loader:
@@ -71,7 +75,7 @@ def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
 
 def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, data: Datasets) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
-    run, signals = engine.plan.config.run, _Signals()
+    run, signals, started = engine.plan.config.run, _Signals(), time.monotonic()
     watchdog = _watchdog(engine)
     last = run.train_iters if run.max_steps is None else min(run.train_iters, engine.step + run.max_steps)
     if engine.step >= last:
@@ -83,7 +87,8 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         problem = saver.problem() or log.problem or problem
         try:
             with watchdog.step(engine.step + 1):
-                result = engine.train_step(microbatches, stop=signals.received, problem=problem)
+                ends = signals.received or _is_time(run, engine.step + 1, started)
+                result = engine.train_step(microbatches, stop=ends, problem=problem)
         except MegaaccumError as error:
             raise saver.saved(error) from error
         if result.advanced:
@@ -98,8 +103,17 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         if (result.advanced or result.stop) and saver.is_due(engine.step, ends, bad=result.bad):
             log.note(f"checkpoint  {saver.save()}")
         if result.stop:
-            return f"Stopped by a signal after step {engine.step}"
+            why = "a signal" if signals.received else "exit_interval or exit_duration_in_mins"
+            return f"Stopped by {why} after step {engine.step}"
     return "Done"
+
+
+def _is_time(run: RunConfig, step: int, started: float) -> bool:
+    """Whether this start ends with `step`, by exit_interval or exit_duration_in_mins, as far as this rank knows."""
+    minutes = (time.monotonic() - started) / 60
+    return bool(run.exit_interval and step % run.exit_interval == 0) or (
+        run.exit_duration_in_mins is not None and minutes > run.exit_duration_in_mins
+    )
 
 
 def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
@@ -121,8 +135,7 @@ def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
         record["sanitized"] = result.sanitized
     with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
         log.step(record)
-    if result.note:
-        log.note(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}")
+    log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")
 
 
 def _watchdog(engine: Engine) -> Watchdog:

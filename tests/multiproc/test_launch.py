@@ -112,6 +112,27 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_words():
     assert "megaaccum: rank 1 ended with SIGKILL:\nlast words of rank 1" in output
 
 
+def killed_in_a_collective(argv):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_what_the_others_report_of_a_killed_rank_is_one_line():
+    code, output = launched(killed_in_a_collective, nproc=3, grace=5.0)
+    lines = [line for line in output.splitlines() if line.startswith("megaaccum: ")]
+    assert code == 128 + signal.SIGKILL
+    assert lines[0].startswith("megaaccum: rank 1 ended with SIGKILL")
+    assert lines[1] == "megaaccum: ranks that then lost their connection: 0, 2"
+    assert "most likely killed by the system for want of memory" in lines[2]
+    assert len(lines) == 3
+    assert "Connection closed by peer" not in output
+
+
 def exits_early(argv):
     os._exit(5 if os.environ["RANK"] == "0" else 0)
 

@@ -9,7 +9,7 @@ SP = "--sequence_parallel "
 SPLIT = "--grad_accum_steps 2 --pp_microbatches 4 "
 LLAMA = (
     "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
-    "--disable_bias_linear "
+    "--no_add_bias_linear "
 )
 GATED_WITH_BIAS = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 UNTIED = "--untie_embeddings_and_output_weights "

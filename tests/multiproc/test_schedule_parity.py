@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.schedule import build, write_csv
+from megaaccum.schedule import Costs, build, write_csv
+from megaaccum.schedule.actions import place
+from megaaccum.schedule.search import search_order
+from megaaccum.schedule.validate import receives
 from megaaccum.testing import run_ranks
 from tests.support.distance import cells, check, one_process_reference, problems
 from tests.support.parity import Case, Rig
@@ -47,6 +50,17 @@ def test_tables_of_megatrons_schedules(lane, tmp_path: Path):
         write_csv(build(name, pp=2, num_microbatches=m), tmp_path / f"{name}.csv")
         cases.append(cell(str(tmp_path / f"{name}.csv"), 2, m, lane=lane))
     check(cases)
+
+
+def test_a_searched_table_of_a_loop(tmp_path: Path):
+    """Two chunks in a loop share a channel, on which messages are asked for in another order than they are sent."""
+    stages, m = place("loop", pp=2, chunks=2), 5
+    costs = Costs(forward=(1, 3, 1, 2), input_grad=(2, 1, 1, 3), weight_grad=(1, 1, 2, 1))
+    searched = search_order(costs, stages=stages, num_microbatches=m, iterations=3000).schedule
+    wanted = [(stages[1][chunk] - 1, mb) for kind, chunk, mb in searched.actions(1) if kind == "F"]
+    assert wanted != receives(searched, 1)[0, 1, "F"], "else this table needs no keeping: choose other costs"
+    write_csv(searched, tmp_path / "loop.csv")
+    check([cell(str(tmp_path / "loop.csv"), 2, m, lane=lane) for lane in ("fp64", "fp32")])
 
 
 SPLIT = ("zb-h1", "zbv", "dualpipev")
@@ -112,6 +126,35 @@ def test_with_tensor_and_sequence_parallel(case, parity):
 def test_stages_of_different_sizes_in_a_v(case, parity):
     """A short last stage: layers keep their numbers, and with them their weights."""
     parity(case)
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+def test_layouts_in_a_v_and_on_one_chunk(lane):
+    """Stages of any size, listed in model order: where they lie is the schedule's matter."""
+    layouts = [("zbv", "Et|ttt|ttt|tL", ""), ("dualpipev", "Ettt|tt|t|ttL", ""), ("v-half", "Ettt|tt|ttt|L", UNTIED)]
+    layouts += [("v-min", "Et|tt|ttt|ttL", ""), ("zb-h1", "Etttttt|ttL", ""), ("gpipe", "Etttttt|ttL", UNTIED)]
+    check(
+        [
+            cell(name, 2, 4, f"--pipeline_model_parallel_layout {layout}", model="--num_layers 8 " + model, lane=lane)
+            for name, layout, model in layouts
+        ]
+    )
+
+
+PREDICTS = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+def test_multi_token_prediction_in_a_v(lane):
+    """Its stage lies on the rank that holds the embedding, of which it has a copy, tied to the head or not."""
+    layout = "--pipeline_model_parallel_layout Et|tt|t|mL"
+    check(
+        [
+            cell("zbv", 2, 4, model=PREDICTS, lane=lane),
+            cell("dualpipev", 2, 4, layout, model=PREDICTS, lane=lane),
+            cell("zbv", 2, 4, layout, model=PREDICTS + UNTIED, lane=lane),
+        ]
+    )
 
 
 def losses(case: Case) -> list[float]:

@@ -18,7 +18,7 @@ from tests.support.parity import Case, Rig, gradients
 
 # Coefficients large enough that a wrong one is far outside of rounding.
 MOE = (
-    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 LAYOUTS = [

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megaaccum.metrics import journal
+
 SMALL = (
     "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 10 --lr 1e-2 "
     "--pipeline_model_parallel_size 2 --nproc_per_node 4 --num_threads 1 --micro_batch_size 1 --pp_microbatches 4 "
@@ -40,7 +42,7 @@ def finish(run: subprocess.Popen[str], *, code: int | None = 0) -> tuple[str, st
 
 
 def losses(output: Path) -> dict[tuple[str, int], float]:
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    records = journal.read(output / "log.jsonl")
     return {(r["kind"], r["step"]): r["loss"] for r in records}
 
 

@@ -121,6 +121,8 @@ def test_a_rank_that_dies_at_start_ends_the_run(tmp_path, worker):
     assert ended.code == 128 + 9
     assert "Traceback" not in ended.output
     assert ended.errors()[0].startswith("megaaccum: rank 1 ended with SIGKILL")
+    assert "for want of memory" in ended.errors()[-1]
+    assert "There is no checkpoint of this run." in ended.errors()[-1]
 
 
 def test_what_a_killed_compiler_left_behind_holds_up_nobody(half):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from megaaccum.metrics import journal
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support.faults import Fault, injected
 
@@ -41,7 +41,7 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
 
 def records(folder: Path) -> list[dict]:
     """The journal without its times."""
-    read = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    read = journal.read(folder / "log.jsonl")
     timed = ("second", "mfu", "tflops")
     return [{key: value for key, value in r.items() if not any(word in key for word in timed)} for r in read]
 

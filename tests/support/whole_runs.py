@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import shutil
@@ -15,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaaccum.metrics import journal
 from megaaccum.testing import try_ranks
 from tests.support.data_samples import counting_pair
 
@@ -123,7 +123,7 @@ def config_file(folder: Path) -> Path:
 
 def losses(folder: Path) -> list[float]:
     """Training losses of the run, step by step."""
-    records = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    records = journal.read(folder / "run" / "log.jsonl")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["loss"] for record in records]
 

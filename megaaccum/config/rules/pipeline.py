@@ -56,24 +56,19 @@ def _own_schedule(name: str, vpp: int) -> Iterator[str]:
 
 
 def v_shape(subject: Subject) -> Iterator[str]:
-    """Stages in a V are numbered by a rule of its own, which Megatron's layouts and prediction layers do not know."""
-    name = subject.parallel.schedule
-    if name in ("auto", "none", "1f1b", "interleaved"):
+    """In a V no two ranks share an embedding: what uses it beside the first stage has to be on the same rank."""
+    name, text = subject.parallel.schedule, subject.parallel.pipeline_model_parallel_layout
+    if text is None or not subject.model.mtp_num_layers or name in ("auto", "none", "1f1b", "interleaved"):
         return
     try:
-        in_a_v = entry(name).placement == "v"
-    except ScheduleError:
+        in_a_v, stages = entry(name).placement == "v", parse_layout(text)
+    except (ScheduleError, ValueError):
         return
-    if in_a_v and subject.parallel.pipeline_model_parallel_layout is not None:
+    if in_a_v and "m" in text and "m" not in stages[-1]:
         yield (
-            f"pipeline_model_parallel_layout places stages rank after rank, and schedule {name} in a V: leave the"
-            " layout out (decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers are for a V), or set"
-            " schedule to interleaved."
-        )
-    if in_a_v and subject.model.mtp_num_layers:
-        yield (
-            f"mtp_num_layers {subject.model.mtp_num_layers} needs the embedding on the last rank, but schedule {name}"
-            " has it on the first alone: leave mtp_num_layers out, or set schedule to interleaved."
+            f"pipeline_model_parallel_layout {text!r} has m before its last stage, and in schedule {name} only the last"
+            " stage is on the rank that holds the embedding: move m to the last stage (...|mL), or set schedule to"
+            " interleaved."
         )
 
 

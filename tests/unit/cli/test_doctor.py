@@ -2,12 +2,15 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megaaccum.cli import doctor
 
+TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
 GOOD = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "megatron-core": "0.19.2"}
 TE, CU13, CU12, TORCH = (
     "transformer-engine",
@@ -19,6 +22,47 @@ TE, CU13, CU12, TORCH = (
 
 def states(findings):
     return {finding.name: finding.state for finding in findings}
+
+
+@pytest.mark.parametrize("command", ["doctor", "train"])
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path, command):
+    """A library of the system that its wheel was built against is missing, say."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    arguments = [] if command == "doctor" else [str(TINY), "--output_dir", str(tmp_path / "run")]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-m", "megaaccum", command, *arguments],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    told = ended.stdout + ended.stderr
+    assert ended.returncode == 1
+    assert "libcudart.so.13: cannot open shared object file" in told
+    assert "torch for this machine" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data_path", "nowhere/corpus", "--vocab_size", "100"], "nowhere/corpus"),
+        (["--tokenizer_model", "no-tokenizer.json"], "no-tokenizer.json"),
+        (["--hidden_size", "61"], "hidden_size 61"),
+    ],
+)
+def test_what_a_look_at_the_files_shows_comes_before_torch_is_imported(tmp_path, flags, words):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('torch is imported')")
+    command = [sys.executable, "-m", "megaaccum", "train", str(TINY), "--output_dir", str(tmp_path / "run"), *flags]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [*command, "--nproc_per_node", "4"], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ended.returncode != 0
+    assert words in ended.stderr
+    assert "torch is imported" not in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_versions_in_range_are_ok():

@@ -92,7 +92,7 @@ def test_what_is_not_finite_is_null_in_strict_json_and_named(tmp_path):
     assert line["nonfinite"] == {"loss": "nan", "grad_norm": "inf"}
 
 
-def test_a_resume_drops_what_the_killed_run_wrote_behind_the_checkpoint(tmp_path):
+def test_a_resume_appends_and_steps_taken_again_count_once(tmp_path):
     log = opened(tmp_path)
     log.evaluation(dict(step=0, loss=8.0))
     for number in range(1, 8):
@@ -101,8 +101,12 @@ def test_a_resume_drops_what_the_killed_run_wrote_behind_the_checkpoint(tmp_path
     resumed = opened(tmp_path, start_step=5)
     for number in range(6, 9):
         resumed.step(step(number, loss=1.0))
-    assert [(r["kind"], r["step"]) for r in lines(tmp_path)] == [("valid", 0), *[("train", n) for n in range(1, 9)]]
-    assert [r["loss"] for r in lines(tmp_path)][-3:] == [1.0, 1.0, 1.0]
+    first = [("valid", 0), *[("train", n) for n in range(1, 8)], ("valid", 7)]
+    again = [("restart", 5), ("train", 6), ("train", 7), ("train", 8)]
+    assert [(r["kind"], r["step"]) for r in lines(tmp_path)] == first + again
+    records = journal.read(tmp_path / "log.jsonl")
+    assert [(r["kind"], r["step"]) for r in records] == [("valid", 0), *[("train", n) for n in range(1, 9)]]
+    assert [r["loss"] for r in records][-3:] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("torn", [b'{"kind": "train", "st', b'{"kind": "train", "step": 4}', b"\0" * 500, b"\0\n\0\n"])
@@ -114,7 +118,8 @@ def test_a_torn_end_is_cut_off(tmp_path, torn):
         file.write(torn)
     assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3]
     opened(tmp_path, start_step=3).step(step(4))
-    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4]
+    assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
+    assert [r["kind"] for r in lines(tmp_path)] == ["train", "train", "train", "restart", "train"]
 
 
 @pytest.mark.parametrize("damage", ["garbage", '{"kind": "train"}', '{"step": 2}', "[1]", ""])
@@ -127,6 +132,23 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line_and_loses_nothing(
     with pytest.raises(MegaaccumError, match=r"log\.jsonl is damaged: line 2"):
         opened(tmp_path, start_step=1)
     assert path.read_bytes() == before
+
+
+def test_a_note_that_repeats_is_printed_once_and_counted(tmp_path, capsys):
+    log = opened(tmp_path)
+    for number, note in enumerate(["", "holds 12 nan", "holds 3 nan", "holds 1e+3 nan", "another", "", "another"], 1):
+        log.step_note(number, note)
+    log.step_note(8, "another")
+    log.step(step(8))
+    log.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert told == [
+        "step 2: holds 12 nan",
+        "step 4: the same, for 2 more steps in a row",
+        "step 5: another",
+        "step 7: another",
+        "step 8: the same, for 1 more step in a row",
+    ]
 
 
 def test_a_fresh_start_moves_an_earlier_journal_aside(tmp_path):

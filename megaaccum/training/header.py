@@ -1,0 +1,37 @@
+"""The four lines that open a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megaaccum.model.param_count import count_parameters
+from megaaccum.planner import footprint
+from megaaccum.training.run_folder import checkpoint_folder
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+
+def header(plan: Plan, *, vocab_size: int, start_step: int) -> str:
+    """On what a run is, of what model, by what batch, and how far and where to. vocab_size: before padding."""
+    config, at, batch = plan.config, plan.layout, plan.batch
+    sizes = (("tp", at.tp), ("cp", at.cp), ("pp", at.pp), ("ep", at.ep), ("dp", at.dp))
+    cut = " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "dp")
+    run = config.run
+    last = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
+    rows = {
+        "ranks": f"{at.world_size} = {cut}, schedule {at.schedule}, {footprint.chosen(plan)}",
+        "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
+        f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
+        "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
+        f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}",
+        "run": f"steps {start_step + 1} to {last}, log in {run.output_dir}, {_checkpoints(plan)}",
+    }
+    return "\n".join(f"{name:<6}{text}" for name, text in rows.items())
+
+
+def _checkpoints(plan: Plan) -> str:
+    run = plan.config.run
+    when = [f"every {run.save_interval} steps"] if run.save_interval else []
+    when += ["at the end"] if run.save_at_end else []
+    return f"checkpoints {' and '.join(when)} in {checkpoint_folder(plan.config)}" if when else "no checkpoints"

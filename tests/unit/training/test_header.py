@@ -1,0 +1,17 @@
+"""The lines that open a run."""
+
+from __future__ import annotations
+
+from megaaccum.training.header import header
+from tests.support.configs import plan
+
+
+def test_four_lines_of_what_runs() -> None:
+    keys = dict(pipeline_model_parallel_size=2, output_dir="out", save_interval=50)
+    assert header(plan(4, **keys), vocab_size=1000, start_step=10).splitlines() == [
+        "ranks 4 = pp 2 x dp 2, schedule 1f1b, deepspeed zero-3 resident",
+        "model 469,632 parameters (fp32), 8 layers of width 64, vocabulary 1,000",
+        "batch 32 sequences of 64 tokens = micro_batch_size 1 * 16 micro-batches * dp 2",
+        "run   steps 11 to 100, log in out, checkpoints every 50 steps and at the end in out/checkpoints",
+    ]
+    assert header(plan(save_at_end=False), vocab_size=1000, start_step=0).endswith("no checkpoints")
