@@ -1,16 +1,11 @@
 """Reinforcement learning in the manner of GRPO: old log-probabilities from the engine's own forward, a clipped ratio
-weighed by advantages, several optimizer steps for each batch of responses, each of two calls.
-
-torchrun --nproc-per-node 4 -m examples.grpo zbv
-"""
+weighed by advantages, several steps of two calls per batch: `torchrun --nproc-per-node 4 -m examples.grpo zbv`."""
 
 import sys
 
 import torch
 
-from examples.sft import MICROBATCHES, MOST, documents
-from examples.tiny_gpt import WIDTH, stages_of
-from megaaccum import Plan, initialize
+from examples.sft import MOST, documents, engine_of
 from megaaccum.data import pack
 
 
@@ -29,11 +24,7 @@ def clipped(data_iterator, chunk):
 
 
 def train(schedule="none", dtype=torch.float32, steps=3, **keys):
-    batch = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=MICROBATCHES)
-    layout = dict(pp=1 if schedule == "none" else 2, schedule=schedule)
-    plan = Plan.of(layout=layout, batch=batch, hidden_size=WIDTH, **keys)
-    engine = initialize(plan, stages_of(plan, dtype), optimizer=torch.optim.AdamW)
-    dp, count = engine.groups.dp, plan.batch.num_microbatches
+    engine, dp, count = engine_of(schedule, dtype, **keys)
     packed = pack(documents(0), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
     for each, reports in zip(packed, engine.forward(packed, forward_step_func=old_logp), strict=False):
         each["old"] = reports["logp"]  # on the ranks of the last stage, where the loss is

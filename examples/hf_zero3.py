@@ -1,7 +1,4 @@
-"""A Hugging Face model under ZeRO-3, without a pipeline, its loss weighed by tokens.
-
-torchrun --nproc-per-node 4 -m examples.hf_zero3
-"""
+"""A Hugging Face model under ZeRO-3, without a pipeline: `torchrun --nproc-per-node 4 -m examples.hf_zero3`."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,8 +1,5 @@
-"""Supervised fine-tuning of a GPT of one's own on packed documents of different lengths.
-
-python -m examples.sft                                                  one process
-torchrun --nproc-per-node 4 -m examples.sft dualpipev                   a pipeline of two ranks, twice
-"""
+"""Supervised fine-tuning of a GPT of one's own on packed documents of different lengths, on one process or
+`torchrun --nproc-per-node 4 -m examples.sft dualpipev`: two pipelines of two ranks."""
 
 import sys
 
@@ -12,7 +9,8 @@ from examples.tiny_gpt import WIDTH, stages_of
 from megaaccum import Plan, initialize
 from megaaccum.data import pack
 
-MOST, MICROBATCHES = 72, 16  # tokens of a micro-batch; micro-batches of a step, over all data-parallel ranks
+MOST = 72  # tokens of a micro-batch
+BATCH = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=16)
 
 
 def forward_step(data_iterator, chunk):
@@ -25,12 +23,15 @@ def documents(step):
     return [torch.randint(0, 61, (length,), generator=made) for length in range(5, 37)]
 
 
-def train(schedule="none", dtype=torch.float32, steps=3, **keys):
-    batch = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=MICROBATCHES)
+def engine_of(schedule, dtype, **keys):
     layout = dict(pp=1 if schedule == "none" else 2, schedule=schedule)
-    plan = Plan.of(layout=layout, batch=batch, hidden_size=WIDTH, **keys)
+    plan = Plan.of(layout=layout, batch=BATCH, hidden_size=WIDTH, **keys)
     engine = initialize(plan, stages_of(plan, dtype), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
-    dp, count = engine.groups.dp, plan.batch.num_microbatches
+    return engine, engine.groups.dp, plan.batch.num_microbatches
+
+
+def train(schedule="none", dtype=torch.float32, steps=3, **keys):
+    engine, dp, count = engine_of(schedule, dtype, **keys)
     for step in range(steps):
         packed = pack(documents(step), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
         yield engine, engine.train_step(packed)

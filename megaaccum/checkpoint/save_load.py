@@ -68,7 +68,8 @@ def save(
     files = Files(Path(folder), progress, keep_last)
     try:
         files.prepare()
-        dcp.save(_written(backend, groups, buffers), storage_writer=_Writer(files.aside))
+        # Plans are gathered on rank 0, as many times the longest as there are ranks: over NCCL in its GPU's memory.
+        dcp.save(_written(backend, groups, buffers), storage_writer=_Writer(files.aside), process_group=groups.host)
         raise_on_all_ranks(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
         raise files.given_up(error) from error
@@ -201,7 +202,7 @@ def load(
     read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
     states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
     try:
-        dcp.load(read | states, storage_reader=reader)
+        dcp.load(read | states, storage_reader=reader, process_group=groups.host)
     except CheckpointException as error:
         what = cause(error)
         if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import wraps
 
+import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megaaccum.distributed import cpu
 
 
 class Trace:
     """The phase of the step, the last action of the schedule (F or B, chunk, micro-batch), the last message between
-    stages and whether it is done."""
+    stages and whether it is done.
+
+    On a GPU the host runs ahead of what it launches: an event marks the begin of each action there, and the trace names
+    the last action that the GPU has begun too, which is where it hangs.
+    """
 
     def __init__(self) -> None:
         self.phase = "before its first phase"
-        self.action = ""
         self.message = ""
+        self._action = ""
+        self._begun = ""
+        self._launched: deque[tuple[str, torch.cuda.Event]] = deque()
         self._since = time.monotonic()
+
+    @property
+    def action(self) -> str:
+        return self._action
+
+    @action.setter
+    def action(self, text: str) -> None:
+        self._action = text
+        if cpu.has_accelerator():
+            event = torch.cuda.Event()
+            event.record()
+            self._launched.append((text, event))
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._launched and self._launched[0][1].query():
+            self._begun = self._launched.popleft()[0]
 
     def enter(self, phase: str) -> None:
         self.phase, self._since = phase, time.monotonic()
@@ -24,6 +51,9 @@ class Trace:
     def __str__(self) -> str:
         seconds = time.monotonic() - self._since
         parts = [f"In {self.phase} for {seconds:.0f} s", f"last action {self.action or 'none'}"]
+        if self._launched:
+            self._advance()
+            parts.append(f"of which the GPU has begun {self._begun or 'none'}")
         return ", ".join([*parts, f"last P2P {self.message or 'none'}"])
 
 

@@ -21,8 +21,9 @@ _installed = False
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like")
 
 
+@functools.cache
 def has_accelerator() -> bool:
-    """True where torch finds a CUDA device. Initialises no CUDA context."""
+    """True where torch finds a CUDA device, looked for once. Initialises no CUDA context."""
     import torch
 
     return torch.cuda.is_available()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,13 @@ class Groups:
         """First and last stage of this pipeline: the two copies of a tied embedding. None on the stages between, and in
         a V, where one rank holds both."""
         return None if self.layout.placement == "v" else self.collection.embd
+
+    @cached_property
+    def host(self) -> dist.ProcessGroup | None:
+        """All ranks over gloo, for objects that should not pass through the GPU; None where the world is gloo's.
+        Collective over the world when it is first asked for."""
+        world = dist.group.WORLD
+        return dist.new_group(backend="gloo") if world is not None and carries_by_nccl(world) else None
 
     def stage(self, chunk: int) -> int:
         """The stage, 0 to pp * vpp - 1 in model order, that this rank's chunk is."""

@@ -44,7 +44,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def layers_of(plan: Plan) -> Layers:
     """The layers that this machine builds the model of."""
     on_gpu = cpu.has_accelerator()
-    return layers.choose(plan.config, has_te=on_gpu and upstream.has_transformer_engine(), on_gpu=on_gpu)
+    has_te = on_gpu and upstream.has_transformer_engine()
+    return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:

@@ -32,16 +32,15 @@ class GptForwardStep:
         """(what `chunk` computes from the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's
         plan of that computation in its place."""
         microbatch = next(data_iterator)
-        batch = self._own_part(
-            {k: v.to(cpu.device(), non_blocking=True) for k, v in microbatch.items() if v is not None}
-        )
+        read = {name: microbatch[name] for name in _read_by(chunk) if microbatch.get(name) is not None}
+        batch = self._own_part({name: each.to(cpu.device(), non_blocking=True) for name, each in read.items()})
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
         output = compute(
-            batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"],
-            loss_mask=batch["loss_mask"],
+            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels"),
+            loss_mask=batch.get("loss_mask"),
         )  # fmt: skip
         (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
-        return output, partial(self._loss, batch["loss_mask"], tokens)
+        return output, partial(self._loss, batch.get("loss_mask"), tokens)  # type: ignore[arg-type]  # on the last stage
 
     def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         # Half precision would lose the sum; float64 stays what it is.
@@ -66,6 +65,14 @@ class GptForwardStep:
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         return get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
+
+
+def _read_by(chunk: Any) -> list[str]:
+    """What a chunk needs of a micro-batch on its device: of a stage between the first and the last, no tokens."""
+    predicts = getattr(chunk, "mtp_process", False)
+    names = ["attention_mask"]
+    names += ["tokens", "position_ids"] if chunk.pre_process or predicts else []
+    return names + (["labels", "loss_mask"] if chunk.post_process or predicts else [])
 
 
 def _counts(microbatches: Sequence[Microbatch]) -> list[float]:

@@ -31,10 +31,11 @@ class Layers:
         return self.impl == "local"
 
 
-def choose(config: Config, *, has_te: bool, on_gpu: bool, schedule: str | None = None) -> Layers:
-    """The layers of a configuration under its schedule, or this one. has_te: Transformer Engine can run here, which
-    takes a GPU; on_gpu: there is one."""
-    model, splits = config.model, by_executor(schedule or config.parallel.schedule)
+def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = None) -> Layers:
+    """The layers of a configuration. has_te: Transformer Engine can run here, which takes a GPU; on_gpu: there is one.
+    splits: the schedule splits backwards; None where it is the configuration's own."""
+    model = config.model
+    splits = by_executor(config.parallel.schedule) if splits is None else splits
     if _takes_te(config, splits, has_te):
         fused = model.attention_backend != "unfused"
         return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits)
@@ -53,4 +54,4 @@ def _takes_te(config: Config, splits: bool, has_te: bool) -> bool:
 
 def on_a_gpu(config: Config, schedule: str | None = None) -> Layers:
     """The layers where a GPU and Transformer Engine are taken for granted: what is planned for."""
-    return choose(config, has_te=True, on_gpu=True, schedule=schedule)
+    return choose(config, has_te=True, on_gpu=True, splits=None if schedule is None else by_executor(schedule))

@@ -61,8 +61,8 @@ class ExpertLayer:
         """Parameters of the experts that had fewer in the last steps; none before there were that many steps."""
         if len(self.past) < (self.past.maxlen or 0):
             return []
-        sums = sum(each.cpu() for each in self.past)
-        return [params for params, count in zip(self.params, sums.tolist(), strict=True) if count < tokens]  # type: ignore[union-attr]
+        sums = torch.stack([each.to(self.past[-1].device, non_blocking=True) for each in self.past]).sum(dim=0)
+        return [params for params, count in zip(self.params, sums.tolist(), strict=True) if count < tokens]
 
 
 class ColdExperts:

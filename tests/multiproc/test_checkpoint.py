@@ -126,6 +126,39 @@ def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path
         assert outcome == (True, True, True, "step_0000002", 2)
 
 
+def planned_beside_the_gpu(folder: str) -> tuple[bool, list[str]]:
+    """Save and load as where the world is NCCL's: the state is the same, and the backends that plans are sent over."""
+    from unittest.mock import patch
+
+    import torch.distributed.checkpoint as dcp
+
+    from megaaccum.checkpoint import save_load
+    from megaaccum.distributed import groups
+
+    run, over = Run.of(CASE), []
+
+    def noting(function):
+        return lambda *args, process_group, **keys: (
+            over.append(process_group.name()), function(*args, process_group=process_group, **keys)
+        )[1]  # fmt: skip
+
+    run.step(1)
+    with (
+        patch.object(groups, "carries_by_nccl", lambda group: True),
+        patch.object(dcp, "save", noting(dcp.save)),
+        patch.object(dcp, "load", noting(dcp.load)),
+    ):
+        save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2, buffers=run.buffers)
+        then = run.state()
+        run.step(2)
+        run.load(Path(folder))
+    return same(run.state(), then), over
+
+
+def test_plans_of_a_checkpoint_stay_off_the_gpu(tmp_path):
+    assert run_ranks(planned_beside_the_gpu, 2, str(tmp_path)) == [(True, ["gloo", "gloo"])] * 2
+
+
 BACKENDS = ("", "--sync streaming", "--zero_stage 2", "--zero_stage 1 --bf16", "--backend fsdp2", "--backend megatron",
             "--backend ddp")  # fmt: skip
 

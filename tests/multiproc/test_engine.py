@@ -92,7 +92,6 @@ def test_side_losses_of_several_calls(known):
 
 
 def test_fp16_at_four_million_tokens():
-    """Sums of millions of tokens would drive the loss scale to its floor; a power of two near 1 / N keeps
-    them small."""
+    """Sums of millions of tokens would drive the loss scale to its floor; a power of two near 1 / N stops that."""
     calls = Calls((3, 5), known="expected", unit=4e6 / 140)
     check([(Case(4, SCHEDULES[schedule], lane="fp16"), calls) for schedule in ("none", "1f1b", "zbv")])

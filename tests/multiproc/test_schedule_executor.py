@@ -106,11 +106,10 @@ def test_a_rank_that_raises_ends_all(name, chunks, placement):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("shapes", "variable_seq_lengths is set, and with a schedule of megaaccum's own executor the messages"),
+        ("shapes", "so every stage has to know the lengths: give seq_lengths, one per micro-batch"),
         ("adjust", "adjust_tensor_shapes_fn"),
         ("chunks", "schedule zbv has 2 model chunks per rank, and the model is 1"),
         ("iterators", "1 data iterators for 2 model chunks"),
-        ("few", "at least 2 * 2 - 1 = 3 micro-batches"),
     ],
 )
 def test_what_cannot_be_run_is_refused(what, said):

@@ -24,7 +24,7 @@ SEQ, VOCAB = 16, 61
 MODEL = (
     "--num_layers 8 --hidden_size 32 --num_attention_heads 4 --seq_length 16 --attention_dropout 0 --hidden_dropout 0 "
     "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --init_method_std 0.1 --clip_grad 0 "
-    "--micro_batch_size 1 --data_path none"
+    "--micro_batch_size 1 --loss_norm token --data_path none"
 )
 LANE = {"fp64": "--backend ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
 LOSS_SCALE = 65536.0

@@ -290,7 +290,7 @@ def refused(what: str) -> str:
         arguments["data_iterator"] = [iter(range(8))]
     try:
         function = get_forward_backward_func("zbv")
-        m = 2 if what == "few" else 8
+        m = 8
         model = model[:1] if what == "chunks" else model
         call = dict(
             forward_step_func=forward_step, data_iterator=[iter(range(m)) for _ in model], model=model,

@@ -66,10 +66,22 @@ def exact_without_microbatches(subject: Subject) -> Iterator[str]:
         )
 
 
+def watchdog_is_first(subject: Subject) -> Iterator[str]:
+    """A step that hangs should end with what each rank was doing, and not with NCCL's abort of the process."""
+    limit, collective = subject.run.step_timeout_seconds, subject.parallel.distributed_timeout_minutes * 60
+    if limit >= collective > 0:
+        yield (
+            f"step_timeout_seconds {limit:g} is not below distributed_timeout_minutes * 60 = {collective:g}, by which a"
+            " collective that hangs ends the run without a report: lower step_timeout_seconds, or set"
+            f" distributed_timeout_minutes to more than {limit / 60:g}."
+        )
+
+
 RULES: tuple[Rule, ...] = (
     loss_scale_needs_fp16,
     one_loss_scale,
     overflow_is_seen,
     guard_needs_itself,
     exact_without_microbatches,
+    watchdog_is_first,
 )

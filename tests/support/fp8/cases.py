@@ -338,7 +338,7 @@ def other_layers() -> dict:
     """One model on Transformer Engine's layers under ZB-H1 and on local ones under 1F1B: names, first weights and first
     gradients; and a checkpoint of each read by the other."""
     local = MODEL + " --transformer_impl local"
-    ours, theirs = (Run(Case(2, f"{PP2} --schedule {s}", m, "bf16")) for s, m in (("zb-h1", MODEL), ("1f1b", local)))
+    ours, theirs = (Run.of(Case(2, f"{PP2} --schedule {s}", m, "bf16")) for s, m in (("zb-h1", MODEL), ("1f1b", local)))
     fused, parts = _masters(ours), _masters(theirs)
     told: dict = {"names": sorted(fused.keys() ^ parts.keys()), "weights": _unlike(fused, parts)}
     for run in (ours, theirs):

@@ -145,6 +145,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         ["ignores the mask", "transformer_impl to local"],
     ),
     (
+        "watchdog_is_first",
+        1,
+        dict(step_timeout_seconds=900.0),
+        ["step_timeout_seconds 900", "* 60 = 600", "distributed_timeout_minutes to more than 15"],
+    ),
+    (
         "prediction",
         2,
         dict(mtp_num_layers=1, position_embedding_type="rope", context_parallel_size=2),

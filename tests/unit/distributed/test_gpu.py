@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megaaccum.distributed import cpu, gpu, groups
+from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.errors import ConfigError
 from tests.support import configs
 
@@ -69,3 +70,25 @@ def test_a_bound_device_is_refused():
     groups._refuse_bound_device(on_cuda())
     with pytest.raises(ConfigError, match="leave device_id out"):
         groups._refuse_bound_device(on_cuda(torch.device("cuda", 0)))
+
+
+def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):
+    """The host has launched three forwards, and the second waits for a message that does not come."""
+    reached = {"F 0", "F 1"}
+
+    class Event:
+        def record(self) -> None:
+            self.of = trace._action
+
+        def query(self) -> bool:
+            return self.of in reached
+
+    trace = Trace()
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for action in ("F 0", "F 1", "F 2"):
+        trace.action = action
+    assert "last action F 2, of which the GPU has begun F 1" in str(trace)
+    reached.add("F 2")
+    assert "begun F 2" in str(trace)
+    assert "GPU" not in str(trace)  # it has done all that was launched

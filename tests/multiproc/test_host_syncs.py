@@ -1,0 +1,25 @@
+"""The host waits for a GPU a few times in a step, however many parameters and micro-batches there are."""
+
+from megaaccum.testing import run_ranks
+from tests.support import host_syncs
+from tests.support.parity import Case
+
+BUDGET = 12
+PP = "--pipeline_model_parallel_size {} --pp_microbatches {}"
+
+
+def test_a_step_of_zero_3_waits_as_often_at_any_size():
+    small, large = (
+        run_ranks(host_syncs.of_a_step, 4, Case(4, PP.format(2, m), f"--num_layers {layers} --clip_grad 0.01"))
+        for m, layers in ((4, 2), (8, 8))
+    )
+    assert small == large
+    for found in small:
+        assert 0 < sum(found.values()) <= BUDGET, found
+        assert any("global_norm" in place for place in found), "the verdict is read"
+        assert any("epilogue synchronize" in place for place in found), "the reduction's stream is waited for once"
+
+
+def test_stages_between_the_first_and_the_last_put_no_tokens_on_their_device():
+    m = 8
+    assert run_ranks(host_syncs.uploads, 4, Case(4, PP.format(4, m))) == [2 * m, 0, 0, 2 * m]
