@@ -1,4 +1,4 @@
-# make setup | te | demo | test | lint | types | docs | bench
+# make setup | te | demo | quick | test | lint | types | docs | bench
 #
 # Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo test lint types docs bench
+.PHONY: setup te demo quick test lint types docs bench
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ te: $(TE)/transformer_engine
 
 $(TE)/transformer_engine: | setup
 	-@$(INSTALL) --quiet --no-deps --target $(TE) transformer-engine
+
+# The edit loop: every unit test, and one cell of the parity table per backend.
+quick: setup
+	$(BIN)/python -m pytest tests/unit tests/multiproc/test_backend_table.py::test_one_cell_per_backend
 
 test: setup te
 	$(BIN)/python -m pytest

@@ -36,7 +36,7 @@ def _run(tool: str, *words: str) -> None:
 
 @contextmanager
 def cable(megabits: float) -> Iterator[None]:
-    """Both hosts, joined by a cable that carries so many megabits per second in each direction."""
+    """Both hosts, joined by a cable of this many megabits per second in each direction."""
     one, other = HOSTS
     _delete()  # of a run that was killed
     try:

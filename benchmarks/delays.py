@@ -36,31 +36,32 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, stage):
-        exactly(stage.seconds)
+        exactly(stage.seconds[0])
         ctx.stage = stage
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        exactly(ctx.stage.seconds)
+        exactly(ctx.stage.seconds[1])
         if ctx.stage.wait_for_weights:
             defer(ctx.stage.weight, ctx.stage.weight_grad)
         return grad.clone(), None
 
 
 class Stage(torch.nn.Module):
-    """One chunk. seconds: of each of its passes."""
+    """One chunk. seconds: of its forward, input gradient and weight gradient; one number is for all three."""
 
-    def __init__(self, seconds: float, *, wait_for_weights: bool = True):
+    def __init__(self, seconds: float | tuple[float, float, float], *, wait_for_weights: bool = True):
         super().__init__()
-        self.seconds, self.wait_for_weights = seconds, wait_for_weights
+        self.seconds = seconds if isinstance(seconds, tuple) else (seconds,) * 3
+        self.wait_for_weights = wait_for_weights
         self.weight, self._zero = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
         self.decoder = SimpleNamespace(layers=[])  # Megatron-core asks for one in every pass
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
 
     def weight_grad(self) -> torch.Tensor:
-        exactly(self.seconds)
+        exactly(self.seconds[2])
         return self._zero
 
     def set_input_tensor(self, tensors) -> None:
@@ -100,7 +101,7 @@ def _megatron_call(function: Callable, setup: Setup) -> Callable[[], object]:
         overlap_p2p_comm=overlaps, batch_p2p_comm=not overlaps, deallocate_pipeline_outputs=True,
     )  # fmt: skip
     config.hidden_size, config.calculate_per_token_loss = HIDDEN, True
-    model = [Stage(setup.seconds / setup.chunks) for _ in range(setup.chunks)]
+    model = [Stage(seconds) for seconds in setup.chunk_seconds(dist.get_rank())]
     for chunk, stage in enumerate(model):
         stage.config, stage.model_type = config, ModelType.encoder_or_decoder  # type: ignore[assignment]
         stage.vp_stage = chunk if setup.chunks > 1 else None

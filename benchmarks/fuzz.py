@@ -216,7 +216,7 @@ def outcomes(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[str] | None]]:
 
 
 def _together(cells: list[Cell]) -> Iterator[tuple[Cell, list[str] | None]]:
-    """Cells of one world size in one start of ranks; where one ends the ranks, each by itself."""
+    """Cells of one world size in one start of ranks; where one ends the ranks, each alone."""
     try:
         problems = check(cells)
     except RanksFailed:
@@ -296,7 +296,7 @@ def minimised(cell: Cell, seconds: float = 300.0) -> tuple[Cell, list[str]]:
     end = time.monotonic() + seconds
     why = _alone(cell)
     if not why:
-        return cell, ["it does not fail by itself: what a cell before it left behind matters"]
+        return cell, ["it does not fail alone: what a cell before it left matters"]
     kind, smaller = _kind(why), True
     while smaller and time.monotonic() < end:
         smaller = False

@@ -164,7 +164,7 @@ def _heads(hidden: int) -> int:
 
 
 def _layers_from_parameters(row: Row, keys: dict[str, Any]) -> int:
-    """Layers of a GPT whose number of parameters is told: 12 h^2 each beside the word table."""
+    """Layers of a GPT whose number of parameters is given: 12 h^2 each beside the word table."""
     hidden = keys["hidden_size"]
     return round((row.number("params_b") * 1e9 - keys["vocab_size"] * hidden) / (12 * hidden**2))
 

@@ -2,6 +2,9 @@
 the schedule and what runs it, also where ranks share cores.
 
     python -m benchmarks.schedules [--json FILE] [--trace FOLDER] [--only NAME,...] [--microbatches 8,16]
+    python -m benchmarks.schedules --profile FILE [--microbatches 16]
+
+With --profile: the best named schedule on an even cut of these layers, on its tuned cut, and the searched order.
 
 Side by side: megaaccum's executor, Megatron-core's 1F1B and interleaved, and the schedules of
 torch.distributed.pipelining. F = I = W = `--seconds` (0.06) of a rank's whole work on one micro-batch; two chunks per
@@ -17,12 +20,17 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megaaccum.schedule import Costs, Schedule, build, simulate
+from megaaccum.schedule import Costs, Schedule, build, simulate, write_csv
+from megaaccum.schedule.build import entry
+from megaaccum.schedule.cut import price, tune_cut
+from megaaccum.schedule.profile import even_cut, read_profile
+from megaaccum.schedule.search import search_order
 from megaaccum.schedule.timeline import write_trace
 from megaaccum.testing import run_ranks
 
@@ -47,9 +55,29 @@ class Setup:
     seconds: float
     repeat: int
 
+    by_stage: tuple[tuple[float, float, float], ...] | None = None
+    """F, I and W of each stage instead, where these differ."""
+
     @property
     def chunks(self) -> int:
-        return CHUNKS[self.schedule]
+        return CHUNKS.get(self.schedule) or entry(self.schedule).chunks or 1
+
+    def chunk_seconds(self, rank: int) -> list[tuple[float, float, float]]:
+        """F, I and W of each of the rank's chunks."""
+        if self.by_stage is None:
+            return [(self.seconds / self.chunks,) * 3] * self.chunks
+        return [self.by_stage[stage] for stage in self.plan().stages[rank]]
+
+    def costs(self) -> Costs:
+        if self.by_stage is None:
+            return Costs.per_rank(*[self.seconds] * 3, chunks=self.chunks)
+        forward, input_grad, weight_grad = zip(*self.by_stage, strict=True)
+        return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+
+    def work(self) -> float:
+        """Seconds of the busiest rank's passes."""
+        per_microbatch = [sum(map(sum, self.chunk_seconds(rank))) for rank in range(self.pp)]
+        return self.num_microbatches * max(per_microbatch)
 
     def plan(self) -> Schedule:
         return build(self.schedule, pp=self.pp, num_microbatches=self.num_microbatches, chunks=self.chunks)
@@ -97,15 +125,14 @@ def measure(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[float, 
 
 def evaluate(setup: Setup, trace: Path | None) -> Result:
     """Measure one setup on its ranks."""
-    work = setup.num_microbatches * 3 * setup.seconds
+    work = setup.work()
     by_rank = run_ranks(measure, setup.pp, setup, timeout=60 + 4 * (WARM_UP + setup.repeat) * work)
     flushes = zip(*(times for times, _ in by_rank), strict=True)
     walls = [max(end for _, end in each) - min(start for start, _ in each) for each in flushes]
     plan = setup.plan()
-    costs = Costs.per_rank(*[setup.seconds] * 3, chunks=setup.chunks)
-    simulation = simulate(plan, costs, early_send=setup.runtime == "megaaccum")
+    simulation = simulate(plan, setup.costs(), early_send=setup.runtime == "megaaccum")
     if trace is not None and setup.runtime == "megaaccum":
-        path = trace / f"{setup.schedule}-{setup.num_microbatches}.json"
+        path = trace / f"{Path(setup.schedule).stem}-{setup.num_microbatches}.json"
         write_trace(path, plan, planned=simulation.spans, measured=[spans for _, spans in by_rank])
     best = min(walls)
     return Result(
@@ -134,9 +161,40 @@ def conditions() -> dict:
 
 def line(result: Result) -> str:
     return (
-        f"{result.runtime:<10} {result.schedule:<12} {result.num_microbatches:>4} {result.wall:>8.3f} s"
+        f"{result.runtime:<10} {Path(result.schedule).stem:<12} {result.num_microbatches:>4} {result.wall:>8.3f} s"
         f" {result.over_work:>8.4f} {result.over_simulated:>8.4f}"
     )
+
+
+def setups_of_profile(args: argparse.Namespace, folder: Path) -> list[Setup]:
+    """The best named schedule on the even cut and on its tuned cut, and the order that a search finds from there."""
+    profile, found = read_profile(args.profile), []
+    named = [name for name in CHUNKS if not args.only or name in args.only]
+    for m in args.microbatches:
+        priced = []
+        for name in named:
+            schedule = build(name, pp=args.pp, num_microbatches=m)
+            even = price(profile, even_cut(profile, schedule.num_stages), lambda costs, s=schedule: s)
+            tuned = tune_cut(
+                profile, pp=args.pp, chunks=schedule.chunks, placement=schedule.placement or "loop",
+                order=lambda costs, s=schedule: s,
+            )  # fmt: skip
+            priced.append((name, schedule, even, tuned))
+        first, then = min(priced, key=lambda each: each[2].seconds), min(priced, key=lambda each: each[3].seconds)
+        _, schedule, _, tuned = then
+        searched = search_order(
+            profile.costs(tuned.cut), stages=schedule.stages, num_microbatches=m,
+            memory=profile.memory(tuned.cut, chunks=schedule.chunks), limit=max(tuned.peaks), start=[schedule],
+        )  # fmt: skip
+        table = folder / f"searched-{m}.csv"
+        write_csv(searched.schedule, table)
+        for name, cut in ((first[0], first[2].cut), (then[0], tuned.cut), (str(table), tuned.cut)):
+            by_stage = tuple(zip(*profile.costs(cut).by_stage(len(cut)), strict=True))
+            found.append(
+                Setup(runtime="megaaccum", schedule=name, pp=args.pp, num_microbatches=m, seconds=0.0,
+                      repeat=args.repeat, by_stage=by_stage)
+            )  # fmt: skip
+    return found
 
 
 def setups(args: argparse.Namespace) -> list[Setup]:
@@ -157,9 +215,10 @@ def main(argv: list[str] | None = None) -> int:
         args.trace.mkdir(parents=True, exist_ok=True)
     print(f"{'runtime':<10} {'schedule':<12} {'m':>4} {'wall':>10} {'/work':>8} {'/simul.':>8}")
     results = []
-    for setup in setups(args):
-        results.append(evaluate(setup, args.trace))
-        print(line(results[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for setup in setups_of_profile(args, Path(folder)) if args.profile else setups(args):
+            results.append(evaluate(setup, args.trace))
+            print(line(results[-1]), flush=True)
     if args.json is not None:
         report = {"conditions": conditions(), "pp": args.pp, "seconds": args.seconds, "repeat": args.repeat}
         args.json.write_text(json.dumps(report | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
@@ -172,6 +231,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write conditions and results here")
     parser.add_argument("--trace", type=Path, help="folder for planned and measured timelines in Chrome's format")
+    parser.add_argument("--profile", type=Path, help="stages of these measured layers instead of equal ones")
     parser.add_argument("--only", type=lambda text: text.split(","), help="schedules or runtimes")
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])

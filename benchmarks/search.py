@@ -49,11 +49,11 @@ def read_tables(folder: Path) -> dict[str, Profile]:
 def tune(profile: Profile, schedule: Schedule) -> tuple[Any, float]:
     """The tuned cut for a named schedule, and the seconds that took."""
     assert schedule.placement is not None
-    start = time.perf_counter()
+    start = time.process_time()
     tuned = tune_cut(
         profile, pp=schedule.pp, chunks=schedule.chunks, placement=schedule.placement, order=lambda costs: schedule
     )
-    return tuned, time.perf_counter() - start
+    return tuned, time.process_time() - start
 
 
 def cuts(model: str, profile: Profile, pp: int, m: int) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def orders(model: str, profile: Profile, pp: int, m: int, share: float) -> Itera
         schedule = build(name, pp=pp, num_microbatches=m)
         best, _ = tune(profile, schedule)
         costs, memory = profile.costs(best.cut), profile.memory(best.cut, chunks=schedule.chunks)
-        limit, start = max(best.peaks) * share, time.perf_counter()
+        limit, start = max(best.peaks) * share, time.process_time()
         found = search_order(
             costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit, start=[schedule]
         )
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         verdict = compare(found.schedule, costs, schedule, costs)
         result = dict(
             model=model, schedule=name, limit=limit, named=best.seconds, searched=found.seconds, gap=found.gap,
@@ -100,9 +100,9 @@ def orders(model: str, profile: Profile, pp: int, m: int, share: float) -> Itera
             text += f"; jitter {verdict.gain:+.2%}, wins {verdict.wins:.0%}"
         if schedule.chunks == 1:
             problem = Problem(costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit)
-            start = time.perf_counter()
+            start = time.process_time()
             exact = prove(problem, found)
-            result |= dict(exact=exact.found.seconds, optimal=exact.optimal, proof=time.perf_counter() - start)
+            result |= dict(exact=exact.found.seconds, optimal=exact.optimal, proof=time.process_time() - start)
             text += f"; proof: {'optimal' if exact.optimal else 'open'} at {exact.found.seconds * 1e3:.1f} ms"
             text += f" in {result['proof']:.1f} s"
         print(text, flush=True)

@@ -3,7 +3,7 @@
     python -m benchmarks sync_modes [--blocks N] [--steps N] [--microbatches M] [--megabits R] [--only WORDS] [--json F]
 
 All run in the same processes, in blocks of steps in turns; a sync mode's ratio is the median over rounds of its
-seconds by stock's in the same round. Once on the loopback interface, and once with half of the ranks behind a link of
+seconds by stock's in the same round. Once on the loopback interface, and once with half of the ranks across a link of
 R megabits per second (two network namespaces; root), so that bytes show up as time. All start with the same loss, or
 there is no result.
 """

@@ -25,7 +25,8 @@ HEAD = """\
 <!-- Written by docs/gen_config_reference.py from megaaccum/config/schema.py. Change that, then run it. -->
 
 A configuration is a YAML (or JSON) file of the keys below, flat or under the name of their section; a file of Megatron
-flags, or the shell script that holds them, is read as well. Names are Megatron-LM's where it has one.
+flags is read as well, and a script that holds them is recorded while it runs (`--record -- bash train.sh`). Names are
+Megatron-LM's where it has one.
 
 ```yaml
 model:

@@ -297,9 +297,9 @@ class Engine:
             self.resume(save_load.load(current, self.backend, self.groups, shape=self.shape, buffers=self.buffers))
         return current is not None
 
-    def resume(self, progress: save_load.Progress) -> None:
-        """Go on after `progress`, whose tensors have been loaded."""
-        if self.lr_schedule is not None:
+    def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
+        """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up."""
+        if self.lr_schedule is not None and with_optimizer:
             self.lr_schedule.load_state_dict(progress.lr_schedule)
         self._transaction.load_state_dict(
             progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples

@@ -1,4 +1,4 @@
-"""What every test gets: a machine without GPUs, as far as this process and its children can see, and calm libraries."""
+"""Setting of every test: a machine without GPUs, as far as this process and its children see, and calm libraries."""
 
 import os
 from collections import Counter
@@ -12,13 +12,13 @@ preload.prepare()
 
 
 def pytest_configure(config):
-    """pytest has warning filters of its own, in front of the process'."""
+    """pytest has warning filters of its own, which come before the process'."""
     for message, category, module, _ in quiet.WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What was skipped, and what to install or do so that it runs."""
+    """Tests that were skipped, and what to install or do so that it runs."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     if reasons:
         terminalreporter.section("not run on this machine")

@@ -73,8 +73,8 @@ class Files:
     Built on every rank; global rank 0 moves and removes.
     """
 
-    def __init__(self, folder: Path, progress: Progress, keep_last: int):
-        self._folder, self._progress, self._keep_last = folder, progress, keep_last
+    def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None):
+        self._folder, self._progress, self._keep_last, self._retain = folder, progress, keep_last, retain
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
         self.target = folder / name
@@ -126,10 +126,15 @@ class Files:
         write_text(self._folder / "latest", self.target.name + "\n")
         others = [p for p in self._folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp" and p != self.target]
         same_step = [p for p in others if p.name.partition("-")[0] == self.target.name.partition("-")[0]]
-        older = sorted((p for p in others if p not in same_step), key=_written_at)
+        older = sorted((p for p in others if p not in same_step and not self._is_retained(p)), key=_written_at)
         surplus = older[: max(0, len(older) - self._keep_last + 1)] if self._keep_last > 0 else []
         for folder in same_step + surplus:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _is_retained(self, checkpoint: Path) -> bool:
+        """Whether it is kept for good (save_retain_interval)."""
+        step = checkpoint.name.removeprefix("step_").partition("-")[0]
+        return self._retain is not None and int(step) % self._retain == 0
 
 
 def _written_at(checkpoint: Path) -> int:

@@ -59,13 +59,14 @@ def save(
     progress: Progress,
     *,
     keep_last: int,
+    retain: int | None = None,
     buffers: Buffers | None = None,
 ) -> Path:
     """Write a checkpoint of the run and make it current; collective over the world.
 
     Raises CheckpointError on every rank when any of them could not write; what was current before still is.
     """
-    files = Files(Path(folder), progress, keep_last)
+    files = Files(Path(folder), progress, keep_last, retain)
     try:
         files.prepare()
         # Plans are gathered on rank 0, as many times the longest as there are ranks: over NCCL in its GPU's memory.
@@ -109,10 +110,11 @@ class BackgroundSave:
         *,
         keep_last: int,
         group: dist.ProcessGroup,
+        retain: int | None = None,
         buffers: Buffers | None = None,
     ):
         """Copy the tensors and start to write. Raises CheckpointError on every rank when the folder cannot be made."""
-        self._files = Files(Path(folder), progress, keep_last)
+        self._files = Files(Path(folder), progress, keep_last, retain)
         self._current: Future[None] = Future()
         try:
             self._files.prepare()
@@ -190,14 +192,21 @@ class _Copies(AsyncStager):
 
 
 def load(
-    current: Path, backend: ShardingBackend, groups: Groups, *, shape: dict[str, Any], buffers: Buffers | None = None
+    current: Path,
+    backend: ShardingBackend,
+    groups: Groups,
+    *,
+    shape: dict[str, Any],
+    buffers: Buffers | None = None,
+    only_weights: bool = False,
 ) -> Progress:
-    """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world.
+    """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
+    optimizer's moments and this rank's random states stay as they are at a start.
 
     Raises CheckpointError on every rank when it is of another model (naming each number that differs), a piece is
     missing, a file cannot be read, or it holds what no checkpoint holds.
     """
-    progress, reader, wanted = raise_on_all_ranks(_open, current, backend, groups, shape, buffers or {})
+    progress, reader, wanted = raise_on_all_ranks(_open, current, backend, groups, shape, buffers or {}, only_weights)
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
     states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
@@ -208,17 +217,24 @@ def load(
         if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file
             what = "one of its .distcp files is damaged"
         raise printed_once(CheckpointError(f"{current} cannot be read: {what}")) from error
-    _fill(backend, groups, read)
+    _fill(backend, groups, read, only_weights)
     for name, buffer in (buffers or {}).items():
         if _BUFFER + name in read:
             _take(buffer, read[_BUFFER + name])
-    backend.adopt_state(progress.num_updates)
+    backend.adopt_state(0 if only_weights else progress.num_updates)
+    if only_weights:
+        return progress
     rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
     return progress
 
 
 def _open(
-    current: Path, backend: ShardingBackend, groups: Groups, shape: dict[str, Any], buffers: Buffers
+    current: Path,
+    backend: ShardingBackend,
+    groups: Groups,
+    shape: dict[str, Any],
+    buffers: Buffers,
+    only_weights: bool,
 ) -> tuple[Progress, CheckpointReader, list[str]]:
     """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
     progress = read_progress(current)
@@ -231,7 +247,7 @@ def _open(
         raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
     reader = CheckpointReader(current)
     stored = reader.read_metadata().state_dict_metadata
-    wanted = _overlapping(stored, backend, groups) + _wanted_buffers(stored, buffers)
+    wanted = _overlapping(stored, backend, groups, only_weights) + _wanted_buffers(stored, buffers)
     if missing := [key for key in wanted if key not in stored]:
         raise CheckpointError(f"{current} lacks {', '.join(missing)}")
     if wrong := [f"{key[len(_BUFFER) :]} {size}" for key, size in _other_sizes(stored, buffers)]:
@@ -305,18 +321,22 @@ def _ranges(stored: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
     return {prefix: sorted(spans) for prefix, spans in found.items()}
 
 
-def _parts(backend: ShardingBackend, groups: Groups):
+def _parts(backend: ShardingBackend, groups: Groups, only_weights: bool = False):
     """(prefix, start, flat view) of every tensor that this rank holds."""
     for piece in backend.state():
         for kind, tensor in piece.tensors.items():
+            if only_weights and kind != "param":
+                continue
             yield _prefix(piece.name, kind, piece.param, groups), piece.start, tensor
 
 
-def _overlapping(stored: dict[str, Any], backend: ShardingBackend, groups: Groups) -> list[str]:
+def _overlapping(
+    stored: dict[str, Any], backend: ShardingBackend, groups: Groups, only_weights: bool = False
+) -> list[str]:
     """Keys of the stored pieces that cover what this rank holds. Raises CheckpointError where they leave a hole."""
     ranges = _ranges(stored)
     keys: dict[str, None] = {}  # ordered, without repeats
-    for prefix, start, tensor in _parts(backend, groups):
+    for prefix, start, tensor in _parts(backend, groups, only_weights):
         position, stop = start, start + tensor.numel()
         for low, high in ranges.get(prefix, []):
             if low <= position < high and position < stop:
@@ -327,9 +347,9 @@ def _overlapping(stored: dict[str, Any], backend: ShardingBackend, groups: Group
     return list(keys)
 
 
-def _fill(backend: ShardingBackend, groups: Groups, read: dict[str, torch.Tensor]) -> None:
+def _fill(backend: ShardingBackend, groups: Groups, read: dict[str, torch.Tensor], only_weights: bool = False) -> None:
     ranges = _ranges({key: TensorStorageMetadata(None, t.size(), []) for key, t in read.items()})  # type: ignore[arg-type]
-    for prefix, start, tensor in _parts(backend, groups):
+    for prefix, start, tensor in _parts(backend, groups, only_weights):
         stop = start + tensor.numel()
         for low, high in ranges.get(prefix, []):
             first, last = max(low, start), min(high, stop)

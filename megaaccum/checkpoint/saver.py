@@ -76,6 +76,7 @@ class Saver:
             self.engine.groups,
             self.engine.progress(self.data.digest),
             keep_last=self.engine.plan.config.run.keep_last,
+            retain=self.engine.plan.config.run.save_retain_interval,
             buffers=self.engine.buffers,
             group=self._background_group(),
         )
@@ -124,6 +125,7 @@ class Saver:
             self.engine.groups,
             self.engine.progress(self.data.digest),
             keep_last=self.engine.plan.config.run.keep_last,
+            retain=self.engine.plan.config.run.save_retain_interval,
             buffers=self.engine.buffers,
         )
 
@@ -141,15 +143,27 @@ class Saver:
         )
         if current is None:
             return
-        engine = self.engine
-        progress = save_load.load(current, engine.backend, engine.groups, shape=engine.shape, buffers=engine.buffers)
+        engine, run = self.engine, self.engine.plan.config.run
+        only_weights = run.finetune or run.no_load_optim
+        progress = save_load.load(
+            current,
+            engine.backend,
+            engine.groups,
+            shape=engine.shape,
+            buffers=engine.buffers,
+            only_weights=only_weights,
+        )
+        if run.finetune or run.reset_iteration:
+            if int(os.environ["RANK"]) == 0:
+                print(f"{'weights' if only_weights else 'state'} of {current}; the run begins at step 0", flush=True)
+            return
         if progress.data != self.data.digest:
             text = (
                 f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
                 "global_batch_size have changed; set them back, or start afresh with --no_load"
             )
             raise printed_once(CheckpointError(text))
-        engine.resume(progress)
+        engine.resume(progress, with_optimizer=not only_weights)
         if int(os.environ["RANK"]) == 0:
             print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
 
@@ -162,6 +176,15 @@ class Saver:
             missing = f"load: {run.load} holds no checkpoint (no file named latest)"
             if run.exit_on_missing_checkpoint:
                 raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
+            if not _is_empty(Path(run.load)):
+                raise CheckpointError(f"{missing}, but other files: name the folder of one, or leave load out")
             if int(os.environ["RANK"]) == 0:
                 print(f"{missing}: the run starts afresh", flush=True)
+        if current is None and (run.finetune or run.reset_iteration):
+            raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
         return current
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing to load, as at the first start of a script that always passes --load."""
+    return not folder.exists() or not any(folder.iterdir())

@@ -178,7 +178,7 @@ def _schedule(plan: Plan) -> _Section:
 
 _SCHEDULES = {
     "none": "no pipeline", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
-    "zbv": "ZB-V", "dualpipev": "DualPipeV",
+    "zbv": "ZB-V", "dualpipev": "DualPipeV", "v-half": "V-Half", "v-min": "V-Min",
 }  # fmt: skip
 
 

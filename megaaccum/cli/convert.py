@@ -30,16 +30,16 @@ def main(argv: Sequence[str]) -> int:
     path, overrides = take_path(words)
     with asked(path, overrides, command, jail=jail) as found:
         if not found.problems:
-            print(as_yaml(found.config, found.name), end="")
+            print(as_yaml(found.config, found.name, found.world_size), end="")
             return 0
     print(ConfigError(found.problems), file=sys.stderr)
     return 2
 
 
-def as_yaml(config: Config, name: str) -> str:
+def as_yaml(config: Config, name: str, ranks: int | None = None) -> str:
     """The keys that somebody wrote, by section, with the notes as comments."""
     sections = as_sections(config)
     known = {key: sections[key] for key in (*SECTIONS, "deepspeed") if key in sections}
-    comments = [f"Converted from {name}.", *config.notes]
+    comments = [f"Converted from {name}{'' if ranks is None else f', which starts {ranks} ranks'}.", *config.notes]
     text = "".join(textwrap.fill(note, 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for note in comments)
     return text + yaml.safe_dump(known, sort_keys=False, default_flow_style=None, width=118)

@@ -90,8 +90,8 @@ def _limit(args: argparse.Namespace, profile: Profile | None) -> float | None:
         return None if args.memory_limit is None else float(args.memory_limit)
     if profile is None or not profile.has_bytes:
         raise ScheduleError(
-            "--memory-gib needs a --profile with the bytes that layers hold (activation, deferred, state): measure one"
-            " with megaaccum calibrate --layers, or count micro-batches of a whole rank with --memory-limit"
+            "--memory-gib needs a --profile with the bytes that layers hold (activation, deferred, state): add"
+            " them, or count micro-batches of a whole rank with --memory-limit"
         )
     return float(args.memory_gib) * GIB
 

@@ -1,4 +1,4 @@
-"""Filling in the keys that nobody wrote. Never fails: where a value it needs is wrong, a rule says so."""
+"""Filling in the keys that were not written. Never fails: where a value it needs is wrong, a rule says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaaccum.schedule.build import entry
 def derive(config: Config, notes: list[str]) -> None:
     """Fill every None of `config` that other keys decide, in place. Batch sizes and vocab_size stay open.
 
-    What is neither Megatron-LM's default nor obvious is told in `notes`.
+    What is neither Megatron-LM's default nor obvious goes into `notes`.
     """
     _derive_attention(config.model)
     _derive_mlp(config.model)
@@ -98,7 +98,7 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
 
 
 def _derive_chunks(parallel: ParallelConfig) -> None:
-    """Schedules with a number of chunks of their own set vpp, where nobody has."""
+    """Schedules with a number of chunks of their own set vpp where it is open."""
     asked = parallel.virtual_pipeline_model_parallel_size is not None or parallel.pipeline_model_parallel_size < 2
     if asked or parallel.schedule in ("auto", "none", "interleaved"):
         return

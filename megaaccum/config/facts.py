@@ -1,4 +1,4 @@
-"""What is true of one key beside its type and default: the field of the schema carries it, and no list elsewhere."""
+"""Facts about one key beside its type and default: the field of the schema carries them, and no list elsewhere."""
 
 from __future__ import annotations
 

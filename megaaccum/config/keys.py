@@ -89,7 +89,7 @@ def that_need(other: str) -> tuple[str, ...]:
 
 
 def value(config: schema.Config, name: str) -> Any:
-    """What `config` holds under a key."""
+    """The value of a key in `config`."""
     return getattr(getattr(config, all_keys()[name].section), name)
 
 

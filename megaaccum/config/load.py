@@ -12,7 +12,7 @@ from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, rea
 from megaaccum.errors import ConfigError
 
 UNREADABLE = "unreadable"
-"""The origin of a key whose value could not be read, so that nobody reports it as missing too."""
+"""The origin of a key whose value could not be read, so that it is not reported as missing too."""
 
 RIVALS: tuple[frozenset[str], ...] = (
     frozenset({"lr_warmup_iters", "lr_warmup_fraction"}),
@@ -89,7 +89,7 @@ def _set_aside_rivals(config: Config, source: Source) -> None:
 
 
 def _reset(config: Config, name: str) -> None:
-    """Put a key back to its default, as if nobody had written it."""
+    """Put a key back to its default, as if it had not been written."""
     section = getattr(config, all_keys()[name].section)
     setattr(section, name, getattr(type(section)(), name))
     config.origin.pop(name, None)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import names_where, value
@@ -99,13 +100,19 @@ class Plan:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, object]:
-        """What the digest is made of: every key that decides numbers, the DeepSpeed block, batch and layout."""
+        """The digest's contents: every key that decides numbers, the DeepSpeed block, batch and layout."""
         settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
         settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        return settled | layout | batch | theirs
+        return settled | layout | batch | theirs | self._table_facts()
+
+    def _table_facts(self) -> dict[str, object]:
+        """The content of a schedule's file, which every host reads for itself."""
+        if not self.layout.schedule.endswith(".csv"):
+            return {}
+        return {"schedule table": hashlib.sha256(Path(self.layout.schedule).read_bytes()).hexdigest()[:16]}
 
 
 def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan:

@@ -177,7 +177,8 @@ class ParallelConfig:
     sequence_parallel: Annotated[bool, Facts(core=True, planned=True)] = False
     """Split norms and dropout along the sequence over the tp ranks."""
     schedule: Annotated[
-        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"] | str, Facts(planned=True)
+        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"] | str,
+        Facts(planned=True),
     ] = "auto"
     """Pipeline schedule, or the path of a .csv table; auto: none at pp 1, interleaved when vpp is set, else 1f1b."""
     microbatch_group_size_per_vp_stage: Annotated[int | None, Facts(at_least=1, core=True, planned=True)] = None
@@ -261,7 +262,7 @@ class ShardingConfig:
     cold_expert_tokens: Annotated[int, Facts(at_least=1, needs="cold_expert_offload")] = 1
     """An expert is cold if fewer tokens came to it on this rank, over the last cold_expert_steps steps together."""
     cold_expert_steps: Annotated[int, Facts(at_least=1, needs="cold_expert_offload")] = 10
-    """Optimizer steps over which its tokens are counted; no expert is cold in a start's first so many."""
+    """Optimizer steps over which its tokens are counted; no expert is cold in that many first steps of a start."""
     bf16: bool = False
     """BF16 parameters and activations, FP32 master weights."""
     fp16: bool = False
@@ -322,7 +323,7 @@ class StepConfig:
     skipped_samples: Literal["consumed", "retried"] = "consumed"
     """Samples of a skipped step count as consumed, as in Megatron, or come again in the next step."""
     max_bad_steps_in_a_row: Annotated[int, Facts(at_least=0)] = 10
-    """End the run after so many steps in a row that were not finite or that the guard skipped; 0 is no limit."""
+    """End the run after this many steps in a row that were not finite or that the guard skipped; 0 is no limit."""
     max_bad_steps: Annotated[int, Facts(at_least=0)] = 100
     """The same for all such steps of the run; 0 is no limit."""
     grad_norm_guard: Literal["off", "warn", "skip", "stop"] = "off"
@@ -330,7 +331,7 @@ class StepConfig:
     grad_norm_guard_deviations: Annotated[float, Facts(above=0, needs="grad_norm_guard")] = 6.0
     """How far: in standard deviations of the norm, themselves a moving average."""
     grad_norm_guard_window: Annotated[int, Facts(at_least=1, needs="grad_norm_guard")] = 100
-    """Steps over which the averages are taken; the guard is silent in the first so many."""
+    """Steps over which the averages are taken; the guard is silent until there are that many."""
     short_batch: Literal["error", "pad", "drop"] = "error"
     """A rank with too few micro-batches: end the run, fill up with such of weight zero, or skip the step everywhere."""
 
@@ -395,7 +396,7 @@ class DataConfig:
     """Where samples come from (megatron.core.datasets)."""
 
     data_path: Annotated[list[str], Facts(per_host=True)] = field(default_factory=lambda: ["embedded"])
-    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text that comes along."""
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text in the package."""
     train_data_path: Annotated[list[str] | None, Facts(per_host=True)] = None
     """Prefixes for training alone; instead of data_path and split."""
     valid_data_path: Annotated[list[str] | None, Facts(per_host=True)] = None
@@ -451,7 +452,7 @@ class RunConfig:
     save_interval: Annotated[int, Facts(at_least=0)] = 0
     """Steps between checkpoints; 0 leaves only the one of save_at_end."""
     save_at_end: bool = True
-    """A checkpoint when the run ends or is told to stop."""
+    """A checkpoint when the run ends or gets a signal to stop."""
     keep_last: Annotated[int, Facts(at_least=0)] = 2
     """Checkpoints kept; 0 keeps all."""
     async_save: bool = False
@@ -461,9 +462,11 @@ class RunConfig:
     exit_interval: Annotated[int | None, Facts(at_least=1)] = None
     """End this start when the step is a multiple of it, after a checkpoint."""
     exit_duration_in_mins: Annotated[float | None, Facts(above=0)] = None
-    """End this start after so many minutes, after a checkpoint."""
+    """End this start after this many minutes, after a checkpoint."""
     finetune: bool = False
     """Take the weights alone from `load`, and begin at step 0."""
+    reset_iteration: bool = False
+    """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
     override_opt_param_scheduler: bool = False

@@ -38,7 +38,7 @@ class Unknown:
 
 @dataclass(slots=True)
 class Source:
-    """What one source gives. Values are as they were read; `load` gives them their types."""
+    """The entries of one source. Values are as they were read; `load` gives them their types."""
 
     name: str
     """The file's name, or 'command line'."""

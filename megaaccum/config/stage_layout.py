@@ -35,7 +35,7 @@ def parse_layout(layout: str) -> list[str]:
 
 
 def layout_problems(stages: list[str], *, num_layers: int, mtp_num_layers: int, pp: int) -> Iterator[str]:
-    """What Megatron-core would refuse about the stages of a layout, as texts."""
+    """The reasons for which Megatron-core would refuse the stages of a layout."""
     text = "".join(stages)
     if len(stages) % pp:
         yield (f"it has {len(stages)} stages, which is not divisible by pipeline_model_parallel_size {pp}")

@@ -29,7 +29,7 @@ _SUFFIXES = (".bin", ".idx", ".tokenizer.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:
-    """What `build_pair` wrote."""
+    """The result of `build_pair`."""
 
     num_documents: int
     """Documents in the pair; those of white space alone are not counted."""
@@ -153,7 +153,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.tokenizer and args.vocab_size:
-        parser.error(f"--vocab-size {args.vocab_size} goes with --train-tokenizer; {args.tokenizer} has its own size")
+        parser.error(f"--vocab-size {args.vocab_size} is for --train-tokenizer; {args.tokenizer} has its own size")
     return args
 
 

@@ -1,6 +1,6 @@
 """Training and validation samples: Megatron's GPT datasets over the configured pairs, checked before they are used.
 
-No collective is issued here. Every rank builds or loads by itself, and where several share a cache folder the first
+No collective is issued here. Every rank builds or loads alone, and where several share a cache folder the first
 that gets its lock builds. So a bad dataset is one error on every rank, and hosts need not share a file system.
 """
 
@@ -30,7 +30,7 @@ _TRAIN, _VALID = 0, 1
 
 
 class SampleDataset(Protocol):
-    """What the loader needs of a dataset: Megatron's GPTDataset and BlendedDataset have it."""
+    """The part of a dataset that the loader needs: Megatron's GPTDataset and BlendedDataset have it."""
 
     def __len__(self) -> int: ...
 
@@ -72,7 +72,7 @@ class _Request:
         return self.plan.config.model.seq_length
 
     def facts(self) -> list[object]:
-        """What decides the order of training samples, apart from the contents of the pairs."""
+        """The facts that decide the order of training samples, apart from the contents of the pairs."""
         places = {prefix: place for place, prefix in enumerate(self.pairs)}
         blends = [
             blend and ([places[prefix] for prefix in blend.prefixes], blend.weights)
@@ -96,6 +96,8 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
             no sample; the tokenizer cannot be read or lacks an end-of-document token that a key asks for; the cache
             folder cannot be written; or Megatron's index builder is missing.
     """
+    if plan.config.data.mock_data:
+        return _mock_datasets(plan, train_samples)
     request, valid_batches = _request(plan, train_samples)
     _require_end_of_document(request)
     folder = data_folder(plan.config) / "index" / _cache_key(request)
@@ -113,8 +115,41 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
     )
 
 
+def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
+    """Megatron's made-up samples: counting tokens, the same on every rank and in every run."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+
+    _require_index_builder()
+    run, data, batch = plan.config.run, plan.config.data, plan.batch.global_batch_size
+    vocabulary = read_run_vocabulary(plan.config)
+    valid_batches = run.eval_iters if run.eval_interval > 0 else 0
+    sizes = [run.train_iters * batch if train_samples is None else train_samples, valid_batches * batch, 0]
+    with _no_process_group():
+        config = GPTDatasetConfig(
+            random_seed=run.seed,
+            sequence_length=plan.config.model.seq_length,
+            split=data.split,
+            tokenizer=_MegatronTokenizer(vocabulary),
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            create_attention_mask=data.reset_attention_mask,
+        )
+        train, valid, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+    facts = [vocabulary.size, sizes[0], plan.config.model.seq_length, run.seed, data.split]
+    digest = hashlib.sha256(json.dumps(["mock", *facts]).encode()).hexdigest()[:16]
+    return Datasets(
+        train=train,
+        valid=valid if valid_batches else None,
+        valid_batches=valid_batches,
+        vocabulary=vocabulary,
+        digest=digest,
+    )
+
+
 def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
-    """What to build, and the number of global batches of an evaluation."""
+    """The parts to build, and the number of global batches of an evaluation."""
     config, batch = plan.config, plan.batch.global_batch_size
     evaluates = config.run.eval_interval > 0 and config.run.eval_iters > 0
     sources = read_sources(config.data)
@@ -166,7 +201,7 @@ def _require_end_of_document(request: _Request) -> None:
     wanted = [key for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, key)]
     if wanted and request.vocabulary.eod is None:
         raise DataError(
-            f"{', '.join(wanted)} needs the token that ends a document, and there is no tokenizer that has one; set "
+            f"{', '.join(wanted)} needs the token that ends a document, but there is no tokenizer that has one; set "
             f"tokenizer_model to a tokenizers file with, for example, <|endoftext|>, or leave {', '.join(wanted)} out"
         )
 

@@ -46,7 +46,7 @@ class Source:
         return total
 
     def documents(self, progress: Progress | None = None) -> Iterator[str]:
-        """Documents that hold more than white space. `progress` is told the bytes read from the disk, bit by bit.
+        """Documents that hold more than white space. `progress` is called with the bytes read from the disk.
 
         Raises:
             DataError: a file cannot be read or is damaged gzip; a line is no UTF-8, no JSON object, or lacks the key.

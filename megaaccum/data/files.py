@@ -47,7 +47,7 @@ def _free_bytes(path: Path) -> int:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock file `path` for the block; waits for whoever holds it. The system frees it if its holder dies.
+    """Holds the lock file `path` for the block; waits for its holder. The system frees it if its holder dies.
 
     Works between the processes of a host, and between hosts on a shared file system that passes flock on (NFS does).
 
@@ -134,7 +134,7 @@ def sync(path: Path) -> None:
 def publish_pair(staged: Path, prefix: Path) -> None:
     """Moves `staged`.bin, .tokenizer.json and .idx to the same names under `prefix`; the .idx comes last.
 
-    A pair is complete when it has an .idx: whoever is interrupted here leaves no .idx, never one of another .bin.
+    A pair is complete when it has an .idx: an interruption here leaves no .idx, never one of another .bin.
 
     Raises:
         DataError: a file cannot be moved.

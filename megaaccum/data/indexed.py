@@ -34,7 +34,7 @@ Ids = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedPair:
-    """What the header of an .idx says, found to agree with the sizes of both files. Make one with `open_pair`."""
+    """The header of an .idx, found to agree with the sizes of both files. Make one with `open_pair`."""
 
     prefix: Path
     """Path of the pair without .bin / .idx."""

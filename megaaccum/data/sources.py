@@ -1,4 +1,4 @@
-"""What data_path and its relatives mean: which pairs, with which weights, cut how into training and validation."""
+"""The meaning of data_path and its relatives: which pairs, with which weights, cut how into training and validation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from megaaccum.config.schema import Config, DataConfig
 from megaaccum.data.corpus import EMBEDDED, EMBEDDED_VOCAB_SIZE, embedded_prefix
 from megaaccum.data.indexed import open_pair
-from megaaccum.data.tokenizer import Vocabulary, read_vocabulary, tokenizer_beside
+from megaaccum.data.tokenizer import Vocabulary, tokenizer_beside
+from megaaccum.data.vocabulary import null_vocabulary, read_gpt2_vocabulary, read_vocabulary
 from megaaccum.errors import ConfigError, DataError
 
 
@@ -133,7 +134,10 @@ def vocab_size(config: Config) -> int:
 
 def read_run_vocabulary(config: Config) -> Vocabulary:
     """The vocabulary that this configuration trains with. Raises as `vocab_size`."""
-    vocabulary, given = _tokenizers_vocabulary(config), config.model.vocab_size
+    given = config.model.vocab_size
+    if config.data.mock_data and given is not None and config.data.tokenizer_model is None:
+        return null_vocabulary(given)
+    vocabulary = _tokenizers_vocabulary(config)
     if given is None:
         return vocabulary
     if given < vocabulary.size:
@@ -145,8 +149,15 @@ def read_run_vocabulary(config: Config) -> Vocabulary:
 
 
 def _tokenizers_vocabulary(config: Config) -> Vocabulary:
-    if config.data.tokenizer_model:
-        return read_vocabulary(config.data.tokenizer_model)
+    data = config.data
+    if data.vocab_file is not None and data.tokenizer_type in (None, "GPT2BPETokenizer"):
+        return read_gpt2_vocabulary(data.vocab_file)
+    if data.tokenizer_type == "NullTokenizer":
+        return null_vocabulary(config.model.vocab_size)
+    if data.tokenizer_model:
+        return read_vocabulary(data.tokenizer_model, data.tokenizer_type)
+    if data.mock_data:
+        raise DataError("mock_data has no tokenizer beside it: set vocab_size, or tokenizer_model")
     prefixes = read_sources(config.data).prefixes
     if prefixes == [EMBEDDED]:
         return Vocabulary(size=EMBEDDED_VOCAB_SIZE, eod=0, digest=EMBEDDED)

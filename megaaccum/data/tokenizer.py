@@ -29,7 +29,7 @@ _BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What training needs to know of the tokens. The same on every rank."""
+    """The facts about tokens that training needs. The same on every rank."""
 
     size: int
     """Ids are below this: the largest of the tokenizer + 1, or more where vocab_size says so. Before any padding."""
@@ -110,7 +110,7 @@ def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> 
     if found is None:
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:20]
         raise DataError(
-            f"{wanted_by} needs a token that ends a document, and the tokenizer has none of {', '.join(_END_NAMES)}. "
+            f"{wanted_by} needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "
             f"Its special tokens are {special or 'none'}; add one of those names to it, or leave {wanted_by} out"
         )
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,21 @@ class Groups:
         collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())  # type: ignore[assignment]
         collection.embd = None
         return collection
+
+    @contextmanager
+    def seated(self, chunk: int) -> Iterator[None]:
+        """While this chunk is built: Megatron's prediction layers ask parallel_state, not the collection, where in the
+        pipeline they are."""
+        from megatron.core import parallel_state
+
+        if self.layout.placement != "v":
+            yield
+            return
+        parallel_state.set_pipeline_model_parallel_rank(self.stage(chunk) % self.pp.size())
+        try:
+            yield
+        finally:
+            parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 @dataclass(frozen=True, slots=True)

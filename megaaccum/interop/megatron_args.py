@@ -19,13 +19,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.source import Source, read_command_line
-from megaaccum.distributed import cpu
+from megaaccum.distributed import cpu, quiet
 from megaaccum.errors import ConfigError
 from megaaccum.interop.megatron_lists import fork_flags, listed
 
@@ -61,6 +64,7 @@ class Given:
 @cache
 def _arguments() -> ModuleType:
     """Megatron's module of arguments, which on a machine without a GPU needs the CPU lane's stand-ins."""
+    quiet.install()
     cpu.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,6 +145,8 @@ def parse(
     for flag, values in _groups(argv, given):
         own_words += _parse_group(flag, values, given)
     given.own = read_command_line(own_words)
+    if given.has("yaml_cfg"):
+        _read_megatrons_yaml(given)
     if whole:
         _check(given, world_size)
     return given
@@ -209,7 +215,7 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
         own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
         if own is not None:
             return [flag, *values]
-        given.problems.append(f"unknown flag {flag}{_did_you_mean(flag)}.")
+        given.problems.append(f"unknown flag {flag}{_did_you_mean(flag)} (megatron-core {version('megatron-core')}).")
         return []
     if rest:
         given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
@@ -220,6 +226,49 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
             setattr(given.args, name, value)
             given.written[name] = shown
     return []
+
+
+_ACTIVATIONS = {"swiglu": {"swiglu": True}, "squaredrelu": {"squared_relu": True}, "gelu": {}}
+
+
+def _read_megatrons_yaml(given: Given) -> None:
+    """Take over Megatron's own YAML (--yaml-cfg): its keys are the arguments' names, in blocks or not. Flags beside it,
+    which Megatron leaves out, outrank it."""
+    shown = given.written["yaml_cfg"]
+    try:
+        tree = yaml.safe_load(given.locate(given.args.yaml_cfg).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        given.problems.append(f"{shown}: cannot be read: {' '.join(str(error).split())}.")
+        return
+    if not isinstance(tree, dict):
+        given.problems.append(f"{shown}: the file holds no keys.")
+        return
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    activation = flat.pop("activation_func", "gelu")
+    if activation not in _ACTIVATIONS:
+        given.problems.append(f"{shown}: activation_func {activation} is none of {', '.join(_ACTIVATIONS)}.")
+    flat |= _ACTIVATIONS.get(str(activation), {})
+    flat["num_experts"] = flat.pop("num_moe_experts", None) or flat.get("num_experts")
+    flat["group_query_attention"] = flat.get("num_query_groups") is not None
+    for name, value in flat.items():
+        _take_key(name, value, given)
+
+
+def _take_key(name: str, value: object, given: Given) -> None:
+    """Put one key of Megatron's YAML into `given.args`."""
+    if name not in defaults():
+        field = model_fields().get(name)
+        if value is not None and (field is None or field.default != value):
+            given.problems.append(f"{given.written['yaml_cfg']}: {name}: {value} is no argument of Megatron's.")
+        return
+    kind = next(action.type for action in parser()._actions if action.dest == name)
+    if isinstance(value, str) and kind in (int, float):
+        value = float(value)  # YAML reads 1e-5 as text
+    if value is not None and value != defaults()[name] and name not in given.written:
+        setattr(given.args, name, value)
+        given.written[name] = f"{name}: {value}"
 
 
 def _did_you_mean(flag: str) -> str:
@@ -241,6 +290,7 @@ def _check(given: Given, world_size: int | None) -> None:
     if args.num_experts:
         expert_ranks = (args.expert_tensor_parallel_size or layout[0]) * args.expert_model_parallel_size * layout[1]
         smallest = max(smallest, expert_ranks)
+    args.yaml_cfg = None  # its keys are among the arguments already
     args.rank, args.world_size = 0, world_size or smallest
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     if given.has("train_tokens") and not (args.train_iters or args.train_samples):
@@ -295,7 +345,7 @@ def sort_into_lists(given: Given) -> None:
     """Note and refuse what the lists hold, one text per reason."""
     rows: dict[str, list[str]] = {}
     for name in given.written:
-        row = listed().get(name)
+        row = None if name in all_keys() else listed().get(name)
         if row is not None and row.verdict != "run" and not is_default(name, getattr(given.args, name)):
             rows.setdefault(row.title, []).append(name)
     for names in rows.values():

@@ -49,7 +49,7 @@ RULED = frozenset(
         "deepspeed_config", "zero_stage", "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split", "spec", "hybrid_layer_pattern", "hybrid_override_pattern", "mlp_type",
         "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor", "moe_min_capacity",
-        "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg", "reset_iteration",
+        "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg",
         "no_load_lr_state", "checkpoint_activations", "moe_expert_parallel_size", "ds_sequence_parallel_size",
         "cpu_optimizer", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "num_key_value_heads",
         "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
@@ -59,11 +59,18 @@ RULED = frozenset(
 
 CONVERTED = frozenset(
     {
-        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "quick_geglu", "yarn_beta_fast", "yarn_beta_slow",
+        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "yarn_beta_fast", "yarn_beta_slow",
         "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings",
     }
 )  # fmt: skip
 """Arguments that Megatron's conversion makes into fields of the model's configuration under other names."""
+
+
+ALONE = {
+    "use_rope_scaling": "rope_scaling",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+"""The fields behind some of those."""
 
 
 @dataclass(slots=True)
@@ -128,7 +135,7 @@ def _put_own(key: str, value: object, given: Given, reading: Reading) -> None:
 def _put_same_names(given: Given, reading: Reading) -> None:
     for name in given.written:
         value = getattr(given.args, name, None)
-        if name in listed() or name in RULED or name in LEFT_TO_RULES or value is None:
+        if name in RULED or name in LEFT_TO_RULES or value is None:
             continue
         if name in CONSTANTS:
             reading.put(*CONSTANTS[name], given, name)
@@ -170,8 +177,16 @@ def _put_model_fields(given: Given, reading: Reading) -> None:
         if not asked - all_keys().keys() - listed().keys() and not given.args.multi_latent_attention:
             return
         taken = built_fields(given)
+        if given.args.multi_latent_attention:
+            taken["rope_type"] = given.args.rope_type or "yarn"  # megaaccum's own default is plain rope
     else:
         taken = {name: getattr(given.args, name) for name in given.written if name in model_fields()}
+        taken |= {ALONE[name]: getattr(given.args, name) for name in given.written if name in ALONE}
+        reading.problems += [
+            f"{given.written[name]}: only a whole list of flags can have it; beside a file write yarn_* under model."
+            for name in given.written
+            if name in CONVERTED - ALONE.keys()
+        ]
     owned = OWNED_FIELDS | all_keys().keys() | listed().keys() | RULED | RENAMED.keys()
     reading.megatron |= {name: value for name, value in taken.items() if name not in owned}
 
@@ -182,8 +197,8 @@ OWNED_FIELDS = frozenset(
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "batch_p2p_comm",
         "deallocate_pipeline_outputs", "calculate_per_token_loss", "persist_layer_norm", "bias_activation_fusion",
         "share_embeddings_and_output_weights", "should_pad_vocab", "fp8_param", "use_te_rng_tracker",
-        "num_query_groups", "hetereogenous_dist_checkpoint", "embedding_init_method_std", "inference_sampling_seed",
-        "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "is_hybrid_model", "qk_clip_threshold",
+        "num_query_groups", "hetereogenous_dist_checkpoint", "inference_sampling_seed",
+        "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "qk_clip_threshold",
         "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
     }
 )  # fmt: skip
@@ -312,6 +327,7 @@ def _experts(given: Given, reading: Reading) -> None:
             " tokens, its gating), which computes something else than Megatron-core's; write --num-experts with"
             " --moe-router-topk and --moe-aux-loss-coeff instead, and expect other numbers."
         )
+        reading.values.pop("expert_model_parallel_size", None)
         return
     reading.put("num_experts", number, given, "num_experts")
     asked, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
@@ -456,29 +472,39 @@ def _hybrid(given: Given, reading: Reading) -> None:
 
 
 def _starting_over(given: Given, reading: Reading) -> None:
-    """The fork's ways to begin again with the weights of a checkpoint."""
-    names = [name for name in ("reset_iteration", "no_load_lr_state") if given.has(name)]
-    if names:
+    """The fork leaves the schedule of a checkpoint out also where the run goes on, which is not done here."""
+    if given.has("no_load_lr_state") and not given.has("reset_iteration", "finetune"):
         reading.problems.append(
-            f"{given.shown(*names)}: a checkpoint is resumed whole, or (finetune) its weights alone; write --finetune."
+            "--no-load-lr-state: a run that goes on takes up its schedule; write --override-opt_param-scheduler for"
+            " another one, or --reset-iteration."
         )
+
+
+def _overlap(given: Given, reading: Reading) -> None:
+    """What only hides traffic is left out where it cannot be had."""
+    if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
+        if reading.values.get("loss_norm") != "token":
+            reading.values["overlap_moe_expert_parallel_comm"] = False
+            reading.notes.append(
+                "--overlap-moe-expert-parallel-comm: off, as prediction layers weigh each micro-batch."
+            )
 
 
 RULES: tuple[Callable[[Given, Reading], None], ...] = (
     _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
-    _data_files, _hybrid, _starting_over,
+    _data_files, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """In the order in which they run: later ones look at what earlier ones put."""
 
 
 def verdict_of(name: str) -> str:
     """Which of the ways an argument of Megatron's goes: key, rule, model, or the list that it is in."""
-    if name in listed():
-        return listed()[name].verdict
     if name in RULED or name in LEFT_TO_RULES:
         return "rule"
     if name in all_keys() or name in RENAMED or name in CONSTANTS:
         return "key"
+    if name in listed():
+        return listed()[name].verdict
     if name in model_fields() or name in CONVERTED:
         return "model"
     raise KeyError(name)

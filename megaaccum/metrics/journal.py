@@ -24,7 +24,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, start_step: int):
-        """Open the journal of a run that goes on behind step `start_step`; 0 is a run that starts afresh.
+        """Open the journal of a run that goes on after step `start_step`; 0 is a run that starts afresh.
 
         A resume appends, first a line of kind `restart`: what the file has of steps after `start_step` before that
         line was taken again, and is still there. An earlier run's journal that a fresh start finds in its place is
@@ -87,7 +87,7 @@ def _lines(path: Path) -> list[Record]:
             elif unreadable is not None:
                 raise MegaaccumError(
                     f"{path} is damaged: line {unreadable[0]} is not a record of a run: {unreadable[1][:60]!r}.\n"
-                    f"Move the file away and start again: the run resumes from its checkpoint, the log begins anew."
+                    f"Move the file away and start again: the run resumes from its checkpoint, with a new log."
                 )
             else:
                 records.append(record)
@@ -111,7 +111,7 @@ def set_aside(path: Path) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give `path` this content at once: whoever looks, even after a crash, finds the old file or the new one whole."""
+    """Give `path` this content at once: a reader, even after a crash, finds the old file or the new one whole."""
     aside = path.with_name(path.name + ".new")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)

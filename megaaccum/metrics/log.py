@@ -75,7 +75,7 @@ class RunLog:
 
         Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`. Known:
         `grad_norm` (before clipping), `consumed_samples`, `skipped` (bool), `num_tokens` (unmasked), `loss_scale`. Any
-        other number may come along under a name that tells its unit. Rates are added here: `tokens_per_second` (all
+        other number may be there, under a name with its unit. Rates are added here: `tokens_per_second` (all
         ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the peak is known).
         """
         if not self._is_writer:
@@ -89,7 +89,7 @@ class RunLog:
             self._services.flush()
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Record an evaluation: `step` (steps taken before it, 0 for one in front of the first), `loss` (nats per
+        """Record an evaluation: `step` (steps taken before it, 0 for one before the first), `loss` (nats per
         token), and other numbers under names that tell their units."""
         if not self._is_writer:
             return
@@ -118,10 +118,10 @@ class RunLog:
             print(text, flush=True)
 
     def close(self, outcome: str = "Done", *, checkpoint: str = "") -> None:
-        """Write what is left, draw the picture, print the summary behind `outcome`. Closing twice is harmless. Raises
+        """Write what is left, draw the picture, print the summary after `outcome`. Closing twice is harmless. Raises
         MegaaccumError when a record is missing because it could not be written.
 
-        A picture that cannot be written is told in the summary and ends nothing: the run is over, and log.jsonl, from
+        A picture that cannot be written is noted in the summary and ends nothing: the run is over, and log.jsonl, from
         which it can be drawn again, is whole.
         """
         if not self._is_writer or self._closed:
@@ -161,7 +161,7 @@ class RunLog:
 
 
 def check(config: Config) -> None:
-    """What can be known before the run starts: output_dir can be written, and the packages of the services asked for
+    """Checks before the run starts: output_dir can be written, and the packages of the services asked for
     are installed. Imports none of them and needs no process group, so a launcher can ask before it starts a rank.
     `config` is a resolved one. Raises ConfigError with every problem at once."""
     problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)

@@ -34,7 +34,7 @@ KINDS = (
     "host",
 )
 """What bytes are of. parameters, gradients: whole ones and this rank's shards (for gradients, accumulators too) at one
-moment, and each by itself. optimizer: master weights and moments. buffers: of reductions. activations: kept for
+moment, each kind alone. optimizer: master weights and moments. buffers: of reductions. activations: kept for
 backwards. p2p: receive buffers that are posted and not taken. host: what is kept off the device, of an
 offloaded optimizer and of cold experts' gradients.
 """
@@ -62,7 +62,7 @@ class HighWater:
     _now: Memory = field(default_factory=dict)
 
     def note(self, kind: str, num_bytes: int) -> None:
-        """So many bytes of `kind` are held now."""
+        """`num_bytes` of `kind` are held now."""
         self._now[kind] = num_bytes
         self._raise(kind, num_bytes)
         whole = kind.split("_")[0]
@@ -74,7 +74,7 @@ class HighWater:
             self.peaks[kind] = num_bytes
 
     def look(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Note the storages behind these tensors, by kind; one that two kinds share counts for the first."""
+        """Note the storages of these tensors, by kind; one that two kinds share counts for the first."""
         seen: set[int] = set()
         self._now |= {kind: _storage_bytes(tensors, seen) for kind, tensors in held.items()}
         for kind in held:
@@ -189,7 +189,7 @@ class Ledger:
 
 
 class Activations:
-    """What a step's flushes hold beside the backend's tensors, noted as `activations`.
+    """Storages that a step's flushes hold beside the backend's tensors, noted as `activations`.
 
     On a CPU: what autograd keeps, counted in the first step only and noted in each; of experts, whose share of the
     tokens varies, it is the first step's. On a GPU: the allocator's peak less all that was looked at, of the last step

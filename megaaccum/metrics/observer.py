@@ -1,4 +1,4 @@
-"""What a step is watched by: seconds by phase, what crosses ranks, memory by kind, and where this rank is right now."""
+"""The observer of a step: seconds by phase, what crosses ranks, memory by kind, and where this rank is right now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Watches the steps of one model over one backend, on this rank. trace: for whoever asks when it no longer goes.
+    """Watches the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
 
     Seconds are the host's: on a GPU what is still queued counts for a later phase.
     """

@@ -121,7 +121,7 @@ def token_unit(tokens: float) -> tuple[float, str]:
 
 def smoothed(values: list[float], *, span: int) -> list[float]:
     """The mean of `span` values around each one (one more where `span` is even), of fewer near the ends; as long as
-    `values`. It does not lag behind a falling loss as a running average would."""
+    `values`. It does not lag on a falling loss as a running average would."""
     half = span // 2
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]

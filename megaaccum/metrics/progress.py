@@ -64,7 +64,7 @@ class Progress:
 
 
 def evaluation_line(position: str, loss: float) -> str:
-    """Validation loss, and the perplexity that goes with it where that is a readable number."""
+    """Validation loss, and its perplexity where that is a readable number."""
     line = f"{position} | validation loss {_number(loss, '.4f')}"
     return f"{line} | perplexity {math.exp(loss):,.2f}" if loss < 20 else line
 

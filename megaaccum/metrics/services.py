@@ -78,7 +78,7 @@ _KEYS = {
 
 
 def _block(config: Config, name: str) -> dict[str, Any]:
-    """What else the user's DeepSpeed JSON gives a service (W&B's team and group, a job's name)."""
+    """Other keys that the user's DeepSpeed JSON has for a service (W&B's team and group, a job's name)."""
     block = config.deepspeed.get(name) or {}
     assert isinstance(block, dict), f"the DeepSpeed JSON's {name} passed the rules and is no mapping"
     return block

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What one optimizer step does, from which its seconds make rates."""
+    """The work of one optimizer step, from which its seconds make rates."""
 
     tokens_per_step: int
     """Tokens of the global batch, masked ones included."""

@@ -1,4 +1,4 @@
-"""What crosses ranks in a step, counted where every collective passes. planner/footprint.py predicts it."""
+"""Bytes that cross ranks in a step, counted where every collective passes. planner/footprint.py predicts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lane:
-    """What is counted together. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
+    """Messages that are counted together. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
 
     collective: str
     group: str

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megaaccum.errors import ConfigError
 from megaaccum.model.local_norm import replaced
 
 
@@ -38,6 +39,10 @@ class FusedAttention(MegatronModule):
     ):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        if config.window_size is not None or config.softmax_type != "vanilla":
+            raise ConfigError(
+                "torch's fused attention has no window_size and no softmax_type: set attention_backend to unfused."
+            )
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._scale = softmax_scale
         self._cp = pg_collection.cp

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -20,6 +23,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
@@ -80,6 +85,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     known = {field.name for field in fields(kind)}
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
     keys |= _fusions(plan, made_of, on_gpu)
+    keys |= {name: each for name, each in plan.config.megatron.items() if name in known}
     if model.moe_router_load_balancing_type == "global_aux_loss":
         # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
         keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
@@ -90,6 +96,9 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
     built.delay_wgrad_compute = made_of.delays_wgrad
+    for name, each in plan.config.megatron.items():
+        if name.startswith("yarn_"):
+            setattr(built, name, each)  # GPTModel reads them off the configuration, which does not declare them
     return built
 
 
@@ -182,6 +191,8 @@ def _check_local_layers(plan: Plan) -> None:
     for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
         if getattr(model, name):
             problems.append(f"{name} is a kernel of Transformer Engine's layers, and {here}. Leave it out.")
+    if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
+        problems.append(f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, and {here}.")
     recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         names = ", ".join(sorted(recomputed))
@@ -257,23 +268,28 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     model = plan.config.model
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
-    spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
-    mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
-    built = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(plan.config, vocab_size),
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
-        pre_process=stage == 0,
-        post_process=stage == last,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        mtp_block_spec=mtp,
-        pg_collection=groups.collection_of(chunk),
-        vp_stage=vp_stage,
-    )
+    pattern = plan.config.megatron.get("hybrid_layer_pattern")
+    kind = GPTModelConfig if pattern is None else HybridModelConfig
+    builder = GPTModelBuilder if pattern is None else HybridModelBuilder
+    own_fields = {field.name for field in fields(kind)}
+    with groups.seated(chunk):
+        spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
+        whole = kind(
+            transformer=config,
+            **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(plan.config, vocab_size),
+            seq_length=model.max_position_embeddings or model.seq_length,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
+        )
+        with upstream.mtp_spec_of_builder(mtp):
+            built = builder(whole).build_model(  # type: ignore[arg-type]
+                groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
+            )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
@@ -284,8 +300,15 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
     """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
     made_of = layers_of(plan)
+    if config.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
     spec = get_gpt_decoder_block_spec(
-        config, not made_of.local, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+        config,
+        not made_of.local,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
     )
     return _with_own_modules(spec, made_of)
 
@@ -394,17 +417,25 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
 
     Matrices are drawn whole in FP32 and sliced to this tp rank's part, so that the model is the same at every tp, pp
     and vpp. Distributions are Megatron's (`init_method`, and `output_layer_init_method` for the projections that end a
-    residual branch); biases start at 0 and norms at 1.
+    residual branch); biases start at 0 and norms at 1 (at 0 where 1 is added to them). State-space parameters keep what
+    their constructors gave them.
     """
     config = chunk.config
     for name, param in chunk.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
-        if param.dim() < 2:
-            param.fill_(1.0 if leaf.endswith("weight") and "norm" in name else 0.0)
+        if leaf in ("A_log", "D", "dt_bias") or "conv1d" in name:
+            continue
+        if param.dim() < 2 and leaf.endswith("weight") and "norm" in name:
+            param.fill_(0.0 if config.layernorm_zero_centered_gamma else 1.0)
+            continue
+        if param.dim() < 2 and re.fullmatch(r"(layer_norm_)?bias\d*", leaf):
+            param.fill_(0.0)
             continue
         unique = global_name(chunk, name)
         scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
         init = config.output_layer_init_method if scaled else config.init_method
+        if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
+            init = config.embedding_init_method
         param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups, _is_gated(config, name)))
 
 

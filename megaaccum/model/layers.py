@@ -39,7 +39,9 @@ def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = 
     if _takes_te(config, splits, has_te):
         fused = model.attention_backend != "unfused"
         return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits)
-    wanted = "fused" if on_gpu or config.parallel.context_parallel_size > 1 else "unfused"
+    # Windows, and softmaxes with an offset, are made of whole scores by Megatron's own core of attention.
+    whole = bool(config.megatron.keys() & {"window_size", "softmax_type"})
+    wanted = "fused" if (on_gpu or config.parallel.context_parallel_size > 1) and not whole else "unfused"
     asked = model.attention_backend if model.attention_backend != "auto" else wanted
     return Layers(impl="local", fused_attention=asked != "unfused")
 

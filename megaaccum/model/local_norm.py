@@ -12,7 +12,27 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-_KINDS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+class _LayerNorm1p(torch.nn.LayerNorm):
+    """A layer norm whose weight is what is added to 1 (layernorm_zero_centered_gamma)."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(hidden, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class _RMSNorm1p(torch.nn.RMSNorm):
+    """An RMS norm whose weight is what is added to 1."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, self.normalized_shape, self.weight + 1, self.eps)
+
+
+_KINDS = {
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("LayerNorm", True): _LayerNorm1p,
+    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("RMSNorm", True): _RMSNorm1p,
+}
 
 
 class Norm:
@@ -22,7 +42,7 @@ class Norm:
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused):
-        norm = _KINDS[config.normalization](hidden_size, eps=eps)
+        norm = _KINDS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps=eps)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch leaves behind for its backward pass, by part of the model.
+"""Bytes that a micro-batch leaves for its backward pass, by part of the model.
 
 T tokens of a micro-batch on a rank are seq_length * micro_batch_size / cp. What the tp ranks hold in full, they hold
 a 1/tp of under sequence parallelism. Terms follow arXiv 2205.05198, section 4, generalised to gated MLPs, grouped
@@ -19,7 +19,7 @@ from megaaccum.planner.layouts import RECOMPUTE, Layouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What the layers are made of, as far as it decides which tensors are kept."""
+    """The parts of the layers, as far as it decides which tensors are kept."""
 
     element: int = 2
     """Bytes of an activation."""
@@ -165,7 +165,7 @@ def _every_second_product(model: ModelConfig, at: Layouts, kernels: Kernels) -> 
 
 
 def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every: LayerBytes, *, moe: bool) -> Any:
-    """What selective recompute does not keep: per module, its inside but not its input; a norm's output."""
+    """Tensors that selective recompute does not keep: per module, its inside but not its input; a norm's output."""
     names, whole = kernels.recompute_modules, tokens(model, at) * model.hidden_size * whole_share(at)
     dropped = 0 * every.total
     if "core_attn" in names:
@@ -187,7 +187,7 @@ def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every
 
 
 def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
-    """What a layer keeps under each layout's recompute, in bytes per micro-batch."""
+    """Bytes that a layer keeps under each layout's recompute, in bytes per micro-batch."""
     every = layer(model, at, kernels, moe=moe)
     if kernels.every_second_matmul:
         selective = _every_second_product(model, at, kernels) + 0 * every.total
@@ -201,7 +201,7 @@ def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bo
 
 
 def recomputed_at_once(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
-    """What the backward pass of one layer brings back while it runs, beside what is kept: a layer, or its scores."""
+    """Bytes that a layer's backward pass brings back while it runs, beside what is kept: a layer, or its scores."""
     every = layer(model, at, kernels, moe=moe)
     selective = every.total + 0.0
     if not kernels.every_second_matmul:

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What connects the GPUs: latencies in seconds, bandwidths in bytes per second and direction."""
+    """The links between GPUs: latencies in seconds, bandwidths in bytes per second and direction."""
 
     gpus_per_node: int
     """GPUs that NVLink (or the like) joins."""

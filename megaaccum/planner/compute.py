@@ -149,8 +149,8 @@ SCORE_PASSES = 8
 
 
 def memory_bound_seconds(model: ModelConfig, at: Layouts, device: Device, *, width: Any, fused: bool) -> Any:
-    """Norms, residuals, dropouts, biases and activation functions of a forward pass: 2 bytes per element, so many
-    times read or written. `width`: of the MLP."""
+    """Norms, residuals, dropouts, biases and activation functions of a forward pass: 2 bytes per element, times
+    how often it is read or written. `width`: of the MLP."""
     whole_passes, inner_passes = (8.0, 2.0) if fused else (13.0, 2.5)
     t, inner = tokens_of(model, at), (1.5 if model.swiglu else 1.0)
     elements = whole_passes * model.hidden_size * whole_share(at) + inner_passes * inner * width / at.tp

@@ -58,7 +58,7 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_aside(config: Config, names: Iterable[str]) -> None:
-    """Put keys back to their defaults, as if nobody had written them."""
+    """Put keys back to their defaults, as if they had not been written."""
     for name in names:
         section = getattr(config, all_keys()[name].section)
         setattr(section, name, getattr(type(section)(), name))
@@ -85,7 +85,7 @@ def checked(workload: Workload, at: dict[str, Any]) -> Plan:
 
 
 def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
-    """What `megaaccum check` says against a layout, or None. Learning rate and length, without which there is a plan
+    """The error of `megaaccum check` for a layout, or None. Learning rate and length, without which there is a plan
     but no run, may be missing."""
     config = planned_config(workload, at)
     config.optimizer.lr = config.optimizer.lr or 1.0

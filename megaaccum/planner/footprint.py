@@ -89,7 +89,7 @@ class Moved:
 def moved(
     mode: ShardingMode, sharding: ShardingConfig, elements: float, ranks: int, *, microbatches: int, live: float = 0
 ) -> Moved:
-    """What `elements` parameters that `ranks` ranks share cost: K ranks, R replicas of S = K / R ranks, P and G bytes
+    """The cost of `elements` parameters that `ranks` ranks share: K ranks, R replicas of S = K / R ranks, P and G bytes
     of parameters and gradients, L of them `live` elements', m micro-batches per step.
 
     | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
@@ -151,7 +151,7 @@ class StateBytes:
 
 
 def state_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
-    """What a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate it (counted by tests)."""
+    """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests)."""
     param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
     if mode.backend == "ddp":
         # Gradients of the parameters' precision, and DDP's buckets of as many bytes; masters are the parameters.

@@ -1,4 +1,4 @@
-"""What is whole at a time when parameters come and go unit by unit: sharding/streaming.py and sharding/fsdp2.py."""
+"""Parameters that are whole at a time when units come and go: sharding/streaming.py and sharding/fsdp2.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _joined(chunks: Sequence[Stage], size: Callable[[Stage], Any]) -> Units:
 
 
 def _pieces(chunk: Stage) -> Iterator[Stage]:
-    """The units of a chunk in the order of its forward, its layers with experts behind the others: which of them are
+    """The units of a chunk in the order of its forward, its layers with experts after the others: which of them are
     neighbours hardly matters."""
     if chunk.embedding:
         yield Stage(0, 0, embedding=True)

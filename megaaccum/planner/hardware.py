@@ -47,10 +47,10 @@ _KEYS = frozenset(
 def load_hardware(
     name: str, *, file: str | os.PathLike[str] | None = None, gpus_per_node: int | None = None
 ) -> Hardware:
-    """The entry `name` of the file, or of those that come along.
+    """The entry `name` of the file, or of those in the package.
 
     Raises:
-        ConfigError: no such entry (the nearest names are told), or an entry with a key missing or unknown.
+        ConfigError: no such entry (with the nearest names), or an entry with a key missing or unknown.
     """
     entries = dict(_packaged())
     if file is not None:
@@ -67,12 +67,12 @@ def load_hardware(
 
 
 def usual_usage() -> Usage:
-    """What a device keeps beside tensors, where nothing was measured on it: the table's entry that others take over."""
+    """Memory that a device keeps beside tensors where nothing was measured: the table's entry that others take over."""
     return load_hardware(names()[0]).usage
 
 
 def names() -> list[str]:
-    """The GPUs that come along."""
+    """The GPUs in the package."""
     return list(_packaged())
 
 

@@ -29,7 +29,7 @@ its gradient gathered by sequence parallelism."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a device keeps beside tensors: constants of a machine, in bytes, and a share."""
+    """Memory that a device keeps beside tensors: constants of a machine, in bytes, and a share."""
 
     runtime_bytes: float = 0.0
     """CUDA context, NCCL's buffers, libraries' workspaces."""
@@ -184,7 +184,7 @@ class MemoryModel:
         return rank_parameters(self.model, layers, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp).total
 
     def units(self, at: Layouts, chunks: list[Stage]) -> Units:
-        """What is whole at a time under streaming."""
+        """Parameters that are whole at a time under streaming."""
 
         def size(piece: Stage) -> Any:
             one = rank_parameters(self.model, [piece], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)

@@ -1,4 +1,4 @@
-"""What a schedule does to memory and time, in closed form: micro-batches in flight, and what filling and draining cost.
+"""The effect of a schedule on memory and time, in closed form: micro-batches in flight, cost of filling and draining.
 
 The one place that knows schedules. F is a forward, B a backward, I and W its two halves (input, weight); m the
 micro-batches of a flush, p the pipeline ranks, v the chunks per rank. Sources: GPipe and 1F1B: arXiv 2104.04473,

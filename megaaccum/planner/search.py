@@ -19,10 +19,10 @@ from megaaccum.units import GIB
 
 RANKINGS = ("default", "time", "memory")
 NEAR_FASTEST = 1.25
-"""The default ranking puts layouts that take more than this many times the fastest step behind the others: without it
+"""The default ranking puts layouts that take more than this many times the fastest step after the others: without it
 "larger device batches" would favour the deepest pipeline that fills."""
 BLOCK = 20_000
-"""Layouts that are predicted at a time: progress is told between blocks, and memory stays small."""
+"""Layouts that are predicted at a time: progress is called between blocks, and memory stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def search(
     """Every legal layout that fits, ranked.
 
     rank: 'default' (of the layouts near the fastest: larger device batches, no recompute, fewer accumulation steps,
-    more headroom, smaller tp, smaller ep), 'time' or 'memory'. progress: is told (layouts done, of all).
+    more headroom, smaller tp, smaller ep), 'time' or 'memory'. progress: called with (layouts done, of all).
 
     Raises:
         ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.

@@ -22,7 +22,7 @@ AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the user holds fixed or bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
+    """The user's bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
     mode)."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
 from megaaccum.model.param_count import expert_layers
 
-V_SHAPED = frozenset({"zbv", "dualpipev"})
+V_SHAPED = frozenset({"zbv", "dualpipev", "v-half", "v-min"})
 """Schedules in which rank r holds stages r and 2 * pp - 1 - r. In the others stage s is on rank s % pp."""
 
 
@@ -26,7 +26,7 @@ class Stage:
     head: bool = False
     """Whether it holds output matrix and loss."""
     final_norm: bool = False
-    """Whether it holds the norm before the head: with the head, but behind the last layer in a model that predicts
+    """Whether it holds the norm before the head: with the head, but after the last layer in a model that predicts
     further tokens."""
     prediction: int = 0
     """Multi-token-prediction layers."""

@@ -34,7 +34,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a sync mode costs: bytes received per step by the rank with the most parameters, and bytes by kind
+    """The cost of a sync mode: bytes received per step by the rank with the most parameters, and bytes by kind
     (planner/memory.py) of the rank that holds the most."""
 
     mode: ShardingMode
@@ -54,7 +54,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What sync modes cost on the layout of `plan`. vocab: entries of the vocabulary before padding. layers: those of
+    """The cost of sync modes on the layout of `plan`. vocab: entries of the vocabulary before padding. layers: those of
     the machine that trains; None is a GPU with Transformer Engine. usage: what its device keeps beside tensors."""
 
     plan: Plan
@@ -67,7 +67,7 @@ class Forecast:
         return [self.of(mode) for mode in footprint.every(self.plan)]
 
     def of(self, mode: ShardingMode) -> Predicted:
-        """What `mode` costs."""
+        """The cost of `mode`."""
         at = self.plan.layout
         ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
         moved = max((self.moved(mode, rank) for rank in ranks), key=lambda each: each.total)
@@ -75,7 +75,7 @@ class Forecast:
         return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
 
     def moved(self, mode: ShardingMode, pp_rank: int) -> Moved:
-        """What a rank of pipeline rank `pp_rank` receives: experts are gathered and reduced over their own ranks."""
+        """Bytes that a rank at `pp_rank` receives. Experts are gathered and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
         live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
@@ -132,7 +132,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | No
     libraries' buffers and the allocator's gaps still come off. layers: as Forecast's.
 
     Raises:
-        ConfigError: nothing that was asked for fits. What it needs by kind, and what would fit.
+        ConfigError: nothing that was asked for fits. It lists what is needed by kind and what would fit.
         DataError: there is a limit, and the vocabulary is not known.
     """
     limit, is_auto = limit_of(plan, device_bytes), _is_auto(plan)
@@ -160,8 +160,8 @@ def _is_auto(plan: Plan) -> bool:
 
 
 def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
-    """What may be chosen, from least to most bytes moved: the plan itself, and for `sync: auto` streaming where a rule
-    does not refuse it, with as many live parameters as fit."""
+    """Modes to choose from, by bytes moved, least first: the plan itself, and for `sync: auto` streaming where no rule
+    refuses it, with as many live parameters as fit."""
     plan = forecast.plan
     yield plan
     if not _is_auto(plan):
@@ -201,7 +201,7 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, i
 
 
 def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
-    """What does not fit, by kind, and what to change."""
+    """The sizes that do not fit, by kind, and what to change."""
     lines = [
         f"{row.mode} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
         f" ({limit.source}): {row.kinds()}."

@@ -35,7 +35,7 @@ MOE_KERNELS = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """What a framework does, as far as it decides the time. The defaults are megaaccum's own."""
+    """A framework's habits, as far as it decides the time. The defaults are megaaccum's own."""
 
     precision: str = "16 bit"
     """Of matrix products: '16 bit', 'fp8' or 'fp4'."""
@@ -247,7 +247,7 @@ class TimeModel:
 
     def _under_gathers(self, at: Layouts, one: Pass, *, moe: bool) -> Pass:
         """Under `streaming` a layer is gathered for its forward and its backward, and its gradient reduced, each
-        behind the compute of the layer next to it: the longer of the two counts."""
+        under the compute of the layer next to it: the longer of the two counts."""
         streams = at.sync == SYNC_MODES.index("streaming")
         if not streams.any():
             return one
@@ -260,8 +260,8 @@ class TimeModel:
         reduce = comm.gather(here.plain * soft.grad_bytes, group, links)
         reduce = reduce + comm.gather(here.expert * soft.grad_bytes, experts, links)
         wait_forward = np.where(streams, np.maximum(0.0, gather - one.forward), 0.0)
-        behind = one.input_grad + one.weight_grad
-        wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - behind), 0.0)
+        hiding = one.input_grad + one.weight_grad
+        wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - hiding), 0.0)
         waits = wait_forward + wait_backward
         return Pass(
             one.forward + wait_forward, one.input_grad + wait_backward, one.weight_grad, one.exposed + waits

@@ -55,7 +55,7 @@ def parse_axes(text: str) -> dict[str, Any]:
 
 
 def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranked: Ranked, *, rank: str) -> str:
-    """What keeps a layout with these values from the top: a text of one paragraph."""
+    """Why no layout with these values is the first: a text of one paragraph."""
     named = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
     places = ranked.find(dict(wanted))
     if len(places):

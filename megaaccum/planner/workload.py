@@ -1,4 +1,4 @@
-"""What is planned: a model, a batch, GPUs, and how megaaccum runs them."""
+"""The subject of a plan: a model, a batch, GPUs, and how megaaccum runs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FP8_WEIGHTS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A configuration whose layout is open, on so many GPUs of a kind."""
+    """A configuration whose layout is open, on a number of GPUs of a kind."""
 
     config: Config
     """As it was read: nothing of it is derived."""
@@ -100,7 +100,7 @@ class Workload:
 
 
 def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Workload:
-    """What to plan for a configuration that was read.
+    """The workload of a configuration that was read.
 
     Raises:
         ConfigError: the model's shape, the vocabulary or global_batch_size is missing.
@@ -145,7 +145,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *, in_fp8: bool = False) -> Kernels:
-    """What these layers keep. In FP8 the inputs of matrix products are kept in FP8."""
+    """Kernels that decide what these layers keep. In FP8 the inputs of matrix products are kept in FP8."""
     element = BYTES[sharding.params_dtype or "fp32"]
     modules = frozenset(model.recompute_modules or ["core_attn"])
     kernels = Kernels(
@@ -178,7 +178,7 @@ def memory_model(
     stages: Sequence[Stage] | None = None,
     in_fp8: bool = False,
 ) -> MemoryModel:
-    """Bytes per rank under `modes`, which are of one backend and are told apart by ZeRO stage and sync. stages:
+    """Bytes per rank under `modes`, which are of one backend and differ in ZeRO stage and sync. stages:
     those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
     layers' weights in FP8 too."""
     first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]

@@ -1,8 +1,8 @@
 """Messages between the ranks of a pipeline: receives posted ahead, sends waited for late.
 
 A channel carries one kind of message (activations F, or their gradients B) from one rank to another, in the order of
-the schedule, which both ends know. Channels of a pair of ranks are kept apart by tags on gloo and by process groups on
-NCCL, so that a message never queues behind one that its receiver asks for later.
+the sender, which both ends know; a message that its receiver needs later is kept until then. Channels of a pair of
+ranks are kept apart by tags on gloo and by process groups on NCCL, so that no activation queues behind a gradient.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Mail:
         incoming = receives(schedule, self._rank)
         self._due = {at: iter(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
         self._posted: dict[Channel, deque[tuple[Message, dist.Work, torch.Tensor]]] = {at: deque() for at in self._due}
+        self._kept: dict[tuple[Channel, Message], tuple[dist.Work, torch.Tensor]] = {}
         self._outbox = _Outbox(polls=channels.on_nccl)
         self._ahead = AHEAD_ON_NCCL if channels.on_nccl else AHEAD
         self._closed = set(self._due)
@@ -100,9 +101,11 @@ class Mail:
         """The content of `message` from rank `source` of the pipeline, once it is there."""
         self._open("F")  # a gradient that is due answers an activation that was sent, so its channel is open
         channel = (source, self._rank, kind)
-        expected, work, buffer = self._posted[channel].popleft()
-        assert expected == message, f"{expected} is due on {channel}, and {message} is asked for"
-        self._post(channel, 1)  # first: it takes a while, and this message may still be on its way
+        while (channel, message) not in self._kept:  # what was sent before it is asked for later
+            sent, work, buffer = self._posted[channel].popleft()
+            self._kept[channel, sent] = work, buffer
+            self._post(channel, 1)  # before waiting: it takes a while, and the message may still be on its way
+        work, buffer = self._kept.pop((channel, message))
         work.wait()
         return buffer
 

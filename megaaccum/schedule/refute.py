@@ -34,7 +34,7 @@ def refuted_until(problem: Problem, makespan: float) -> float:
         return min(low, high)
     proof = _Proof(problem)
     if proof.refutes(high * (1 - 1e-6)):
-        return high * (1 - 1e-6)
+        return max(low, high * (1 - 1e-6))
     for _ in range(STEPS):
         middle = (low + high) / 2
         if proof.refutes(middle):

@@ -1,4 +1,4 @@
-"""What the process that forks the ranks of tests imports: torch, DeepSpeed and Megatron, on the CPU lane."""
+"""Imports of the process that forks the ranks of tests: torch, DeepSpeed and Megatron, on the CPU lane."""
 
 from megaaccum.distributed import preload
 from megaaccum.testing import ranks as ranks  # ranks find their own code imported too

@@ -32,7 +32,7 @@ from megaaccum.testing import tensors
 STARTUP_SECONDS = 120.0
 """Limit for the imports of torch, DeepSpeed and Megatron in the process that forks ranks."""
 GRACE_SECONDS = 3.0
-"""After one rank failed: time for the others to fail by themselves and report why."""
+"""After one rank failed: time for the others to fail too and report why."""
 STACK_SECONDS = 2.0
 """After the time is up: time for the ranks to write their stacks."""
 OUTPUT_LINES = 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ from megaaccum.training.run_folder import check_folders
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
     from megaaccum.step.train_step import StepResult
@@ -73,7 +75,7 @@ def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
 
 def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, data: Datasets) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
-    run, signals = engine.plan.config.run, _Signals()
+    run, signals, started = engine.plan.config.run, _Signals(), time.monotonic()
     watchdog = _watchdog(engine)
     last = run.train_iters if run.max_steps is None else min(run.train_iters, engine.step + run.max_steps)
     if engine.step >= last:
@@ -85,7 +87,8 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         problem = saver.problem() or log.problem or problem
         try:
             with watchdog.step(engine.step + 1):
-                result = engine.train_step(microbatches, stop=signals.received, problem=problem)
+                ends = signals.received or _is_time(run, engine.step + 1, started)
+                result = engine.train_step(microbatches, stop=ends, problem=problem)
         except MegaaccumError as error:
             raise saver.saved(error) from error
         if result.advanced:
@@ -100,8 +103,17 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         if (result.advanced or result.stop) and saver.is_due(engine.step, ends, bad=result.bad):
             log.note(f"checkpoint  {saver.save()}")
         if result.stop:
-            return f"Stopped by a signal after step {engine.step}"
+            why = "a signal" if signals.received else "exit_interval or exit_duration_in_mins"
+            return f"Stopped by {why} after step {engine.step}"
     return "Done"
+
+
+def _is_time(run: RunConfig, step: int, started: float) -> bool:
+    """Whether this start ends with `step`, by exit_interval or exit_duration_in_mins, as far as this rank knows."""
+    minutes = (time.monotonic() - started) / 60
+    return bool(run.exit_interval and step % run.exit_interval == 0) or (
+        run.exit_duration_in_mins is not None and minutes > run.exit_duration_in_mins
+    )
 
 
 def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 ParamGroup = dict[str, Any]
+
+Differing = Literal["error", "configuration", "checkpoint"]
+"""Which schedule holds where that of a checkpoint differs from the configuration's."""
 
 KEY_OF_STATE = {key.facts.lr_state: key for key in all_keys().values() if key.facts.lr_state}
 """Which key of the configuration decides each number of the schedule's state."""
@@ -41,9 +44,10 @@ class LrSchedule:
     The rate of the first step is `lr_warmup_init` where there is a warm-up. Same on every rank.
     """
 
-    def __init__(self, scheduler: OptimizerParamScheduler, global_batch_size: int):
+    def __init__(self, scheduler: OptimizerParamScheduler, global_batch_size: int, *, differing: Differing = "error"):
         self._scheduler = scheduler
         self._global_batch_size = global_batch_size
+        self._differing = differing
 
     @property
     def lr(self) -> float:
@@ -77,11 +81,14 @@ class LrSchedule:
         """Go to the position of `state` and set every group.
 
         Raises CheckpointError, and changes nothing, when the configuration lays out another schedule than the one that
-        `state` comes from: each number that differs is named with the key that decides it.
+        `state` comes from: each number that differs is named with the key that decides it. Unless one of the two holds
+        (override_opt_param_scheduler, use_checkpoint_opt_param_scheduler).
         """
-        problems = self._differences(state)
+        problems = self._differences(state) if self._differing == "error" else []
         if problems:
             raise CheckpointError("\n".join(problems))
+        for name in KEY_OF_STATE if self._differing == "checkpoint" else ():
+            setattr(self._scheduler, name, state[name])
         # Megatron's own load adds the position to the present one, which is right only on a schedule that never moved.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=int(state["num_steps"]))
@@ -127,7 +134,10 @@ def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config
 
     optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
     scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config))
-    return LrSchedule(scheduler, _global_batch_size(config))
+    run = config.run
+    ours = "configuration" if run.override_opt_param_scheduler else "error"
+    differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
+    return LrSchedule(scheduler, _global_batch_size(config), differing=differing)
 
 
 def scheduler_arguments(config: Config) -> dict[str, Any]:
@@ -164,7 +174,14 @@ def _global_batch_size(config: Config) -> int:
     return batch_size
 
 
-def param_groups(named_params: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
+def param_groups(
+    named_params: Iterable[tuple[str, torch.nn.Parameter]],
+    weight_decay: float,
+    *,
+    decoupled: dict[str, float] | None = None,
+    hidden: dict[str, float] | None = None,
+    decay_qk_norms: bool = False,
+) -> list[ParamGroup]:
     """The optimizer's groups: what decays, then what does not; within each, dense parameters, then experts.
 
     Megatron's default rule: biases (names ending in `.bias`) and one-dimensional parameters (norms) do not decay,
@@ -173,14 +190,21 @@ def param_groups(named_params: Iterable[tuple[str, torch.nn.Parameter]], weight_
     their names in that order (the key under which torch's optimizers keep names). `wd_mult` is what the schedule
     multiplies the weight decay by; `is_expert_parallel` tells which groups hold experts. A parameter that ZeRO-3 has
     partitioned is judged by its whole shape.
+
+    decoupled: max_lr and min_lr of the input embedding and the output head, which are groups of their own then. hidden:
+    the same, and eps, of all other matrices (the maximal update parametrization).
+    decay_qk_norms: norms of queries and keys decay (apply_wd_to_qk_layernorm).
     """
-    members: dict[tuple[float, bool], list[tuple[str, torch.nn.Parameter]]] = {
-        (wd_mult, is_expert): [] for wd_mult in (1.0, 0.0) for is_expert in (False, True)
+    kinds: dict[str, dict[str, float]] = {"": {}, "ends": decoupled or {}, "hidden": hidden or {}}
+    members: dict[tuple[float, bool, str], list[tuple[str, torch.nn.Parameter]]] = {
+        (wd_mult, is_expert, kind): [] for wd_mult in (1.0, 0.0) for is_expert in (False, True) for kind in kinds
     }
     for name, param in named_params:
         if param.requires_grad:
             is_expert = not getattr(param, "allreduce", True)
-            members[0.0 if _never_decays(name, param) else 1.0, is_expert].append((name, param))
+            decays = not _never_decays(name, param) or (decay_qk_norms and _is_qk_norm(name))
+            kind = _kind(name, param, decoupled is not None, hidden is not None)
+            members[1.0 if decays else 0.0, is_expert, kind].append((name, param))
     return [
         {
             "params": [param for _, param in named],
@@ -188,10 +212,23 @@ def param_groups(named_params: Iterable[tuple[str, torch.nn.Parameter]], weight_
             "weight_decay": weight_decay * wd_mult,
             "wd_mult": wd_mult,
             "is_expert_parallel": is_expert,
+            **kinds[kind],
         }
-        for (wd_mult, is_expert), named in members.items()
+        for (wd_mult, is_expert, kind), named in members.items()
         if named
     ]
+
+
+def _kind(name: str, param: torch.nn.Parameter, decoupled: bool, hidden: bool) -> str:
+    """Which learning rate a parameter has."""
+    if decoupled and name.startswith(("embedding.word_embeddings.", "output_layer.")):
+        return "ends"
+    matrix = len(getattr(param, "ds_shape", param.shape)) > 1 and "embedding" not in name
+    return "hidden" if hidden and matrix else ""
+
+
+def _is_qk_norm(name: str) -> bool:
+    return "q_layernorm" in name or "k_layernorm" in name
 
 
 def _never_decays(name: str, param: torch.nn.Parameter) -> bool:

@@ -35,7 +35,13 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
 def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
     """The groups; none of the backends starts on ranks without any."""
     named = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
-    groups = lr_schedule.param_groups(named, plan.config.optimizer.weight_decay)
+    groups = lr_schedule.param_groups(
+        named,
+        plan.config.optimizer.weight_decay,
+        decoupled=_decoupled(plan),
+        hidden=_hidden(plan),
+        decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
+    )
     if not groups:
         raise ConfigError(
             f"all {len(named)} parameters of this pipeline rank are frozen, and each rank has to train some: give it a"
@@ -43,6 +49,27 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.Para
             f" pipeline_model_parallel_size {plan.layout.pp} lower."
         )
     return groups
+
+
+def _decoupled(plan: Plan) -> dict[str, float] | None:
+    """The schedule's ends for embedding and head, where they have a learning rate of their own."""
+    keys = plan.config.optimizer
+    if keys.decoupled_lr is None:
+        return None
+    return {
+        "max_lr": keys.decoupled_lr,
+        "min_lr": keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr,
+    }
+
+
+def _hidden(plan: Plan) -> dict[str, float] | None:
+    """What Adam takes for hidden matrices under the maximal update parametrization, as Megatron-core's overrides do."""
+    keys, fields = plan.config.optimizer, plan.config.megatron
+    base = fields.get("mup_base_hidden_size")
+    width = plan.config.model.hidden_size / base if isinstance(base, int) else 1.0
+    if not fields.get("use_mup") or width == 1.0:
+        return None
+    return {"max_lr": keys.lr / width, "min_lr": keys.min_lr / width, "eps": keys.adam_eps / width}
 
 
 def _takes_fused(plan: Plan) -> bool:

@@ -29,6 +29,7 @@ from megaaccum.upstream.megatron import (
     megatron_share,
     megatron_state,
     megatron_tensors,
+    mtp_spec_of_builder,
     set_linear_forward,
 )
 from megaaccum.upstream.pytorch import (
@@ -78,6 +79,7 @@ __all__ = [
     "megatron_share",
     "megatron_state",
     "megatron_tensors",
+    "mtp_spec_of_builder",
     "note_failure",
     "noted_failure",
     "on_gradient",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from megatron.training.models import gpt as builder
 
 from megaaccum.upstream.adam import adam_views, optimizer_tensors, set_adam_step
 
@@ -119,3 +121,15 @@ def megatron_adopt(optimizer, num_steps: int) -> None:
     optimizer._copy_main_params_to_model_params()
     for ddp in optimizer.model_chunks:
         ddp.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def mtp_spec_of_builder(spec) -> Iterator[None]:
+    """Inside, Megatron's GPTModelBuilder builds prediction layers of this spec (None for none). Its own takes
+    Megatron's norms and this rank's stage from parallel_state, and there is no argument for another."""
+    before = builder.mtp_block_spec
+    builder.mtp_block_spec = lambda *_, **__: spec
+    try:
+        yield
+    finally:
+        builder.mtp_block_spec = before

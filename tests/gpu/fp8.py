@@ -34,7 +34,7 @@ TINY = (
 )
 TIMED = (
     "--num_layers 8 --hidden_size 2048 --num_attention_heads 16 --seq_length 2048 "
-    "--transformer_impl transformer_engine --normalization RMSNorm --swiglu --disable_bias_linear "
+    "--transformer_impl transformer_engine --normalization RMSNorm --swiglu --no_add_bias_linear "
     "--position_embedding_type rope"
 )
 DELAYED = "--fp8_format hybrid --fp8_amax_history_len 16 --fp8_amax_compute_algo max"

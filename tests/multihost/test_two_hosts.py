@@ -68,7 +68,7 @@ def cable() -> Iterator[None]:
 
 @contextmanager
 def ssh_server(host: str, folder: Path) -> Iterator[None]:
-    """An SSH server of one host that lets in whoever has the key in `folder`."""
+    """An SSH server of one host that lets in the owner of the key in `folder`."""
     settings = folder / f"{host}.sshd"
     settings.write_text(
         f"ListenAddress {HOSTS[host]}\nHostKey {folder / 'key'}\nAuthorizedKeysFile {folder / 'key.pub'}\n"

@@ -53,7 +53,7 @@ def test_one_rank_that_differs_ends_all_with_the_reason(kind, words):
 
 
 def agree_without_a_gather() -> tuple[int, list[int]]:
-    """Gathers in a step on which all ranks agree, and what every rank is told where a number is not the usual one."""
+    """Gathers in a step on which all ranks agree, and what every rank gets where a number is not the usual one."""
     from unittest.mock import patch
 
     import torch.distributed as dist

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from megaaccum.testing import run_ranks, try_ranks
-from tests.support.distance import check, problems
+from tests.support.distance import cells, problems
 from tests.support.parity import Case, Rig
 
 PP = "--pipeline_model_parallel_size 2 "
@@ -16,6 +16,8 @@ FSDP2 = SPLIT + "--backend fsdp2 "
 MEGATRON = SPLIT + "--backend megatron "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
 UNTIED = "--untie_embeddings_and_output_weights "
+FULL, REPLICAS = "--recompute_granularity full ", "--data_parallel_replicas 2 "
+ORDERED = "--deterministic "
 LLAMA = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 
 
@@ -23,94 +25,98 @@ def fp64(layout: str, model: str = "") -> Case:
     return Case(4, layout + "--params_dtype fp64 ", model, "fp64")
 
 
-def test_streaming_zero3():
-    check(
-        [
-            Case(4, STREAM),
-            Case(4, PP + STREAM),
-            Case(4, PP + STREAM + "--flush per_round", UNTIED),
-            Case(4, VPP + STREAM, LLAMA),
-            Case(4, TP + STREAM),
-            Case(4, PP + STREAM + "--max_live_parameters 30000"),
-            Case(4, PP + STREAM + "--offload_optimizer cpu"),
-        ]
-    )
+@cells(
+    Case(4, STREAM),
+    Case(4, PP + STREAM),
+    Case(4, PP + STREAM + "--flush per_round", UNTIED),
+    Case(4, VPP + STREAM, LLAMA),
+    Case(4, TP + STREAM),
+    Case(4, PP + STREAM + "--max_live_parameters 30000"),
+    Case(4, PP + STREAM + "--offload_optimizer cpu"),
+)
+def test_streaming_zero3(case, parity):
+    parity(case)
 
 
-def test_streaming_zero3_with_recompute_and_in_bf16():
-    full = "--recompute_granularity full "
-    check(
-        [
-            Case(4, PP + STREAM + full, LLAMA),
-            Case(4, PP + STREAM + full + "--recompute_method uniform --recompute_num_layers 2", LLAMA),
-            Case(4, PP + STREAM, LLAMA, "bf16"),
-        ]
-    )
+@cells(
+    Case(4, PP + STREAM + FULL, LLAMA),
+    Case(4, PP + STREAM + FULL + "--recompute_method uniform --recompute_num_layers 2", LLAMA),
+    Case(4, PP + STREAM, LLAMA, "bf16"),
+)
+def test_streaming_zero3_with_recompute_and_in_bf16(case, parity):
+    parity(case)
 
 
-def test_one_data_parallel_rank():
-    check([Case(2, PP + STREAM), Case(2, PP + SPLIT + "--deterministic"), Case(2, PP + MEGATRON)])
-    check([Case(2, PP + FSDP2 + "--params_dtype fp64", "", "fp64")])
+@cells(
+    Case(2, PP + STREAM),
+    Case(2, PP + SPLIT + "--deterministic"),
+    Case(2, PP + MEGATRON),
+    Case(2, PP + FSDP2 + "--params_dtype fp64", "", "fp64"),
+)
+def test_one_data_parallel_rank(case, parity):
+    parity(case)
 
 
-def test_fsdp2_float64():
-    stream, replicas = "--sync streaming ", "--data_parallel_replicas 2 "
-    check(
-        [
-            fp64(FSDP2),
-            fp64(FSDP2 + replicas),
-            fp64(FSDP2 + stream + replicas),
-            fp64(PP + FSDP2),
-            fp64(PP + FSDP2 + stream),
-            fp64(PP + FSDP2 + "--flush per_round "),
-            fp64(VPP + FSDP2, LLAMA),
-            fp64(VPP + FSDP2 + stream, UNTIED),
-            fp64(TP + FSDP2),
-        ]
-    )
+@cells(
+    fp64(FSDP2),
+    fp64(FSDP2 + REPLICAS),
+    fp64(FSDP2 + "--sync streaming " + REPLICAS),
+    fp64(PP + FSDP2),
+    fp64(PP + FSDP2 + "--sync streaming "),
+    fp64(PP + FSDP2 + "--flush per_round "),
+    fp64(VPP + FSDP2, LLAMA),
+    fp64(VPP + FSDP2 + "--sync streaming ", UNTIED),
+    fp64(TP + FSDP2),
+)
+def test_fsdp2_float64(case, parity):
+    parity(case)
 
 
-def test_fsdp2_engine():
-    check(
-        [
-            Case(4, PP + FSDP2),
-            Case(4, PP + FSDP2 + "--sync streaming", LLAMA),
-            Case(4, PP + FSDP2, LLAMA, "bf16"),
-            Case(4, FSDP2 + "--data_parallel_replicas 2", "", "bf16"),
-        ]
-    )
+@cells(
+    Case(4, PP + FSDP2),
+    Case(4, PP + FSDP2 + "--sync streaming", LLAMA),
+    Case(4, PP + FSDP2, LLAMA, "bf16"),
+    Case(4, FSDP2 + "--data_parallel_replicas 2", "", "bf16"),
+)
+def test_fsdp2_engine(case, parity):
+    parity(case)
 
 
-def test_one_microbatch():
-    """Nothing has gone forward yet when its backward is told to be the last."""
-    check([Case(4, "--pp_microbatches 1 " + each) for each in ("", "--sync streaming", "--backend megatron")])
-    fsdp2 = "--pp_microbatches 1 --backend fsdp2 "
-    check([Case(4, fsdp2 + each) for each in ("", "--sync streaming", "--data_parallel_replicas 2")])
+@cells(
+    *(Case(4, "--pp_microbatches 1 " + each) for each in ("", "--sync streaming", "--backend megatron")),
+    *(Case(4, "--pp_microbatches 1 --backend fsdp2 " + each) for each in ("", "--sync streaming", REPLICAS)),
+)
+def test_one_microbatch(case, parity):
+    """Nothing has gone forward yet when its backward is announced as the last."""
+    parity(case)
 
 
-def test_megatron():
-    check(
-        [
-            Case(4, MEGATRON),
-            Case(4, PP + MEGATRON),
-            Case(4, PP + MEGATRON + "--flush per_round", UNTIED),
-            Case(4, VPP + MEGATRON, LLAMA),
-            Case(4, TP + MEGATRON),
-            Case(4, PP + MEGATRON, UNTIED, "bf16"),
-        ]
-    )
+@cells(
+    Case(4, MEGATRON),
+    Case(4, PP + MEGATRON),
+    Case(4, PP + MEGATRON + "--flush per_round", UNTIED),
+    Case(4, VPP + MEGATRON, LLAMA),
+    Case(4, TP + MEGATRON),
+    Case(4, PP + MEGATRON, UNTIED, "bf16"),
+)
+def test_megatron(case, parity):
+    parity(case)
 
 
-def test_sums_in_rank_order():
-    ordered = "--deterministic "
-    check(
-        [Case(4, PP + SPLIT + ordered), Case(4, SPLIT + ordered + "--offload_optimizer cpu"), Case(4, STREAM + ordered)]
-    )
-    check([Case(4, MEGATRON + ordered, LLAMA), fp64(FSDP2 + ordered), fp64(SPLIT + ordered)])
+@cells(
+    Case(4, PP + SPLIT + ORDERED),
+    Case(4, SPLIT + ORDERED + "--offload_optimizer cpu"),
+    Case(4, STREAM + ORDERED),
+    Case(4, MEGATRON + ORDERED, LLAMA),
+    fp64(FSDP2 + ORDERED),
+    fp64(SPLIT + ORDERED),
+)
+def test_sums_in_rank_order(case, parity):
+    parity(case)
 
 
 def kept_in(case: Case) -> set[str]:
-    """Precisions of master weights and moments behind one step that moved every weight of this rank."""
+    """Precisions of master weights and moments after one step that moved every weight of this rank."""
     import torch
 
     from tests.support.faults import weights
@@ -123,17 +129,21 @@ def kept_in(case: Case) -> set[str]:
     return {str(tensor.dtype) for piece in rig.backend.state() for tensor in piece.tensors.values()}
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
-def test_the_precision_of_the_optimizer(precision, dtype):
-    keys = f"--lr 0.1 --optimizer_dtype {precision} "
-    cases = [Case(2, backend + keys, UNTIED, "bf16") for backend in (SPLIT, FSDP2)]
-    for case in cases:
-        assert run_ranks(kept_in, 2, case) == [{dtype}] * 2
-    check(cases)
+@cells(
+    *(
+        Case(2, f"{backend}--lr 0.1 --optimizer_dtype {precision}", UNTIED, "bf16")
+        for precision in ("fp32", "bf16")
+        for backend in (SPLIT, FSDP2)
+    )
+)
+def test_the_precision_of_the_optimizer(case, parity):
+    dtype = "torch.bfloat16" if case.layout.endswith("bf16") else "torch.float32"
+    assert run_ranks(kept_in, 2, case) == [{dtype}] * 2
+    parity(case)
 
 
 def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dict:
-    """Every part of the gradient of a step to which some ranks come late, in processes of so many torch threads."""
+    """Every part of the gradient of a step to which some ranks come late, in processes of `threads` torch threads."""
     import time
 
     import torch

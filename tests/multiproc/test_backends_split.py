@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from megaaccum.testing import try_ranks
-from tests.support.distance import check, problems
+from tests.support.distance import cells, problems
 from tests.support.parity import Case
 
 PP = "--pipeline_model_parallel_size 2 --pp_microbatches 5 --grad_accum_steps 1 "
@@ -27,48 +27,44 @@ def fp64(schedule: str, flags: str, model: str = SMALL) -> Case:
     return split(schedule, flags + "--params_dtype fp64 ", model, "fp64")
 
 
-def test_streaming_zero3():
-    eight = LLAMA.replace(SMALL, "--num_layers 8 ")
-    check(
-        [
-            split("gpipe", STREAM),
-            split("zb-h1", STREAM + RECOMPUTE),
-            split("zb-h1", STREAM, LLAMA + "--mtp_num_layers 1 "),
-            split("zbv", STREAM + "--max_live_parameters 30000 ", UNTIED),
-            split("zbv", STREAM + BY_TWO, eight),
-            split("zbv", STREAM + EVERY_ROUND + "--offload_optimizer cpu "),
-            split("dualpipev", STREAM + "--deterministic ", LLAMA),
-            split("dualpipev", STREAM, LLAMA, "bf16"),
-            split("dualpipev", STREAM + TP),
-        ]
-    )
+@cells(
+    split("gpipe", STREAM),
+    split("zb-h1", STREAM + RECOMPUTE),
+    split("zb-h1", STREAM, LLAMA + "--mtp_num_layers 1 "),
+    split("zbv", STREAM + "--max_live_parameters 30000 ", UNTIED),
+    split("zbv", STREAM + BY_TWO, LLAMA.replace(SMALL, "--num_layers 8 ")),
+    split("zbv", STREAM + EVERY_ROUND + "--offload_optimizer cpu "),
+    split("dualpipev", STREAM + "--deterministic ", LLAMA),
+    split("dualpipev", STREAM, LLAMA, "bf16"),
+    split("dualpipev", STREAM + TP),
+)
+def test_streaming_zero3(case, parity):
+    parity(case)
 
 
-def test_fsdp2():
-    check(
-        [
-            fp64("zbv", FSDP2 + STREAM + RECOMPUTE, LLAMA),
-            fp64("zb-h1", FSDP2 + STREAM + EVERY_ROUND, UNTIED),
-            fp64("zbv", FSDP2 + EVERY_ROUND),
-            fp64("gpipe", FSDP2 + "--deterministic "),
-            fp64("dualpipev", FSDP2 + TP),
-            split("zbv", FSDP2, lane="bf16"),
-            split("dualpipev", FSDP2 + STREAM, LLAMA, "bf16"),
-        ]
-    )
+@cells(
+    fp64("zbv", FSDP2 + STREAM + RECOMPUTE, LLAMA),
+    fp64("zb-h1", FSDP2 + STREAM + EVERY_ROUND, UNTIED),
+    fp64("zbv", FSDP2 + EVERY_ROUND),
+    fp64("gpipe", FSDP2 + "--deterministic "),
+    fp64("dualpipev", FSDP2 + TP),
+    split("zbv", FSDP2, lane="bf16"),
+    split("dualpipev", FSDP2 + STREAM, LLAMA, "bf16"),
+)
+def test_fsdp2(case, parity):
+    parity(case)
 
 
-def test_megatron():
+@cells(
+    split("zbv", MEGATRON + "--deterministic ", LLAMA),
+    split("zb-h1", MEGATRON + EVERY_ROUND, LLAMA, "bf16"),
+    split("gpipe", MEGATRON, UNTIED),
+    split("dualpipev", MEGATRON + TP),
+    split("1f1b", MEGATRON + "--deterministic "),
+)
+def test_megatron(case, parity):
     """The first of a process adds in rank order, which must not be the others' way too."""
-    check(
-        [
-            split("zbv", MEGATRON + "--deterministic ", LLAMA),
-            split("zb-h1", MEGATRON + EVERY_ROUND, LLAMA, "bf16"),
-            split("gpipe", MEGATRON, UNTIED),
-            split("dualpipev", MEGATRON + TP),
-            split("1f1b", MEGATRON + "--deterministic "),
-        ]
-    )
+    parity(case)
 
 
 # --- broken on purpose ------------------------------------------------------------------------------------------------

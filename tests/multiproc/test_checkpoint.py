@@ -20,7 +20,7 @@ CASE = Case(
     2, "--pipeline_model_parallel_size 1 --grad_accum_steps 2 --pp_microbatches 2", "--num_layers 2 --clip_grad 1"
 )
 BIASED = (
-    "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
+    "--num_experts 4 --no_add_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
     "--moe_router_enable_expert_bias "
     "--moe_aux_loss_coeff 0.01 --num_layers 2 "
 )
@@ -237,7 +237,7 @@ def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, 
 
 
 class Runs:
-    """Pickled, it is the creation of a file by whoever unpickles it."""
+    """Pickled, it is the creation of a file by the process that unpickles it."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -12,7 +12,7 @@ from megaaccum.testing import run_ranks
 from tests.support.parity import Case, Rig
 
 MODEL = (
-    "--num_layers 2 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_layers 2 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0 --moe_router_score_function sigmoid --moe_router_enable_expert_bias "
 )
 COLD = "--cold_expert_offload --cold_expert_steps 1 --cold_expert_tokens "

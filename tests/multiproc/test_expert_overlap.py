@@ -12,7 +12,7 @@ from tests.support.distance import check
 from tests.support.parity import Case, Rig, gradient
 
 MODEL = (
-    "--num_layers 8 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_layers 8 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 EP = "--expert_model_parallel_size 2 --grad_accum_steps 2 "
@@ -32,6 +32,15 @@ def case(schedule: str, *, overlap: bool = True) -> Case:
 def test_gradients_of_one_process():
     check([case("none")])
     check([case("dualpipev"), case("interleaved")])
+
+
+def test_dense_layers_first_and_prediction_at_the_end_of_a_v():
+    """DeepSeek-V3's shape at toy size: three dense layers, then experts, and a prediction layer beside the head."""
+    model = MODEL.replace("--num_layers 8", "--num_layers 10 --moe_layer_freq [0]*3+[1]*7")
+    model += "--position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 --loss_norm token "
+    model = model.replace("--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 ", "")
+    layout = LAYOUTS["dualpipev"] + "--pipeline_model_parallel_layout Ettt|ttt|ttt|tmL "
+    check([Case(4, layout + OVERLAP, model, "bf16")])
 
 
 def watched(at: Case) -> tuple[dict[str, torch.Tensor], list[tuple[bool, bool]]]:

@@ -10,12 +10,12 @@ from unittest.mock import patch
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
-from tests.support.distance import check, problems
+from tests.support.distance import cells, problems
 from tests.support.faults import Fault
 from tests.support.parity import Case, Gradient, Rig, gradient
 
 MODEL = (
-    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 EP = "--expert_model_parallel_size 2 "
@@ -23,24 +23,25 @@ TP = "--tensor_model_parallel_size 2 --sequence_parallel --expert_tensor_paralle
 SPLIT = "--grad_accum_steps 2 --pp_microbatches 2 "
 
 
-def test_two_ranks_with_half_of_the_experts_each():
-    check([Case(2, EP + SPLIT, MODEL), Case(2, EP + SPLIT + "--flush per_round", MODEL, "bf16")])
+@cells(Case(2, EP + SPLIT, MODEL), Case(2, EP + SPLIT + "--flush per_round", MODEL, "bf16"))
+def test_two_ranks_with_half_of_the_experts_each(case, parity):
+    parity(case)
 
 
-def test_experts_that_are_whole_where_dense_matrices_are_cut():
-    check([Case(2, TP, MODEL), Case(2, EP + TP, MODEL), Case(2, EP + SPLIT + "--offload_optimizer cpu", MODEL)])
+@cells(Case(2, TP, MODEL), Case(2, EP + TP, MODEL), Case(2, EP + SPLIT + "--offload_optimizer cpu", MODEL))
+def test_experts_that_are_whole_where_dense_matrices_are_cut(case, parity):
+    parity(case)
 
 
-def test_four_ranks():
+@cells(
+    Case(4, EP + SPLIT, MODEL),
+    Case(4, "--expert_model_parallel_size 4 " + SPLIT, MODEL),
+    Case(4, EP + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
+    Case(4, EP + TP, MODEL),
+)
+def test_four_ranks(case, parity):
     """Each expert on two ranks; on one of four; on one rank of each of two stages; on two that are one tp group."""
-    check(
-        [
-            Case(4, EP + SPLIT, MODEL),
-            Case(4, "--expert_model_parallel_size 4 " + SPLIT, MODEL),
-            Case(4, EP + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
-            Case(4, EP + TP, MODEL),
-        ]
-    )
+    parity(case)
 
 
 def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it():

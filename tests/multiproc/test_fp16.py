@@ -19,7 +19,7 @@ FP16 = "--fp16 --hysteresis 1 --lr 1e-2 --num_layers 4 --hidden_dropout 0.1 --at
 
 
 EXPERTS = (
-    "--num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 --moe_aux_loss_coeff 0.01 "
+    "--num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 --moe_aux_loss_coeff 0.01 "
     "--moe_router_dtype fp32 "
 )
 SPREAD = "--expert_model_parallel_size 2 "
@@ -67,7 +67,7 @@ def state(rig: Rig) -> State:
 
 
 def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
-    """What this rank has to complain about steps with a fault each, behind one without: every one is skipped, changes
+    """What this rank has to complain about steps with a fault each, after one without: every one is skipped, changes
     nothing, and halves the scale once."""
     rig = Rig.of(Case(4, layout, FP16))
     size = rig.plan.batch.global_batch_size

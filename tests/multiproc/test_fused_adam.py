@@ -7,7 +7,7 @@ from megaaccum.testing import run_ranks
 from tests.support import fused_adam
 from tests.support.parity import Case
 
-MODEL = "--num_layers 2 --adam_beta2 0.95 --weight_decay 0.1 --disable_bias_linear"  # a bias of keys has gradient 0
+MODEL = "--num_layers 2 --adam_beta2 0.95 --weight_decay 0.1 --no_add_bias_linear"  # a bias of keys has gradient 0
 
 
 @pytest.mark.parametrize("engine", ["--zero_stage 3", "--zero_stage 3 --sync streaming", "--zero_stage 1"])

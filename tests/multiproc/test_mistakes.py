@@ -1,6 +1,6 @@
 """Mistakes that accumulation has been shipped with, each made again on purpose: the parity check sees every one.
 
-They are made on the ranks by replacing one function of the package, in front of the same step and the same comparison
+They are made on the ranks by replacing one function of the package, before the same step and the same comparison
 that test_parity.py makes.
 """
 

@@ -115,7 +115,7 @@ def test_a_fault_that_does_not_come_back_drops_nothing():
 
 
 def without_a_token(case: Case, masked: bool, faults: list[Fault]) -> tuple[list[str], list[object]]:
-    """What a step changes in which no token counts, behind one that is taken, and the two results."""
+    """What a step changes in which no token counts, after one that is taken, and the two results."""
     rig = Rig.of(case)
     results: list[object] = [rig.train(step=1)]
     before = state_of(rig.backend) | weights(rig.backend, rig.chunks)

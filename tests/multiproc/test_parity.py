@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaaccum.testing import run_ranks
-from tests.support.distance import check
+from tests.support.distance import cells
 from tests.support.parity import Case, one_process, stack, whole_batch_loss
 
 LAYOUTS = [(pp, dp, vpp) for pp in (1, 2, 4) for dp in (1, 2) for vpp in (1, 2) if pp > 1 or vpp == 1]
@@ -14,7 +14,7 @@ PER_ROUND = "--flush per_round"
 MEAN_OF_MEANS = "--loss_norm microbatch"
 
 
-def case(
+def cell(
     pp: int, dp: int, vpp: int, ga: int, pp_microbatches: int, flags: str = "", *, lane: str = "fp32", model: str = ""
 ):
     layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps {ga} --pp_microbatches {pp_microbatches} {flags}"
@@ -25,26 +25,36 @@ def case(
 def splits(layout: tuple[int, int, int], lane: str) -> list[Case]:
     round_size = max(4, 2 * layout[0])  # no fewer micro-batches in a flush
     return [
-        case(*layout, 2, 4, lane=lane),
-        case(*layout, 2, round_size, PER_ROUND, lane=lane),
-        case(*layout, 1, 8, lane=lane, model="--micro_batch_size 2 " + MEAN_OF_MEANS),
+        cell(*layout, 2, 4, lane=lane),
+        cell(*layout, 2, round_size, PER_ROUND, lane=lane),
+        cell(*layout, 1, 8, lane=lane, model="--micro_batch_size 2 " + MEAN_OF_MEANS),
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: "pp{}-dp{}-vpp{}".format(*at))
-def test_float64(layout):
-    check(splits(layout, "fp64"))
+@cells(*(each for layout in LAYOUTS for each in splits(layout, "fp64")))
+def test_float64(case, parity):
+    parity(case)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: "pp{}-dp{}-vpp{}".format(*at))
-def test_engine(layout):
-    stages = [case(*layout, 2, 4, f"--zero_stage {stage}") for stage in (1, 2)]
-    check(splits(layout, "fp32") + stages)
+@cells(*(each for layout in LAYOUTS for each in splits(layout, "fp32")))
+def test_engine(case, parity):
+    parity(case)
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (2, 2, 2)], ids=lambda at: "pp{}-dp{}-vpp{}".format(*at))
-def test_bf16_parameters_with_fp32_accumulation(layout):
-    check([case(*layout, 2, 4, f"--zero_stage {stage}", lane="bf16") for stage in (1, 2, 3)])
+@cells(*(cell(*layout, 2, 4, f"--zero_stage {stage}") for layout in LAYOUTS for stage in (1, 2)))
+def test_engine_at_other_zero_stages(case, parity):
+    parity(case)
+
+
+@cells(
+    *(
+        cell(*layout, 2, 4, f"--zero_stage {stage}", lane="bf16")
+        for layout in ((1, 2, 1), (2, 2, 1), (2, 2, 2))
+        for stage in (1, 2, 3)
+    )
+)
+def test_bf16_parameters_with_fp32_accumulation(case, parity):
+    parity(case)
 
 
 class Float32Watch(TorchDispatchMode):

@@ -1,8 +1,6 @@
 """The same parity with the matrices cut (tp), with tied embeddings on two stages, recompute and optimizer offload."""
 
-import pytest
-
-from tests.support.distance import check
+from tests.support.distance import cells
 from tests.support.parity import Case
 
 TP = "--tensor_model_parallel_size 2 "
@@ -11,11 +9,12 @@ SP = "--sequence_parallel "
 SPLIT = "--grad_accum_steps 2 --pp_microbatches 4 "
 LLAMA = (
     "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
-    "--disable_bias_linear "
+    "--no_add_bias_linear "
 )
 GATED_WITH_BIAS = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 UNTIED = "--untie_embeddings_and_output_weights "
 STAGES = (1, 2, 3)
+LANES = ("fp64", "fp32")
 
 
 def zero(stage: int) -> str:
@@ -35,45 +34,55 @@ def tensor_parallel(lane: str) -> list[Case]:
     ]
 
 
-def test_tensor_parallel_float64():
-    check(tensor_parallel("fp64"))
+@cells(*tensor_parallel("fp64"), *tensor_parallel("fp32"))
+def test_tensor_parallel(case, parity):
+    parity(case)
 
 
-def test_tensor_parallel_engine():
-    check(tensor_parallel("fp32"))
+@cells(
+    *(Case(4, TP + SP + SPLIT + zero(stage), GATED_WITH_BIAS) for stage in (1, 2)),
+    *(Case(4, TP + PP + SP + SPLIT + zero(stage)) for stage in (1, 2)),
+)
+def test_tensor_parallel_at_other_zero_stages(case, parity):
+    parity(case)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_tensor_parallel_at_other_zero_stages(stage):
-    check([Case(4, TP + SP + SPLIT + zero(stage), GATED_WITH_BIAS), Case(4, TP + PP + SP + SPLIT + zero(stage))])
+@cells(
+    *(Case(2, TP + SPLIT, LLAMA, lane) for lane in LANES),
+    *(Case(2, TP + SP + SPLIT, LLAMA + UNTIED, lane) for lane in LANES),
+)
+def test_tensor_parallel_alone(case, parity):
+    parity(case)
 
 
-@pytest.mark.parametrize("lane", ["fp64", "fp32"])
-def test_tensor_parallel_alone(lane):
-    check([Case(2, TP + SPLIT, LLAMA, lane), Case(2, TP + SP + SPLIT, LLAMA + UNTIED, lane)])
+@cells(Case(4, PP + SPLIT, UNTIED, "fp64"), *(Case(4, PP + SPLIT + zero(stage), UNTIED) for stage in STAGES))
+def test_untied_embeddings_over_stages(case, parity):
+    parity(case)
 
 
-def test_untied_embeddings_over_stages():
-    check([Case(4, PP + SPLIT, UNTIED, "fp64"), *(Case(4, PP + SPLIT + zero(stage), UNTIED) for stage in STAGES)])
+@cells(*(Case(4, PP + SPLIT + zero(stage), LLAMA, "bf16") for stage in STAGES))
+def test_tied_embeddings_over_stages_with_bf16_parameters(case, parity):
+    parity(case)
 
 
-def test_tied_embeddings_over_stages_with_bf16_parameters():
-    check([Case(4, PP + SPLIT + zero(stage), LLAMA, "bf16") for stage in STAGES])
+FULL = "--recompute_granularity full "
+INTERLEAVED = "--virtual_pipeline_model_parallel_size 2 "
 
 
-@pytest.mark.parametrize("lane", ["fp64", "fp32"])
-def test_recompute(lane):
-    full, selective = "--recompute_granularity full ", "--recompute_granularity selective "
-    interleaved = "--virtual_pipeline_model_parallel_size 2 "
-    check(
-        [
-            Case(4, PP + SPLIT + full, lane=lane),
-            Case(4, PP + SPLIT + interleaved + full + "--recompute_method uniform --recompute_num_layers 1", lane=lane),
-            Case(4, PP + SPLIT + selective, lane=lane),
-            Case(4, TP + SP + SPLIT + full, GATED_WITH_BIAS, lane),
-        ]
-    )
+def recomputed(lane: str) -> list[Case]:
+    return [
+        Case(4, PP + SPLIT + FULL, lane=lane),
+        Case(4, PP + SPLIT + INTERLEAVED + FULL + "--recompute_method uniform --recompute_num_layers 1", lane=lane),
+        Case(4, PP + SPLIT + "--recompute_granularity selective ", lane=lane),
+        Case(4, TP + SP + SPLIT + FULL, GATED_WITH_BIAS, lane),
+    ]
 
 
-def test_optimizer_on_the_cpu():
-    check([Case(4, PP + SPLIT + zero(stage) + "--offload_optimizer cpu", LLAMA) for stage in STAGES])
+@cells(*recomputed("fp64"), *recomputed("fp32"))
+def test_recompute(case, parity):
+    parity(case)
+
+
+@cells(*(Case(4, PP + SPLIT + zero(stage) + "--offload_optimizer cpu", LLAMA) for stage in STAGES))
+def test_optimizer_on_the_cpu(case, parity):
+    parity(case)

@@ -12,7 +12,7 @@ from megaaccum.testing import run_ranks
 from tests.support.parity import Case, Rig, one_process
 
 EXPERTS = (
-    "--num_experts 4 --disable_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
+    "--num_experts 4 --no_add_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
     "--moe_router_enable_expert_bias "
     "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff 0.01 --num_layers 4 "
 )
@@ -101,7 +101,7 @@ def build(flags: str) -> str:
     [
         ("--multi_latent_attention --position_embedding_type rope", "multi_latent_attention needs Transformer Engine"),
         ("--num_experts 4", "add_bias_linear needs Transformer Engine"),
-        ("--num_experts 4 --disable_bias_linear", "was built"),
+        ("--num_experts 4 --no_add_bias_linear", "was built"),
         ("--recompute_granularity selective --recompute_modules core_attn layernorm", "layernorm, which needs Tran"),
     ],
 )

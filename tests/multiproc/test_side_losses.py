@@ -12,13 +12,13 @@ import pytest
 
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
-from tests.support.distance import check, one_process_reference, problems, problems_with
+from tests.support.distance import cells, one_process_reference, problems, problems_with
 from tests.support.faults import Fault
 from tests.support.parity import Case, Rig, gradients
 
 # Coefficients large enough that a wrong one is far outside of rounding.
 MOE = (
-    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 LAYOUTS = [
@@ -29,17 +29,22 @@ LAYOUTS = [
 ]
 
 
-def test_experts_on_two_ranks():
-    check([Case(2, layout, MOE) for layout in LAYOUTS] + [Case(2, layout, MOE, "fp64") for layout in LAYOUTS[1:]])
+@cells(*(Case(2, layout, MOE) for layout in LAYOUTS), *(Case(2, layout, MOE, "fp64") for layout in LAYOUTS[1:]))
+def test_experts_on_two_ranks(case, parity):
+    parity(case)
 
 
-def test_experts_on_four_ranks():
-    layouts = [
-        "--pipeline_model_parallel_size 2 --pp_microbatches 8",
-        "--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8",
+@cells(
+    Case(4, "--pipeline_model_parallel_size 2 --pp_microbatches 8", MOE),
+    Case(4, "--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8", MOE),
+    Case(
+        4,
         "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --pp_microbatches 8",
-    ]
-    check([Case(4, layout, MOE) for layout in layouts])
+        MOE,
+    ),
+)
+def test_experts_on_four_ranks(case, parity):
+    parity(case)
 
 
 def test_dropping_a_microbatch_drops_its_side_losses_too():
@@ -67,18 +72,36 @@ def test_global_balancing_weighs_the_same_at_any_data_parallel_size():
 MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
 
 
-def test_multi_token_prediction():
-    layouts = ["--grad_accum_steps 2 --pp_microbatches 4", "--pipeline_model_parallel_size 2 --pp_microbatches 8"]
-    layouts += ["--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout Etttt|mL --pp_microbatches 8"]
-    layouts += ["--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8"]
-    check([Case(2, layout, MTP, lane) for layout in layouts for lane in ("fp32", "fp64")])
+ACCUMULATED = "--grad_accum_steps 2 --pp_microbatches 4"
+PIPELINE = "--pipeline_model_parallel_size 2 --pp_microbatches 8"
 
 
-def test_multi_token_prediction_of_a_mean_over_microbatches():
+@cells(
+    *(
+        Case(2, layout, MTP, lane)
+        for lane in ("fp32", "fp64")
+        for layout in (
+            ACCUMULATED,
+            PIPELINE,
+            PIPELINE + " --pipeline_model_parallel_layout Etttt|mL",
+            "--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8",
+        )
+    )
+)
+def test_multi_token_prediction(case, parity):
+    parity(case)
+
+
+@cells(
+    *(
+        Case(2, layout, MTP + "--loss_norm microbatch ", lane)
+        for lane in ("fp32", "fp64")
+        for layout in (ACCUMULATED, PIPELINE, PIPELINE + " --schedule zb-h1")
+    )
+)
+def test_multi_token_prediction_of_a_mean_over_microbatches(case, parity):
     """Its loss is a mean over a micro-batch's tokens then, as the main loss is, whatever their number."""
-    layouts = ["--grad_accum_steps 2 --pp_microbatches 4", "--pipeline_model_parallel_size 2 --pp_microbatches 8"]
-    layouts += ["--pipeline_model_parallel_size 2 --pp_microbatches 8 --schedule zb-h1"]
-    check([Case(2, layout, MTP + "--loss_norm microbatch ", lane) for layout in layouts for lane in ("fp32", "fp64")])
+    parity(case)
 
 
 def with_another_scale(cases: list[Case], factor: float) -> list:

@@ -161,7 +161,7 @@ def never_released(case: Case) -> dict[str, int]:
 
 
 def reduced_without_letting_go(case: Case) -> dict[str, int]:
-    """Each unit's whole gradients stay behind their reduction."""
+    """Each unit's whole gradients outlive their reduction."""
     from megaaccum.sharding.reduction import PartitionReducer
 
     add = PartitionReducer.add

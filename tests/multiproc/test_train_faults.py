@@ -126,7 +126,7 @@ def test_a_rank_that_dies_at_start_ends_the_run(tmp_path, worker):
 
 
 def test_what_a_killed_compiler_left_behind_holds_up_nobody(half):
-    """DeepSpeed's operator for sums in shared memory: every start would compile it, or wait for whoever does."""
+    """DeepSpeed's operator for sums in shared memory: every start would compile it, or wait for the one that does."""
     lock = half / "extensions" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

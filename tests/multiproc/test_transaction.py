@@ -63,7 +63,7 @@ def test_a_skipped_step_moves_its_samples_and_the_loss_scale_and_nothing_else(fo
     assert [r["consumed_samples"] for r in seen] == [4 * step for step in range(1, 9)]
     # Doubles after two good steps, is halved by each overflow.
     assert [r["loss_scale"] for r in seen] == [256, 256, 512, 256, 256, 512, 256, 256]
-    # Four committed steps of warm-up, then a linear decay; behind a skipped step comes the rate of the skipped one.
+    # Four committed steps of warm-up, then a linear decay; after a skipped step comes the rate of the skipped one.
     assert [r["lr"] for r in seen] == pytest.approx([0, 2.5e-3, 5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2, 7.5e-3])
 
 

@@ -123,7 +123,7 @@ def partitions_in_host_memory(deterministic: bool) -> list[float]:
 
 
 def agreements() -> int:
-    """Every collective of an agreement; the number that rank 1 was told of rank 0."""
+    """Every collective of an agreement; the number that rank 1 got of rank 0."""
     from megaaccum.distributed.agreement import check_agreement
 
     with following():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 
 from megaaccum.testing import run_ranks
@@ -17,14 +18,22 @@ SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}
 """Largest relative error of loss and norm; in 16 bit the distance of 1 to the next number."""
 
 
+def cells(*cases: Case) -> pytest.MarkDecorator:
+    """A test of each case; it takes `case`, and `parity` of tests/multiproc/conftest.py."""
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
 def check(cases: list[Case]) -> None:
     """Run `cases` (all of one world size) on ranks and raise AssertionError with every problem of every case."""
+    found = [f"{case}: {problem}" for case, problems in measured(cases).items() for problem in problems]
+    assert not found, "\n" + "\n".join(found)
+
+
+def measured(cases: list[Case]) -> dict[Case, list[str]]:
+    """The problems of each case, after one start of ranks; all cases have one world size."""
     (world_size,) = {case.world_size for case in cases}
     by_rank = run_ranks(gradients, world_size, cases, timeout=60 + 10 * len(cases))
-    found = []
-    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found += [f"{case}: {problem}" for problem in problems(case, list(ranks))]
-    assert not found, "\n" + "\n".join(found)
+    return {case: problems(case, list(ranks)) for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)}
 
 
 def problems(case: Case, ranks: list[Gradient], batch: tuple[int, ...] | None = None) -> list[str]:

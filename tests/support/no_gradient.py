@@ -82,7 +82,7 @@ def changed(change: Change) -> None:
 
 
 def gradients(cases: list[Case], change: Change) -> list[Gradient]:
-    """`parity.gradients` of the changed model, of its second step: the first may leave something behind."""
+    """`parity.gradients` of the changed model, of its second step: the first may leave something."""
     changed(change)
     found = [second_gradient(case) for case in cases]
     assert _skipped or change is not skipping, "every expert had tokens in every micro-batch"

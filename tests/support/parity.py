@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.config.keys import ALIASES
 from megaaccum.interop.load import load
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ class Case:
         return config.resolve(load(None, self.flags()), world_size=self.world_size)
 
     def __str__(self) -> str:
-        return f"{self.world_size} ranks {self.lane} {self.layout} {self.model}"
+        short = {key: alias for alias, key in reversed(ALIASES.items())}
+        flags = [flag.split() for flag in f"{self.layout} {self.model}".split("--")]
+        keys = ["=".join([short.get(name, name), *values]) for name, *values in filter(None, flags)]
+        return "-".join([f"{self.world_size}ranks", self.lane, *keys])
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ def references(wanted: list[tuple[str, int | Sequence[int], str]]) -> list[Refer
 
 def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -> Reference:
     """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward.
-    global_batch: its first so many sequences, or these."""
+    global_batch: the number of its first sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
     batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
     scale = LOSS_SCALE if dtype == "fp16" else 1.0

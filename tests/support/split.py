@@ -131,7 +131,7 @@ def live_after_each_pass() -> list[int]:
 
 
 def refused() -> str:
-    """The message where layers add their weight gradients by themselves."""
+    """The message where layers add their weight gradients themselves."""
     from megaaccum.errors import ConfigError
     from megaaccum.schedule.wgrad import install
 

@@ -105,7 +105,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on."""
+    """A TCP port of the loopback address without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -225,7 +225,7 @@ def _mount_tmpfs(path: Path, num_bytes: int, *, again: bool = False) -> bool:
             os.unshare(os.CLONE_NEWNS | (0 if os.geteuid() == 0 else os.CLONE_NEWUSER))
     except OSError:
         return False
-    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC: what is mounted below is seen by nobody else
+    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC: what is mounted below is seen by no other process
     if not again and libc.mount(b"none", b"/", None, private, None) != 0:
         return False
     options = f"size={num_bytes}".encode()

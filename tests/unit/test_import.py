@@ -41,14 +41,15 @@ def test_public_names():
     assert sorted(megaaccum.__all__) == [
         "CheckpointError",
         "ConfigError",
-        "DataError",
-        "FlushError",
-        "LaunchError",
+        "Engine",
         "MegaaccumError",
+        "Plan",
         "RankDisagreement",
         "ScheduleError",
         "StepError",
+        "StepResult",
         "__version__",
         "get_forward_backward_func",
+        "initialize",
     ]
     assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)

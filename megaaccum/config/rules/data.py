@@ -1,4 +1,4 @@
-"""Rules on data keys. Whether the files are there and whole is for whoever opens them."""
+"""Rules on data keys. Whether the files are there and whole is checked when they are opened."""
 
 from __future__ import annotations
 

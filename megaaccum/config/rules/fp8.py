@@ -34,13 +34,13 @@ def fp8_layers(subject: Subject) -> Iterator[str]:
     """FP8 is Transformer Engine's."""
     if subject.quantization.fp8_format and subject.model.transformer_impl == "local":
         yield (
-            f"fp8_format {subject.quantization.fp8_format} needs Transformer Engine's layers, and transformer_impl is"
+            f"fp8_format {subject.quantization.fp8_format} needs Transformer Engine's layers, but transformer_impl is"
             " local: set transformer_impl to auto, or leave fp8_format out."
         )
 
 
 def fp8_precision(subject: Subject) -> Iterator[str]:
-    """What is quantized is BF16, and what the optimizer changes is an FP32 master: an update of FP8 or BF16 weights
+    """BF16 is quantized, and the optimizer changes an FP32 master: an update of FP8 or BF16 weights
     alone would mostly round to nothing."""
     sharding, name = subject.sharding, f"fp8_format {subject.quantization.fp8_format}"
     if subject.quantization.fp8_format is None:
@@ -83,7 +83,7 @@ def bf16_ends(subject: Subject) -> Iterator[str]:
         return
     if keys.fp8_format and keys.fp8_recipe == "delayed":
         yield (
-            "first_last_layers_bf16 does not go with fp8_recipe delayed, whose history ends a row where FP8 ends: set"
+            "first_last_layers_bf16 cannot be used with fp8_recipe delayed, whose history ends where FP8 ends: set"
             " fp8_recipe to tensorwise, or leave first_last_layers_bf16 out."
         )
     most = subject.model.num_layers // max(subject.parallel.pipeline_model_parallel_size, 1)

@@ -70,7 +70,7 @@ def latent_attention_kernel(subject: Subject) -> Iterator[str]:
     """Megatron-core 0.19's own attention kernel does not take the latent heads' widths (it fails when it is built)."""
     if subject.model.multi_latent_attention and subject.model.transformer_impl == "local":
         yield (
-            "multi_latent_attention needs Transformer Engine's attention, and transformer_impl is local: set"
+            "multi_latent_attention needs Transformer Engine's attention, but transformer_impl is local: set"
             " transformer_impl to auto."
         )
 
@@ -107,7 +107,7 @@ def kernels(subject: Subject) -> Iterator[str]:
         name for name in ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion") if getattr(model, name)
     ]
     if te_only and model.transformer_impl == "local":
-        yield f"{', '.join(te_only)} needs Transformer Engine's layers, and transformer_impl is local: leave it out."
+        yield f"{', '.join(te_only)} needs Transformer Engine's layers, but transformer_impl is local: leave it out."
 
 
 def latent_keys(subject: Subject) -> Iterator[str]:
@@ -128,7 +128,7 @@ def recompute(subject: Subject) -> Iterator[str]:
     for name in sorted(foreign[model.recompute_granularity] & set(written)):
         other = "selective" if model.recompute_granularity == "full" else "full"
         yield (
-            f"{name} does not go with recompute_granularity {model.recompute_granularity}: leave it out, or set"
+            f"{name} has no effect with recompute_granularity {model.recompute_granularity}: leave it out, or set"
             f" recompute_granularity to {other}."
         )
 
@@ -144,7 +144,7 @@ def recompute_modules(subject: Subject) -> Iterator[str]:
             yield f"recompute_modules names {name!r}: it must be among {', '.join(RECOMPUTE_MODULES)}."
     if "layernorm" in modules and model.transformer_impl == "local":
         yield (
-            "recompute_modules names layernorm, which needs Transformer Engine's layers, and transformer_impl is local:"
+            "recompute_modules names layernorm, which needs Transformer Engine's layers, but transformer_impl is local:"
             " leave layernorm out, or set transformer_impl to auto."
         )
     if "moe_act" in modules and not model.moe_grouped_gemm:

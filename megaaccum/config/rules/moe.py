@@ -34,7 +34,7 @@ def layer_pattern(subject: Subject) -> Iterator[str]:
 
 
 def router(subject: Subject) -> Iterator[str]:
-    """What the router picks from, and how it scores."""
+    """The experts that the router picks from, and how it scores."""
     model, experts = subject.model, subject.model.num_experts
     if experts is None:
         return

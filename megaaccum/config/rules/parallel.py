@@ -41,7 +41,7 @@ def query_groups(subject: Subject) -> Iterator[str]:
     """Megatron spreads key/value heads over tp ranks or repeats them: one count divides the other."""
     model, tp = subject.model, subject.parallel.tensor_model_parallel_size
     groups, heads = model.num_query_groups, model.num_attention_heads
-    # Where nobody wrote it, it is the number of heads, of which `tensor_parallel` speaks.
+    # Where it was not written, it is the number of heads, which `tensor_parallel` checks.
     if not subject.given("num_query_groups") or not groups or min(groups, tp) < 1:
         return
     if groups % tp and tp % groups:
@@ -84,7 +84,7 @@ def context_parallel(subject: Subject) -> Iterator[str]:
         )
     if subject.model.attention_backend == "unfused":
         yield (
-            f"context_parallel_size {cp} needs fused attention, and attention_backend is unfused: set it to auto, or"
+            f"context_parallel_size {cp} needs fused attention, but attention_backend is unfused: set it to auto, or"
             " context_parallel_size to 1."
         )
     if subject.data.reset_attention_mask:

@@ -56,24 +56,19 @@ def _own_schedule(name: str, vpp: int) -> Iterator[str]:
 
 
 def v_shape(subject: Subject) -> Iterator[str]:
-    """Stages in a V are numbered by a rule of its own, which Megatron's layouts and prediction layers do not know."""
-    name = subject.parallel.schedule
-    if name in ("auto", "none", "1f1b", "interleaved"):
+    """In a V no two ranks share an embedding: what uses it beside the first stage has to be on the same rank."""
+    name, text = subject.parallel.schedule, subject.parallel.pipeline_model_parallel_layout
+    if text is None or not subject.model.mtp_num_layers or name in ("auto", "none", "1f1b", "interleaved"):
         return
     try:
-        in_a_v = entry(name).placement == "v"
-    except ScheduleError:
+        in_a_v, stages = entry(name).placement == "v", parse_layout(text)
+    except (ScheduleError, ValueError):
         return
-    if in_a_v and subject.parallel.pipeline_model_parallel_layout is not None:
+    if in_a_v and "m" in text and "m" not in stages[-1]:
         yield (
-            f"pipeline_model_parallel_layout places stages rank after rank, and schedule {name} in a V: leave the"
-            " layout out (decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers go with a V), or set"
-            " schedule to interleaved."
-        )
-    if in_a_v and subject.model.mtp_num_layers:
-        yield (
-            f"mtp_num_layers {subject.model.mtp_num_layers} needs the embedding on the last rank, and schedule {name}"
-            " has it on the first alone: leave mtp_num_layers out, or set schedule to interleaved."
+            f"pipeline_model_parallel_layout {text!r} has m before its last stage, and in schedule {name} only the last"
+            " stage is on the rank that holds the embedding: move m to the last stage (...|mL), or set schedule to"
+            " interleaved."
         )
 
 
@@ -98,13 +93,13 @@ def own_executor(subject: Subject) -> Iterator[str]:
         return
     if name not in ("auto", "none", "1f1b", "interleaved") and backend != "deepspeed":
         yield (
-            f"schedule {name} with {layers} needs backend deepspeed, and backend is {backend}: set backend to"
+            f"schedule {name} with {layers} needs backend deepspeed, but backend is {backend}: set backend to"
             " deepspeed, or schedule to 1f1b or interleaved."
         )
 
 
 def expert_overlap(subject: Subject) -> Iterator[str]:
-    """What Megatron's schedule plans can be made of (megatron-core 0.19: TransformerConfig.__post_init__), and where a
+    """The layers that Megatron's schedule plans take (megatron-core 0.19: TransformerConfig.__post_init__), and where a
     forward meets a backward."""
     parallel, model = subject.parallel, subject.model
     if not parallel.overlap_moe_expert_parallel_comm:
@@ -165,7 +160,7 @@ def chunk_count(subject: Subject) -> Iterator[str]:
         return
     if uneven := subject.given(*_UNEVEN):
         yield (
-            f"num_layers_per_virtual_pipeline_stage does not go with {', '.join(uneven)}: give"
+            f"num_layers_per_virtual_pipeline_stage cannot be used with {', '.join(uneven)}: give"
             " virtual_pipeline_model_parallel_size instead."
         )
     elif layers % (pp * per_chunk):
@@ -207,7 +202,7 @@ def uneven_ends(subject: Subject) -> Iterator[str]:
     if not ends or min(*ends.values(), pp, vpp, layers) < 1:
         return
     if parallel.pipeline_model_parallel_layout is not None:
-        yield f"{', '.join(ends)} does not go with pipeline_model_parallel_layout: leave one of them out."
+        yield f"{', '.join(ends)} cannot be used with pipeline_model_parallel_layout: leave one of them out."
         return
     named = ", ".join(f"{name} {value}" for name, value in ends.items())
     for name, value in ends.items():
@@ -251,7 +246,7 @@ def explicit_layout(subject: Subject) -> Iterator[str]:
 
 
 def block_recompute(subject: Subject) -> Iterator[str]:
-    """Recompute in blocks counts layers of one chunk, of which there are only so many."""
+    """Recompute in blocks counts layers of one chunk, so it cannot count more than there are."""
     model, parallel = subject.model, subject.parallel
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     if model.recompute_granularity != "full" or subject.given(*_UNEVEN) or min(pp, vpp) < 1:
@@ -274,7 +269,7 @@ def traffic(subject: Subject) -> Iterator[str]:
         )
     elif parallel.overlap_p2p_comm and parallel.schedule != "interleaved":
         yield (
-            f"overlap_p2p_comm needs the interleaved schedule, and this one is {parallel.schedule}: leave it out, or"
+            f"overlap_p2p_comm needs the interleaved schedule, but this one is {parallel.schedule}: leave it out, or"
             " set virtual_pipeline_model_parallel_size."
         )
 

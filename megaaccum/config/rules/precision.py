@@ -60,7 +60,7 @@ def low_precision_optimizer(subject: Subject) -> Iterator[str]:
     if sharding.backend not in ("deepspeed", "fsdp2"):
         yield f"{name} needs backend deepspeed or fsdp2, not {sharding.backend}: set backend, {instead}."
     elif sharding.backend == "deepspeed" and sharding.zero_stage != 3:
-        yield f"{name} needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
+        yield f"{name} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.offload_optimizer != "none":
         yield f"an offloaded optimizer has FP32 state: set offload_optimizer to none, {instead}."
 
@@ -73,7 +73,7 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
     names += subject.given("grad_reduce_dtype") if subject.sharding.backend == "ddp" else []
     for name in names:
         yield (
-            f"{name} needs backend deepspeed, and backend is {subject.sharding.backend}: leave {name} out, or set"
+            f"{name} needs backend deepspeed, but backend is {subject.sharding.backend}: leave {name} out, or set"
             " backend to deepspeed."
         )
     if subject.config.deepspeed:

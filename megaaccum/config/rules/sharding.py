@@ -27,7 +27,7 @@ def streaming(subject: Subject) -> Iterator[str]:
 
 
 def live_parameters(subject: Subject) -> Iterator[str]:
-    """What may stay gathered is a question only where parameters come and go one unit at a time, under our hooks."""
+    """Parameters that may stay gathered exist only where the others are gathered one unit at a time, by our hooks."""
     sharding = subject.sharding
     if sharding.max_live_parameters and not (sharding.sync == "streaming" and sharding.backend == "deepspeed"):
         yield (
@@ -54,7 +54,7 @@ def replicas(subject: Subject) -> Iterator[str]:
     dp, rest = divmod(subject.world_size, max(model_ranks, 1))
     if count > 1 and backend != "fsdp2":
         yield (
-            f"data_parallel_replicas {count} needs backend fsdp2, and backend is {backend}: set backend to fsdp2,"
+            f"data_parallel_replicas {count} needs backend fsdp2, but backend is {backend}: set backend to fsdp2,"
             " or leave data_parallel_replicas out."
         )
     elif count > 1 and dp and not rest and dp % count:
@@ -76,9 +76,9 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
     if etp != 1:
         yield f"{who} spread experts have to be whole: set expert_tensor_parallel_size to 1, {instead}."
     if sharding.backend != "deepspeed":
-        yield f"{who} needs backend deepspeed, and backend is {sharding.backend}: set it so, {instead}."
+        yield f"{who} needs backend deepspeed, but backend is {sharding.backend}: set it so, {instead}."
     elif sharding.zero_stage != 3:
-        yield f"{who} needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
+        yield f"{who} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.sync == "streaming":
         yield f"{who} has no sync streaming: set sync to resident, {instead}."
     if sharding.deterministic:
@@ -95,14 +95,14 @@ def cold_experts(subject: Subject) -> Iterator[str]:
             yield f"{name} {value} needs cold_expert_offload: set cold_expert_offload to true, or leave {name} out."
         return
     if subject.model.num_experts is None:
-        yield f"cold_expert_offload needs experts, and num_experts is not given: set num_experts, {off}."
+        yield f"cold_expert_offload needs experts, but num_experts is not given: set num_experts, {off}."
     if sharding.backend != "deepspeed":
         yield (
-            f"cold_expert_offload needs backend deepspeed, and backend is {sharding.backend}: set it to deepspeed,"
+            f"cold_expert_offload needs backend deepspeed, but backend is {sharding.backend}: set it to deepspeed,"
             f" {off}."
         )
     elif sharding.zero_stage != 3:
-        yield f"cold_expert_offload needs zero_stage 3, and zero_stage is {sharding.zero_stage}: set it to 3, {off}."
+        yield f"cold_expert_offload needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {off}."
     if sharding.sync == "streaming":
         yield (
             "cold_expert_offload moves gradients that wait for the end of the flush, and with sync streaming none does:"

@@ -39,7 +39,7 @@ def overflow_is_seen(subject: Subject) -> Iterator[str]:
     if subject.sharding.fp16 and policy != "skip":
         yield (
             f"nonfinite {policy} with fp16: the loss scale is found by steps that overflow and are skipped, and at its"
-            " floor the run ends by itself. Set nonfinite to skip."
+            " floor the run ends anyway. Set nonfinite to skip."
         )
 
 

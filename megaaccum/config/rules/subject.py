@@ -1,4 +1,4 @@
-"""What a rule is about."""
+"""The subject of a rule."""
 
 from __future__ import annotations
 

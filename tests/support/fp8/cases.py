@@ -101,7 +101,7 @@ def serial(model: str = FP8) -> Run:
 
 @contextmanager
 def without_us() -> Iterator[None]:
-    """Histories as Transformer Engine moves them by itself."""
+    """Histories as Transformer Engine moves them alone."""
     from megaaccum.precision import fp8
     from megaaccum.upstream import te
 
@@ -183,7 +183,7 @@ def _in_reverse(run: Run) -> Tensors:
         with fp8.forward(0, index):
             out = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         fp8.follow(0, index, out)
-        losses.append((out.float() * batch["loss_mask"]).sum() * 10.0 ** (3 * index))  # scales that are told apart
+        losses.append((out.float() * batch["loss_mask"]).sum() * 10.0 ** (3 * index))  # scales that differ
     run.backend.set_last_flush(False)
     with run.backend.no_sync_func():
         for loss in reversed(losses):
@@ -229,7 +229,7 @@ def other_ends_of_a_step() -> dict:
 
 
 def an_infinity_that_fp8_hides() -> dict:
-    """An infinite gradient becomes the largest FP8 number, and the gradients behind it are finite."""
+    """An infinite gradient becomes the largest FP8 number, and the gradients after it are finite."""
     run = trained(case(PP2), 0)
     before = run.state()
     with injected([INFINITE], run.chunks):

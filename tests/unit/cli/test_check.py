@@ -175,7 +175,7 @@ def test_a_hostfile_is_read(tmp_path: Path) -> None:
         ("a slots=2\nb slots=x\n", "hosts:2: 'b slots=x' must read"),
         ("a slots=2\na slots=2\n", "hosts:2: host a was already given"),
         ("a slots=0\n", "hosts:1: a has slots=0"),
-        ("# nobody\n", "names no host"),
+        ("# no host\n", "names no host"),
     ],
 )
 def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, text: str, expected: str) -> None:

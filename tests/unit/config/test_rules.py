@@ -311,14 +311,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     (
         "v_shape",
         2,
-        PP2 | dict(schedule="zbv", pipeline_model_parallel_layout="Et*2|(tt|)*2,ttL"),
-        ["pipeline_model_parallel_layout", "zbv", "in a V"],
-    ),
-    (
-        "v_shape",
-        2,
-        PP2 | dict(schedule="zbv", mtp_num_layers=1, position_embedding_type="rope"),
-        ["mtp_num_layers 1", "zbv"],
+        PP2
+        | dict(
+            schedule="zbv", mtp_num_layers=1, position_embedding_type="rope",
+            pipeline_model_parallel_layout="Et*3|ttt|ttm|L",
+        ),
+        ["m before its last stage", "zbv", "...|mL"],
     ),
     (
         "own_executor",

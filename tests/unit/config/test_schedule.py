@@ -12,7 +12,14 @@ PP2 = dict(pipeline_model_parallel_size=2)
 
 @pytest.mark.parametrize(
     ("name", "vpp", "placement"),
-    [("gpipe", 1, "loop"), ("zb-h1", 1, "loop"), ("zbv", 2, "v"), ("dualpipev", 2, "v"), ("1f1b", 1, "loop")],
+    [
+        ("gpipe", 1, "loop"),
+        ("zb-h1", 1, "loop"),
+        ("zbv", 2, "v"),
+        ("v-half", 2, "v"),
+        ("v-min", 2, "v"),
+        ("1f1b", 1, "loop"),
+    ],
 )
 def test_a_schedule_sets_chunks_and_placement(name, vpp, placement):
     layout = plan(2, schedule=name, **PP2).layout
@@ -26,6 +33,15 @@ def test_a_table_in_a_file(tmp_path):
     assert (layout.vpp, layout.placement) == (2, "v")
     with pytest.raises(ConfigError, match="a schedule of pp 2 and 6 micro-batches, not of pp 2 and 8"):
         plan(2, schedule=path, pp_microbatches=8, **PP2)
+
+
+def test_ranks_that_read_another_table_do_not_agree(tmp_path):
+    """A host's own copy of the file, with the same name and another order."""
+    path, digests = str(tmp_path / "mine.csv"), set()
+    for name in ("zb-h1", "1f1b"):
+        write_csv(build(name, pp=2, num_microbatches=6), path)
+        digests.add(plan(2, schedule=path, pp_microbatches=6, **PP2).digest())
+    assert len(digests) == 2
 
 
 def test_a_table_without_a_weight_gradient(tmp_path):

@@ -1,4 +1,4 @@
-"""The configurations that come along: each names its source, is accepted at its cluster size, and is the real model."""
+"""The shipped configurations: each names its source, is accepted at its cluster size, and is the real model."""
 
 from __future__ import annotations
 

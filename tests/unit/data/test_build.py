@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, text, tokenizer_file):
     [
         ([], "one of the arguments --tokenizer --train-tokenizer is required"),
         (["--tokenizer", "a", "--train-tokenizer"], "not allowed with"),
-        (["--tokenizer", "a", "--vocab-size", "300"], "--vocab-size 300 goes with --train-tokenizer"),
+        (["--tokenizer", "a", "--vocab-size", "300"], "--vocab-size 300 is for --train-tokenizer"),
         (["--train-tokenizer", "--vocab-size", "0"], "0 is not positive"),
         (["--train-tokenizer", "--workers", "-1"], "-1 is not positive"),
     ],

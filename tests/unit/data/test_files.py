@@ -28,7 +28,7 @@ with {manager}(pathlib.Path(sys.argv[1])) as folder:
 
 
 class Holder:
-    """Another process that holds `path` until it is told to end."""
+    """Another process that holds `path` until it gets a line."""
 
     def __init__(self, manager: str, path: Path, inside: str = "pass"):
         code = HOLD.format(manager=manager, inside=inside)

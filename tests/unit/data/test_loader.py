@@ -243,7 +243,7 @@ def test_closing_ends_the_thread_wherever_it_is():
         loader.close()
         assert not loader_threads()
     loader = open_loader(Numbered(length=2))
-    wait_until(lambda: not loader_threads())  # the thread met the end by itself
+    wait_until(lambda: not loader_threads())  # the thread met the end
     loader.close()
 
 

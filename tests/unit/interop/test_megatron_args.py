@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config import resolve
+from megaaccum.config.keys import all_keys
 from megaaccum.interop.launch import Launch
 from megaaccum.interop.load import load, read
 from megaaccum.interop.megatron_args import defaults, model_fields, parser
@@ -44,6 +45,12 @@ def refusals(text: str, *, world_size: int = 1) -> list[str]:
     return read(launch=Launch("pretrain_gpt.py", f"{BASE} {text}".split(), "s.sh", Path("."), world_size))[1]
 
 
+def config_of(text: str):
+    config, problems = read(launch=Launch("pretrain_gpt.py", f"{BASE} {text}".split(), "s.sh", Path("."), 1))
+    assert problems == []
+    return config
+
+
 # --- the lists -------------------------------------------------------------------------------------------------------
 
 
@@ -54,6 +61,7 @@ def test_every_argument_of_both_parsers_goes_exactly_one_way():
     in_lists = [name for row in lists() for name in row.names]
     assert len(in_lists) == len(set(in_lists))
     assert set(in_lists) <= names
+    assert not set(in_lists) & all_keys().keys()
     assert all(row.why and (row.instead or row.verdict != "refuse") for row in lists())
 
 
@@ -140,10 +148,11 @@ def test_a_flag_that_cannot_be_honoured_is_named_with_the_reason(text, parts):
 
 
 REFUSED = {
-    "optimizer": "muon", "rampup_batch_size": "2 2 10", "use_mup": "", "fp16_lm_cross_entropy": "", "kd": "",
+    "optimizer": "muon", "rampup_batch_size": "2 2 10", "fp16_lm_cross_entropy": "", "kd": "",
     "error_injection_rate": "10", "ds_sequence_parallel_fpdt": "", "curriculum_learning": "", "perform_rl_step": "",
     "iterations_to_skip": "3", "init_method_xavier_uniform": "", "padded_vocab_size": "256", "qk_clip": "",
     "moe_use_upcycling": "", "dataloader_type": "cyclic", "heterogeneous_layers_config_path": "f", "random_ltd": "",
+    "quick_geglu": "",
     "hybrid_context_parallel": "", "fp4": "e2m1", "phase_transition_iterations": "5",
 }  # fmt: skip
 """One argument per list of refused ones that would train something else, with a value."""
@@ -237,6 +246,19 @@ def test_fields_of_the_model_need_no_key(text, fields):
     assert whole(text).config.megatron == fields
 
 
+def test_latent_attention_rotates_as_megatron_does_unless_a_file_says_otherwise(tmp_path):
+    """Megatron's default there is YaRN, with whatever --rotary-scaling-factor says; a YAML file's is plain rope."""
+    text = "--multi-latent-attention --kv-channels 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+    fields = config_of(f"{text} --rotary-scaling-factor 40 --mscale 0.5").megatron
+    assert fields["rope_type"] == "yarn"
+    assert "rotary_scaling_factor" not in fields  # 40 is the default of Megatron's configuration
+    assert config_of(text).megatron["rotary_scaling_factor"] == 1.0
+    (tmp_path / "run.yaml").write_text("multi_latent_attention: true\n")
+    assert load(tmp_path / "run.yaml", ["--use-rope-scaling"]).megatron == {"rope_scaling": True}
+    _, problems = read(tmp_path / "run.yaml", ["--yarn-beta-fast", "16"])
+    assert "only a whole list" in problems[0]
+
+
 def test_yarn_is_what_megatrons_conversion_makes_of_it():
     fields = whole("--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-beta-fast 16").config.megatron
     assert (fields["yarn_rotary_scaling_factor"], fields["yarn_beta_fast"]) == (4.0, 16.0)
@@ -278,6 +300,29 @@ def test_a_file_of_flags_and_the_command_line_over_it():
     assert (plan.layout.dp, plan.batch.num_microbatches) == (2, 8)
 
 
+def test_megatrons_own_yaml_is_its_flags(tmp_path):
+    (tmp_path / "m.yaml").write_text(
+        "language_model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, activation_func: swiglu,\n"
+        "  num_query_groups: 2, layernorm_zero_centered_gamma: true, add_bias_linear: false}\n"
+        "model_parallel: {pipeline_model_parallel_size: 2, bf16: true}\n"
+        "seq_length: 32\nmax_position_embeddings: 32\nmicro_batch_size: 1\nglobal_batch_size: 8\ntrain_iters: 10\n"
+        "lr: 1e-3\nvocab_size: 128\ndata_path: [d]\n"
+    )
+    launch = Launch("pretrain_gpt.py", ["--yaml-cfg", "m.yaml"], "s.sh", tmp_path)
+    config, problems = read(launch=launch)
+    assert problems == []
+    plan = resolve(config, world_size=2)
+    model = plan.config.model
+    assert (model.swiglu, model.num_query_groups, model.add_bias_linear, plan.layout.pp) == (True, 2, False, 2)
+    assert (plan.config.optimizer.lr, plan.config.sharding.bf16) == (1e-3, True)
+    assert config.megatron == {"layernorm_zero_centered_gamma": True}
+    (tmp_path / "m.yaml").write_text("language_model: {activation_func: tanh, unheard_of: 3}\nqk_clip: true\n")
+    _, problems = read(launch=launch)
+    assert [word for word in ("tanh", "unheard_of: 3", "qk_clip") if any(word in text for text in problems)] == [
+        "tanh", "unheard_of: 3", "qk_clip"
+    ]  # fmt: skip
+
+
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +330,7 @@ def test_a_yaml_may_hold_fields_of_megatrons_model(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  num_layers: 4\n  layernorm_zero_centered_gamma: true\n  attention_output_gate: yes\n")
     assert load(path).megatron == {"layernorm_zero_centered_gamma": True, "attention_output_gate": True}
-    path.write_text("model:\n  layernorm_zero_centered_gama: true\n  attention_output_gate: 3\n  use_mup: true\n")
+    path.write_text("model:\n  layernorm_zero_centered_gama: true\n  attention_output_gate: 3\n  qk_clip: true\n")
     _, problems = read(path)
     assert [text.split(":")[1] for text in problems] == ["3", "4", "2"]
     assert "must be true or false" in problems[0]

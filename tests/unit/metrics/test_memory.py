@@ -111,7 +111,7 @@ def test_on_a_gpu_activations_are_what_nothing_else_holds(monkeypatch):
 
 
 def test_a_watched_send_is_not_kept():
-    """On NCCL nobody waits for a send: its tensor goes when the message has left."""
+    """On NCCL no rank waits for a send: its tensor goes when the message has left."""
     noted = []
 
     class Group:

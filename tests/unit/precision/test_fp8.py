@@ -1,4 +1,4 @@
-"""FP8 as far as no layer computes: what a GPU can do, what is told, and who may touch a scale."""
+"""FP8 as far as no layer computes: what a GPU can do, what is reported, and who may touch a scale."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ PATIENCE = 20.0
 
 
 class Work:
-    """A send that has left when it is told so. Waiting for it is bounded."""
+    """A send that has left when `left` is set. Waiting for it is bounded."""
 
     def __init__(self, error: Exception | None = None):
         self.left, self.error = threading.Event(), error

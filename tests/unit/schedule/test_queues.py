@@ -39,8 +39,8 @@ def test_with_fewer_queues_a_flush_can_be_stuck(name, needed, too_few):
 
 @pytest.mark.parametrize("name", OWN)
 def test_one_receive_ahead_passes_wherever_a_kernel_that_has_started_lets_others_start(name, monkeypatch):
-    """Why one receive is posted ahead over NCCL and not two: the second waits behind the first in its stream, and on a
-    shared queue everything waits behind it."""
+    """Why one receive is posted ahead over NCCL and not two: the second waits for the first in its stream, and on a
+    shared queue everything waits for it."""
     made = schedule(name, 4)
     assert not any(stuck(made, queues, lenient=True) for queues in (1, 2, 4, 8))
     monkeypatch.setattr(p2p, "AHEAD_ON_NCCL", 2)

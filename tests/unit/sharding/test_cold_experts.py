@@ -70,7 +70,7 @@ def test_a_layer_that_does_not_run_has_no_token():
 
 
 def test_all_forwards_of_a_step_count_and_no_other():
-    """Not an evaluation's, not one that is computed again inside a backward, not those of a step that began anew."""
+    """Not an evaluation's, not one that is computed again inside a backward, not those of a step that began again."""
     experts, cold = made(fewer_than=4, steps=1)
     cold.begin_step()
     forward(experts, 9, 9)

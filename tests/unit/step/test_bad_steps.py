@@ -1,4 +1,4 @@
-"""The guard of the norm, the limits on bad steps, and what short ranks are told: plain arithmetic, no ranks."""
+"""The guard of the norm, the limits on bad steps, and the message for short ranks: plain arithmetic, no ranks."""
 
 from __future__ import annotations
 

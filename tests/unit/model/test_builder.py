@@ -1,0 +1,106 @@
+"""What reaches Megatron's configuration of the model, and the optimizer's groups that follow from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megaaccum.config import Plan, resolve
+from megaaccum.errors import ConfigError
+from megaaccum.model import gpt, layers
+from megaaccum.model.local_norm import Norm
+from megaaccum.training import lr_schedule, optimizer
+from tests.support.configs import make
+
+
+def plan_with(megatron: dict[str, object], **keys: object) -> Plan:
+    config = make(transformer_impl="local", **keys)
+    config.megatron = megatron
+    return resolve(config, world_size=1)
+
+
+def test_fields_of_the_configuration_reach_megatrons():
+    fields = {"layernorm_zero_centered_gamma": True, "attention_output_gate": True, "yarn_beta_fast": 16.0}
+    built = gpt.transformer_config(plan_with(fields))
+    assert {name: getattr(built, name) for name in fields} == fields
+
+
+def test_a_field_that_megatron_refuses_is_one_error():
+    with pytest.raises(ConfigError, match="megatron-core refuses this model"):
+        gpt.transformer_config(plan_with({"use_mup": True, "mup_base_hidden_size": -1}))
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_zero_centred_norm_adds_one_to_its_weight(kind):
+    plain = gpt.transformer_config(plan_with({}, normalization=kind))
+    centred = gpt.transformer_config(plan_with({"layernorm_zero_centered_gamma": True}, normalization=kind))
+    one, zero = Norm(plain, 8), Norm(centred, 8)
+    hidden, weight = torch.randn(3, 8), torch.randn(8)
+    with torch.no_grad():
+        one.weight.copy_(weight)
+        zero.weight.copy_(weight - 1)
+    torch.testing.assert_close(zero(hidden), one(hidden))
+
+
+NAMES = {
+    "embedding.word_embeddings.weight": 2,
+    "decoder.layers.0.mlp.linear_fc1.weight": 2,
+    "decoder.layers.0.mlp.linear_fc1.bias": 1,
+    "decoder.layers.0.self_attention.q_layernorm.weight": 1,
+    "output_layer.weight": 2,
+}
+
+
+def groups_of(plan: Plan) -> dict[str, dict]:
+    params = [(name, torch.nn.Parameter(torch.ones([4] * dim))) for name, dim in NAMES.items()]
+    groups = lr_schedule.param_groups(
+        params,
+        0.1,
+        decoupled=optimizer._decoupled(plan),
+        hidden=optimizer._hidden(plan),
+        decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
+    )
+    schedule = lr_schedule.build(groups, plan.config)
+    schedule.step(0)
+    return {name: group for group in groups for name in group["param_names"]}
+
+
+def test_embedding_and_head_have_a_learning_rate_of_their_own():
+    by_name = groups_of(plan_with({}, decoupled_lr=5e-4, lr=1e-3))
+    assert [by_name[name]["lr"] for name in NAMES] == [5e-4, 1e-3, 1e-3, 1e-3, 5e-4]
+
+
+def test_norms_of_queries_and_keys_decay_where_they_are_asked_to():
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    assert groups_of(plan_with({}))[name]["wd_mult"] == 0.0
+    assert groups_of(plan_with({}, apply_wd_to_qk_layernorm=True))[name]["wd_mult"] == 1.0
+
+
+def test_learning_rates_by_width_are_those_of_megatrons_overrides():
+    """Hidden matrices, the head among them, get lr and eps divided by the width's multiple."""
+    from megatron.core.optimizer import get_mup_config_overrides
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    plan = plan_with({"use_mup": True, "mup_base_hidden_size": 32}, lr=1e-3, hidden_size=64)
+    by_name = groups_of(plan)
+    overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-3, min_lr=0.0, adam_eps=1e-8), 2.0)
+    for name, dim in NAMES.items():
+        param = torch.nn.Parameter(torch.ones([4] * dim))
+        theirs: dict = {}
+        for key, override in overrides.items():
+            if key.matches(param, name):
+                theirs |= override
+        assert by_name[name]["lr"] == theirs.get("max_lr", 1e-3)
+        assert by_name[name].get("eps", 1e-8) == theirs.get("eps", 1e-8)
+
+
+def test_models_that_need_kernels_are_refused_where_there_are_none():
+    for fields in ({"hybrid_layer_pattern": "M*M*M*M*"}, {"experimental_attention_variant": "gated_delta_net"}):
+        with pytest.raises(ConfigError, match="needs a GPU with Transformer Engine"):
+            gpt._check_local_layers(plan_with(fields))
+
+
+def test_windows_and_offsets_of_the_softmax_keep_megatrons_own_attention():
+    assert layers.choose(plan_with({}).config, has_te=False, on_gpu=True).fused_attention
+    for fields in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
+        assert not layers.choose(plan_with(fields).config, has_te=False, on_gpu=True).fused_attention
