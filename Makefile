@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo quick test lint types docs bench
+.PHONY: setup te demo quick quick-long quick-rest test lint types docs bench
 
 setup: $(STAMP)
 
@@ -40,9 +40,17 @@ te: $(TE)/transformer_engine
 $(TE)/transformer_engine: | setup
 	-@$(INSTALL) --quiet --no-deps --target $(TE) transformer-engine
 
-# The edit loop: every unit test, and one cell of the parity table per backend.
+# The edit loop: every unit test, and one cell of the parity table per backend; in two processes, each reports at its end.
+LONG := tests/unit/data tests/unit/planner tests/unit/schedule
+
 quick: setup
-	$(BIN)/python -m pytest tests/unit tests/multiproc/test_backend_table.py::test_one_cell_per_backend
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync quick-long quick-rest
+
+quick-long: setup
+	$(BIN)/python -m pytest -q $(LONG)
+
+quick-rest: setup
+	$(BIN)/python -m pytest -q tests/unit $(LONG:%=--ignore %) tests/multiproc/test_backend_table.py::test_one_cell_per_backend
 
 test: setup te
 	$(BIN)/python -m pytest

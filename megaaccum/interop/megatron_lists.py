@@ -10,6 +10,7 @@ from typing import Literal
 import yaml
 
 Verdict = Literal["run", "note", "refuse"]
+VERDICTS: tuple[Verdict, ...] = ("run", "note", "refuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,9 @@ def _tables() -> dict:
 def lists() -> tuple[Listed, ...]:
     """Every list, in the file's order."""
     return tuple(
-        Listed(row["title"], row["verdict"], row["why"], row.get("instead", ""), tuple(row["names"].split()))
-        for row in _tables()["lists"]
+        Listed(row["title"], verdict, row["why"], row.get("instead", ""), tuple(row["names"].split()))
+        for verdict in VERDICTS
+        for row in _tables()[verdict]
     )
 
 
