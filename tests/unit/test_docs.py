@@ -10,7 +10,7 @@ import pytest
 from megaaccum import cli
 from megaaccum.cli import check
 from megaaccum.config.keys import ALIASES, SECTIONS
-from tests.support.snippets import TOGETHER, blocks_of
+from tests.support.snippets import NOT_RUN, TOGETHER, blocks_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -100,6 +100,15 @@ def test_a_broken_link_is_found():
 def test_python_that_is_shown_compiles(page):
     for block in blocks_of(page):
         compile(block.source, f"{name_of(page)}:{block.line}", "exec")
+
+
+def test_blocks_are_found_with_their_lines(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"text\n\n```python\nx = (\n```\n\n{NOT_RUN}\n```python\ny = 1\n```\n\n```\nmake demo\n```\n")
+    wrong, shown = blocks_of(page)
+    assert (wrong.line, wrong.runs, shown.source, shown.line, shown.runs) == (4, True, "y = 1\n", 9, False)
+    with pytest.raises(SyntaxError):
+        compile(wrong.source, "page.md", "exec")
 
 
 @each_page
