@@ -1,13 +1,11 @@
-"""Supervised fine-tuning of a GPT of one's own on packed documents of different lengths, on one process or
-`torchrun --nproc-per-node 4 -m examples.sft dualpipev`: two pipelines of two ranks."""
+"""Supervised fine-tuning on packed documents. Also `torchrun --nproc-per-node 4 -m examples.sft dualpipev`."""
 
 import sys
 
 import torch
 
 from examples.tiny_gpt import WIDTH, stages_of
-from megaaccum import Plan, initialize
-from megaaccum.data import pack
+from megaaccum import Plan, data, initialize
 
 MOST = 72  # tokens of a micro-batch
 BATCH = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=16)
@@ -24,7 +22,7 @@ def documents(step):
 
 
 def engine_of(schedule, dtype, **keys):
-    layout = dict(pp=1 if schedule == "none" else 2, schedule=schedule)
+    layout = {} if schedule == "none" else dict(pp=2, schedule=schedule)
     plan = Plan.of(layout=layout, batch=BATCH, hidden_size=WIDTH, **keys)
     engine = initialize(plan, stages_of(plan, dtype), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
     return engine, engine.groups.dp, plan.batch.num_microbatches
@@ -33,7 +31,7 @@ def engine_of(schedule, dtype, **keys):
 def train(schedule="none", dtype=torch.float32, steps=3, **keys):
     engine, dp, count = engine_of(schedule, dtype, **keys)
     for step in range(steps):
-        packed = pack(documents(step), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
+        packed = data.pack(documents(step), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
         yield engine, engine.train_step(packed)
 
 

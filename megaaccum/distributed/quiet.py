@@ -8,13 +8,21 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
     (
         r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to",
         UserWarning,
-        r"megatron\.core\.",
+        r"megatron\.(core|training)\.",
         "Megatron's fallbacks are the layers that megaaccum chose; `megaaccum doctor` says what could be installed.",
+    ),
+    (
+        r"Only transformer-engine>=1\.7\.0 supports MoE experts, but your version is 0\.0\.0",
+        UserWarning,
+        r"megatron\.core\.extensions\.transformer_engine_spec_provider",
+        "Version 0.0.0 is no Transformer Engine at all: Megatron's layer specs are built once when they are imported.",
     ),
     (r"invalid escape sequence", SyntaxWarning, r".*megatron", "A docstring of Megatron-core 0.19."),
     (
@@ -85,6 +93,19 @@ def install() -> None:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     for name, start, _ in LOG_LINES:
         logging.getLogger(name).addFilter(_StartsWith(start))
+
+
+@contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """The program's root logger ends as it began: a library that configures it when it is imported decides for
+    nobody else what is printed."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _verbose() -> bool:

@@ -66,7 +66,7 @@ def _arguments() -> ModuleType:
     """Megatron's module of arguments, which on a machine without a GPU needs the CPU lane's stand-ins."""
     quiet.install()
     cpu.install()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet.root_logger_kept():
         warnings.simplefilter("ignore")
         import megatron.training.arguments as arguments
     return arguments

@@ -23,8 +23,6 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
-from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
@@ -38,6 +36,12 @@ from megaaccum.model.local_norm import with_own_norms
 from megaaccum.model.names import as_in_local_layers, over_stages
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
+from megaaccum.upstream.megatron_training import (
+    GPTModelBuilder,
+    GPTModelConfig,
+    HybridModelBuilder,
+    HybridModelConfig,
+)
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.training.models import gpt as builder
 
 from megaaccum.upstream.adam import adam_views, optimizer_tensors, set_adam_step
+from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
 def check() -> list[str]:

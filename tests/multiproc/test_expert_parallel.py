@@ -141,10 +141,7 @@ def names_on_the_second_rank() -> list[str]:
     """Of the second of two local experts on the rank that holds experts 2 and 3, in the fifth layer."""
     from megaaccum.model import gpt
 
-    chunk = SimpleNamespace(
-        get_submodule=lambda name: SimpleNamespace(local_expert_indices=[2, 3]),
-        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=5)]),
-    )
+    chunk = SimpleNamespace(get_submodule=lambda name: SimpleNamespace(local_expert_indices=[2, 3], layer_number=5))
     layer = "decoder.layers.0.mlp.experts."
     return [
         gpt.global_name(chunk, layer + "linear_fc1.weight1"),
@@ -155,4 +152,6 @@ def names_on_the_second_rank() -> list[str]:
 def test_grouped_experts_are_named_over_all_ranks_as_single_ones_are():
     """Transformer Engine's grouped layers need a GPU; the names of their parameters do not."""
     layer = "decoder.layers.4.mlp.experts."
-    assert run_ranks(names_on_the_second_rank, 1) == [[layer + "linear_fc1.weight3", layer + "local_experts.3.x"]]
+    assert run_ranks(names_on_the_second_rank, 1) == [
+        [layer + "local_experts.3.linear_fc1.weight", layer + "local_experts.3.x"]
+    ]
