@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,16 +71,7 @@ class Saver:
         self.finish()
         if not self.engine.plan.config.run.async_save:
             return str(self._save_now())
-        self._writing = save_load.BackgroundSave(
-            self.folder,
-            self.engine.backend,
-            self.engine.groups,
-            self.engine.progress(self.data.digest),
-            keep_last=self.engine.plan.config.run.keep_last,
-            retain=self.engine.plan.config.run.save_retain_interval,
-            buffers=self.engine.buffers,
-            group=self._background_group(),
-        )
+        self._writing = self._write_by(save_load.BackgroundSave, group=self._background_group())
         return f"{self._writing.target} (being written)"
 
     def finish(self) -> None:
@@ -119,14 +111,20 @@ class Saver:
             self._writing.wait(_WAIT_AFTER_AN_ERROR)
 
     def _save_now(self) -> Path:
-        return save_load.save(
+        return self._write_by(save_load.save)
+
+    def _write_by[Written](self, write: Callable[..., Written], **more: object) -> Written:
+        """`write`, which is save_load.save or BackgroundSave, of this run's state as it is now."""
+        run = self.engine.plan.config.run
+        return write(
             self.folder,
             self.engine.backend,
             self.engine.groups,
             self.engine.progress(self.data.digest),
-            keep_last=self.engine.plan.config.run.keep_last,
-            retain=self.engine.plan.config.run.save_retain_interval,
+            keep_last=run.keep_last,
+            retain=run.save_retain_interval,
             buffers=self.engine.buffers,
+            **more,
         )
 
     def _background_group(self) -> torch.distributed.ProcessGroup:

@@ -97,8 +97,7 @@ def install() -> None:
 
 @contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """The program's root logger ends as it began: a library that configures it when it is imported decides for
-    nobody else what is printed."""
+    """The program's root logger ends as it began, whatever a library that is imported inside does to it."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

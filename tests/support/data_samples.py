@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -47,3 +49,14 @@ def make_plan(folder: Path, *, world_size: int = 1, **keys: object) -> Plan:
         output_dir=str(folder),
     )
     return plan(world_size, **(defaults | keys))
+
+
+@contextmanager
+def largest_file(size: int):
+    """No file that this process writes may grow beyond `size` bytes: what a full disk looks like to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from megaaccum.data.encode import encode_all
 from megaaccum.data.indexed import check_tables, open_pair
 from megaaccum.data.tokenizer import read_tokenizer, read_vocabulary, train_tokenizer
 from megaaccum.errors import DataError
-from tests.support.data_samples import sentences
+from tests.support.data_samples import largest_file, sentences
 
 SUFFIXES = (".bin", ".idx", ".tokenizer.json")
 
@@ -163,17 +161,6 @@ def test_the_tokenizers_own_truncation_is_not_used(tmp_path, text, tokenizer_fil
     cutting.save(str(tmp_path / "cutting.json"))
     build(tmp_path / "corpus", text, tokenizer=tmp_path / "cutting.json")
     assert decoded(tmp_path / "corpus") == sentences(300)
-
-
-@contextmanager
-def largest_file(size: int):
-    """No file that this process writes may grow beyond `size` bytes: what a full disk looks like to it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size", [100, 20_000])

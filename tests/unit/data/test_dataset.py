@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from megaaccum.data.dataset import build_datasets
 from megaaccum.data.loader import MicrobatchLoader
 from megaaccum.data.tokenizer import train_tokenizer
 from megaaccum.errors import ConfigError, DataError
-from tests.support.data_samples import counting_pair, make_plan, sentences, write_pair
+from tests.support.data_samples import counting_pair, largest_file, make_plan, sentences, write_pair
 
 TOKENS = 50 * 40
 """Of `counting_pair`: ids 0..1999 in 50 documents of 40."""
@@ -311,16 +309,6 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path, corpus):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot lock .*file"):
         build_datasets(plan_over(tmp_path, corpus, data_cache_path=str(tmp_path / "file")))
-
-
-@contextmanager
-def largest_file(size: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_while_the_order_is_written(tmp_path, corpus):
