@@ -33,7 +33,8 @@ from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
-from megaaccum.step.train_step import StepResult, TrainStep
+from megaaccum.step.result import StepResult
+from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
 from megaaccum.training import lr_schedule
 from megaaccum.training import optimizer as our_optimizer

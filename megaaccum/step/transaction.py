@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
-    from megaaccum.step.train_step import StepResult
+    from megaaccum.step.result import StepResult
     from megaaccum.training.lr_schedule import LrSchedule
 
 
