@@ -26,7 +26,7 @@ ORIGIN = "deepspeed block"
 
 @dataclass(slots=True)
 class Reconciler:
-    """Holds values of the JSON against keys: takes over what nobody wrote, names what disagrees."""
+    """Holds values of the JSON against keys: takes over what was not written, names what disagrees."""
 
     config: Config
     notes: list[str]
@@ -142,7 +142,7 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
     zero: dict[str, object] = {name: value for name, value in user_zero.items() if name in keys.ZERO_PASSED}
     zero |= {"stage": sharding.zero_stage, "reduce_bucket_size": sharding.reduce_bucket_size}
     if sharding.zero_stage == 3:
-        # By default DeepSpeed gathers every parameter of up to 100,000 elements by itself, one collective for each, at
+        # By default DeepSpeed gathers every parameter of up to 100,000 elements alone, one collective for each, at
         # the end of its step. The backend gathers all of them in one, at the start of the next.
         zero["stage3_param_persistence_threshold"] = 0
     if sharding.offload_optimizer != "none":

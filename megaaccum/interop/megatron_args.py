@@ -182,7 +182,7 @@ _RENAMED = {
 
 
 def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
-    """What a flag of the fork is called today, as groups; None stands for the group as it is."""
+    """Today's name of a flag of the fork, as groups; None for a group that is unchanged."""
     if flag in _RENAMED:
         return [(_RENAMED[flag], values)]
     if flag == "--num-key-value-heads":

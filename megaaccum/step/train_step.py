@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
+    """State that an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
 
     rng: dict[str, torch.Tensor]
     fp8: fp8.Snapshot
@@ -91,7 +91,7 @@ class TrainStep:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing."""
+        """This rank's notes on what it is doing."""
         return self._observer.trace
 
     @property
@@ -312,7 +312,7 @@ class TrainStep:
         return sums.tolist()
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank adds to sums over the world: ranks of one tp group have the same, and the first counts."""
+        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     # --- the micro-batches ---
