@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaaccum.checkpoint import save_load
+from megaaccum.checkpoint import resume, save_load
+from megaaccum.checkpoint.folders import read_progress
 from megaaccum.distributed import groups
-from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.training.run_folder import checkpoint_folder
 
@@ -120,7 +121,7 @@ class Saver:
             self.folder,
             self.engine.backend,
             self.engine.groups,
-            self.engine.progress(self.data.digest),
+            self.engine.progress(self.data.state(self.engine.consumed_samples)),
             keep_last=run.keep_last,
             retain=run.save_retain_interval,
             buffers=self.engine.buffers,
@@ -133,44 +134,44 @@ class Saver:
         return self._group
 
     def resume(self) -> None:
-        """Take up the current checkpoint of `load` (default: `save`), if there is one."""
-        current = raise_on_all_ranks(self._current)
-        # Ranks that each resume from what their own host has would wait for each other for ever.
-        assert_same_on_ranks(
-            "the checkpoint to resume from; hosts have to share its folder", current.name if current else "none"
-        )
-        if current is None:
+        """Take up the current checkpoint of `load` (default: `save`), if there is one, or, where it is damaged, the one
+        before it. Raises CheckpointError on every rank."""
+        run = self.engine.plan.config.run
+        if run.no_load:
             return
+        if not resume.first_good(run.load or self.folder, self._take_up, self.engine.print):
+            raise_on_all_ranks(self._without_checkpoint)
+
+    def _take_up(self, checkpoint: Path) -> bool:
         engine, run = self.engine, self.engine.plan.config.run
-        only_weights = run.finetune or run.no_load_optim
-        progress = save_load.load(
-            current,
+        only_weights, afresh = run.finetune or run.no_load_optim, run.finetune or run.reset_iteration
+        progress = raise_on_all_ranks(read_progress, checkpoint)
+        differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
+        notes = raise_on_all_ranks(resume.settle, checkpoint, differing, engine.override)
+        save_load.load(
+            checkpoint,
             engine.backend,
             engine.groups,
             shape=engine.shape,
             buffers=engine.buffers,
             only_weights=only_weights,
         )
-        if run.finetune or run.reset_iteration:
-            if int(os.environ["RANK"]) == 0:
-                print(f"{'weights' if only_weights else 'state'} of {current}; the run begins at step 0", flush=True)
-            return
-        if progress.data != self.data.digest:
-            text = (
-                f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
-                "global_batch_size have changed; set them back, or start afresh with --no_load"
-            )
-            raise printed_once(CheckpointError(text))
+        if afresh:
+            engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
+            return True
         engine.resume(progress, with_optimizer=not only_weights)
-        if int(os.environ["RANK"]) == 0:
-            print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
+        left = max(0, run.train_iters - progress.step) * engine.plan.batch.global_batch_size
+        consumed = progress.consumed_samples
+        self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=consumed + left)
+        engine.print(f"resumed from {checkpoint}: step {progress.step}, {progress.consumed_samples} samples")
+        for note in notes:
+            engine.print(note)
+        return True
 
-    def _current(self) -> Path | None:
+    def _without_checkpoint(self) -> None:
+        """What a start without a checkpoint means. Raises CheckpointError where the configuration asks for one."""
         run = self.engine.plan.config.run
-        if run.no_load:
-            return None
-        current = save_load.latest(run.load or self.folder)
-        if current is None and run.load:
+        if run.load:
             missing = f"load: {run.load} holds no checkpoint (no file named latest)"
             if run.exit_on_missing_checkpoint:
                 raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
@@ -178,9 +179,8 @@ class Saver:
                 raise CheckpointError(f"{missing}, but other files: name the folder of one, or leave load out")
             if int(os.environ["RANK"]) == 0:
                 print(f"{missing}: the run starts afresh", flush=True)
-        if current is None and (run.finetune or run.reset_iteration):
+        if run.finetune or run.reset_iteration:
             raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
-        return current
 
 
 def _is_empty(folder: Path) -> bool:

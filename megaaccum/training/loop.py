@@ -54,6 +54,7 @@ def train(plan: Plan) -> int:
     engine.shape = save_load.shape_of(plan, data.vocabulary.size)
     saver = Saver(engine, data)
     saver.resume()
+    data = saver.data
     log = raise_on_all_ranks(_open_log, plan, data, start_step=engine.step)
     log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:

@@ -46,7 +46,7 @@ class LrSchedule:
 
     def __init__(self, scheduler: OptimizerParamScheduler, global_batch_size: int, *, differing: Differing = "error"):
         self._scheduler = scheduler
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = self._laid_out_by = global_batch_size
         self._differing = differing
 
     @property
@@ -75,34 +75,46 @@ class LrSchedule:
         # Megatron leaves these three out, so a checkpoint of its own would not notice that they changed.
         for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
             state[name] = getattr(self._scheduler, name)
-        return state
+        return state | {"global_batch_size": self._laid_out_by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of `state` and set every group.
+        """Go to the position of `state` and set every group. Spans of samples stay as they were, also where a step has
+        another number of them now, unless the configuration's hold (`override: lr_schedule`).
 
-        Raises CheckpointError, and changes nothing, when the configuration lays out another schedule than the one that
-        `state` comes from: each number that differs is named with the key that decides it. Unless one of the two holds
-        (override_opt_param_scheduler, use_checkpoint_opt_param_scheduler).
+        Raises CheckpointError, and changes nothing, where there are `differences`.
         """
-        problems = self._differences(state) if self._differing == "error" else []
-        if problems:
-            raise CheckpointError("\n".join(problems))
-        for name in KEY_OF_STATE if self._differing == "checkpoint" else ():
-            setattr(self._scheduler, name, state[name])
+        if self._differing == "error" and (problems := self.differences(state)):
+            raise CheckpointError("\n".join(f"{text}; {remedy}" for text, remedy in problems.items()))
+        if self._differing != "configuration":
+            self._laid_out_by = int(state["global_batch_size"])
+            for name in KEY_OF_STATE:
+                setattr(self._scheduler, name, state[name])
         # Megatron's own load adds the position to the present one, which is right only on a schedule that never moved.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=int(state["num_steps"]))
 
-    def _differences(self, state: dict[str, Any]) -> list[str]:
+    def differences(self, state: dict[str, Any]) -> dict[str, str]:
+        """In which numbers the configuration lays out another schedule than the one that `state` comes from, each with
+        the key to set back; none where the checkpoint's holds in any case. Spans are compared in steps."""
         mine = self.state_dict()
         missing = sorted(mine.keys() - state.keys())
         if missing:
-            return [f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}: it is damaged or not ours"]
-        return [
-            self._difference(name, state[name], mine[name])
+            what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
+            return {what: "it is damaged, or not one of megaaccum"}
+        if self._differing == "checkpoint":
+            return {}
+        then = int(state["global_batch_size"])
+        return dict(
+            self._difference(name, state[name], mine[name], then)
             for name in KEY_OF_STATE
-            if state[name] != mine[name] and self._matters(name)
-        ]
+            if self._differs(name, state[name], mine[name], then) and self._matters(name)
+        )
+
+    def _differs(self, name: str, saved: Any, now: Any, then: int) -> bool:
+        """Whether the key that decides a number is another. then: the global batch that spans were laid out by."""
+        if KEY_OF_STATE[name].facts.in_samples and None not in (saved, now):
+            return bool(saved * self._laid_out_by != now * then)
+        return bool(saved != now)
 
     def _matters(self, name: str) -> bool:
         if name == "wd_incr_steps":
@@ -111,16 +123,17 @@ class LrSchedule:
             return self._scheduler.lr_decay_style == "WSD"
         return True
 
-    def _difference(self, name: str, saved: Any, now: Any) -> str:
+    def _difference(self, name: str, saved: Any, now: Any, then: int) -> tuple[str, str]:
         key = KEY_OF_STATE[name].name
-        if not KEY_OF_STATE[name].facts.in_samples:
-            return f"{key}: the checkpoint was made with {saved}, the configuration says {now}; set {key} to {saved}"
-        steps = saved / self._global_batch_size if saved is not None else None
-        remedy = f"set {key} to {steps:g}" if steps is not None and steps == int(steps) else "set both as they were"
-        return (
-            f"{key} * global_batch_size: the checkpoint's schedule has {saved} samples, the configuration gives {now}"
-            f" (global_batch_size {self._global_batch_size}); {remedy}"
+        if not KEY_OF_STATE[name].facts.in_samples or None in (saved, now):
+            what = f"{key}: the checkpoint was made with {saved}, the configuration says {now}"
+            return what, f"set {key} to {saved}"
+        steps, steps_now = saved / then, now / self._laid_out_by
+        what = (
+            f"{key}: the checkpoint's schedule has {saved} samples ({steps:g} steps of {then}), the configuration gives"
+            f" {now} ({steps_now:g} steps of {self._laid_out_by})"
         )
+        return what, f"set {key} to {steps:g}"
 
 
 def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config) -> LrSchedule:
@@ -135,7 +148,7 @@ def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config
     optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
     scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config))
     run = config.run
-    ours = "configuration" if run.override_opt_param_scheduler else "error"
+    ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
     return LrSchedule(scheduler, _global_batch_size(config), differing=differing)
 
