@@ -202,7 +202,9 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     def order(spans: list[Span]) -> Order:
         return Order(spans, corpora, lambda count: _mock(plan, vocabulary, [count, 0, 0], run.seed)[_TRAIN])
 
-    valid = _mock(plan, vocabulary, [0, valid_batches * batch, 0], run.seed)[_VALID] if valid_batches else None
+    valid = (
+        _mock(plan, vocabulary, [first.count, valid_batches * batch, 0], run.seed)[_VALID] if valid_batches else None
+    )
     return Datasets(
         train=order([first]),
         valid=valid,

@@ -22,11 +22,11 @@ from tests.support.distance import FACTOR, total_error
 from tests.support.parity import Case, Gradient, Reference
 from tests.support.restarts import Change, Next, Run, unchanged
 
-DENSE = "--num_layers 2 --swiglu --ffn_hidden_size 50 --normalization RMSNorm "
-TP2 = "--tensor_model_parallel_size 2 --global_batch_size 8 --pp_microbatches 4"
-PP2 = "--pipeline_model_parallel_size 2 --global_batch_size 8 --pp_microbatches 4"
-DP2 = "--global_batch_size 8 --pp_microbatches 4"
-DP4 = "--global_batch_size 8 --pp_microbatches 2"
+DENSE = "--global_batch_size 8 --num_layers 2 --swiglu --ffn_hidden_size 50 --normalization RMSNorm "
+TP2 = "--tensor_model_parallel_size 2 --pp_microbatches 4"
+PP2 = "--pipeline_model_parallel_size 2 --pp_microbatches 4"
+DP2 = "--pp_microbatches 4"
+DP4 = "--pp_microbatches 2"
 DROPOUT = DENSE + "--attention_dropout 0.1 --hidden_dropout 0.1 --lr_warmup_iters 10 "
 MOE = (
     "--num_layers 2 --num_experts 4 --no_add_bias_linear --moe_router_topk 2 --moe_ffn_hidden_size 32 "
@@ -379,3 +379,24 @@ def distance(one: Next, other: Next, seen_in: str) -> float:
     names = [name for name, part in parts[1].items() if not part.isnan().all()]  # a frozen one has no gradient
     flat, true = (torch.cat([part[name].double().flatten() for name in names]) for part in parts)
     return float((flat - true).norm() / true.norm())
+
+
+# --- moves -----------------------------------------------------------------------------------------------------------
+
+
+SOME = [restarts.MOVES[number] for number in (0, 2, 4, 19, 23, 24, 25)]
+"""`python -m benchmarks restarts` has all."""
+
+
+@pytest.fixture(scope="module")
+def moves(request, tmp_path_factory) -> dict[restarts.Move, tuple[float, float]]:
+    """(error, limit) of the next step's gradient after each move that is to run."""
+    function = test_the_next_gradient_on_another_layout
+    wanted = [item.callspec.params["move"] for item in request.session.items if item.function is function]
+    return restarts.errors(wanted, str(tmp_path_factory.mktemp("moves")))
+
+
+@pytest.mark.parametrize("move", SOME, ids=lambda move: f"{move[0].layout} > {move[1].layout}")
+def test_the_next_gradient_on_another_layout(moves, move):
+    error, limit = moves[move]
+    assert error <= limit

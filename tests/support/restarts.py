@@ -1,11 +1,11 @@
 """Runs that are saved in one layout and go on in another, and what their next step comes to.
 
-Every function here runs inside ranks and returns plain data.
+Functions here run inside ranks and return plain data, but for `errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.testing import run_ranks
+from tests.support.distance import FACTOR, total_error
 from tests.support.parity import VOCAB, Case, Cut, Gradient, Reference, Rig, named, sample
 
 SAMPLES = 1000
@@ -117,12 +119,82 @@ def loaded(run: Run, folder: str, mistake: AbstractContextManager[None] | None =
 
 
 def reference(folder: str, model: str, lane: str) -> Reference:
-    """The next step of one process that holds the whole model of the checkpoint in the precision of `lane`."""
-    dtype = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}[lane]
-    run = loaded(Run.of(Case(1, "--global_batch_size 8 --pp_microbatches 8", model, dtype)), folder)
+    """The next step of one process that holds the whole model of the checkpoint in the precision of `lane`. model:
+    with global_batch_size."""
+    run = loaded(Run.of(Case(1, "", model, lane)), folder)
     (chunk,) = run.chunks
     cuts = {
         name: Cut(getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1) == 2)
         for name, param in named(chunk)
     }
     return Reference(run.step(update=False).gradient, cuts)
+
+
+# --- from layout to layout -------------------------------------------------------------------------------------------
+
+
+DENSE = "--num_layers 8 --swiglu --ffn_hidden_size 52 --normalization RMSNorm --global_batch_size 16"
+FROM = (
+    "--tp 2 --pp_microbatches 8",
+    "--pp 2 --pp_microbatches 8 --zero_stage 1",
+    "--pp 2 --vpp 2 --pp_microbatches 8 --backend megatron",
+    "--pp 2 --schedule dualpipev --pp_microbatches 8 --sync streaming",
+)
+TO = (
+    "--pp_microbatches 4 --backend fsdp2",
+    "--tp 2 --pp 2 --pp_microbatches 16 --sync streaming",
+    "--pp 4 --schedule zb-h1 --pp_microbatches 16 --zero_stage 2",
+    "--pp 2 --schedule zbv --pp_microbatches 8",
+    "--tp 4 --pp_microbatches 16 --backend ddp",
+    "--pp 2 --vpp 2 --grad_accum_steps 2 --pp_microbatches 4 --flush per_round --backend megatron",
+)
+"""Layouts of four ranks. Between them they change tp, pp, vpp, dp, schedule, flush, ZeRO stage, sync mode, backend."""
+EXPERTS = (
+    "--num_layers 4 --num_experts 4 --no_add_bias_linear --swiglu --moe_router_topk 2 --moe_ffn_hidden_size 32 "
+    "--moe_router_score_function sigmoid --moe_router_enable_expert_bias --global_batch_size 16"
+)
+CUT = "--tp 2 --sequence_parallel --pp_microbatches 8"
+SPREAD = "--ep 2 --pp 2 --pp_microbatches 8"
+Move = tuple[Case, Case]
+MOVES: tuple[Move, ...] = (
+    *((Case(4, start, DENSE), Case(4, end, DENSE)) for start in FROM for end in TO),
+    (Case(4, CUT, EXPERTS), Case(4, SPREAD, EXPERTS)),
+    (Case(4, SPREAD, EXPERTS), Case(4, CUT, EXPERTS)),
+)
+"""From each of the four layouts to each of the six others, and with experts that are cut, or spread over ranks."""
+
+
+def moved(folder: str, cases: list[tuple[Case, list[Case]]]) -> list[list[Gradient]]:
+    """Of each layout that saves: the next step's gradient in each layout that goes on from there."""
+    found = []
+    for number, (source, targets) in enumerate(cases):
+        path = f"{folder}/{number}"
+        saved(path, source)
+        found.append([loaded(Run.of(target), path).step(update=False).gradient for target in targets])
+    return found
+
+
+def references(folder: str, models: list[str]) -> list[tuple[Reference, Reference]]:
+    """One process in float64 and one in FP32, after each of the checkpoints of `moved`."""
+    paths = [f"{folder}/{number}" for number in range(len(models))]
+    return [
+        (reference(path, model, "fp64"), reference(path, model, "fp32"))
+        for path, model in zip(paths, models, strict=True)
+    ]
+
+
+def errors(moves: Iterable[Move], folder: str) -> dict[Move, tuple[float, float]]:
+    """(error, limit) of the next step's gradient after each move; run in the test process. The limit is FACTOR times
+    the error of one process in FP32; both are relative to one in float64."""
+    ends: dict[Case, list[Case]] = {}
+    for start, end in moves:
+        ends.setdefault(start, []).append(end)
+    ranks = run_ranks(moved, 4, folder, list(ends.items()), timeout=600)
+    (exact,) = run_ranks(references, 1, folder, [start.model for start in ends], timeout=300)
+    found = {}
+    for number, (start, targets) in enumerate(ends.items()):
+        whole, near = exact[number]
+        for place, end in enumerate(targets):
+            gradients = [rank[number][place] for rank in ranks]
+            found[start, end] = total_error(gradients, whole), FACTOR * total_error([near.gradient], whole)
+    return found
