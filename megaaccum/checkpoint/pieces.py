@@ -86,7 +86,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one stored tensor holds: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg or
+    """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg or
     exp_avg_sq."""
 
     name: str

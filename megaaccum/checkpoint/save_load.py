@@ -42,7 +42,7 @@ __all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", 
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
-    """What has to be equal between a checkpoint and the model that takes it, whatever their layouts. vocab_size: before
+    """Everything that has to be equal between a checkpoint and the model that takes it, whatever their layouts. vocab_size: before
     padding."""
     fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
     return fixed | {"vocab_size": vocab_size, _PADDED: padded_vocab_size(plan.config, vocab_size)}
@@ -242,7 +242,7 @@ def _open(
 
 
 def _other_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp: int) -> list[str]:
-    """What differs between a checkpoint's model and this one, as texts."""
+    """The differences between a checkpoint's model and this one, as texts."""
     wrong = sorted(key for key in here if there.get(key) != here[key])
     if wrong == [_PADDED]:
         return [_other_padding(current, there, here, tp)]

@@ -169,7 +169,7 @@ class Saver:
         return True
 
     def _without_checkpoint(self) -> None:
-        """What a start without a checkpoint means. Raises CheckpointError where the configuration asks for one."""
+        """Start afresh. Raises CheckpointError where the configuration asks for a checkpoint."""
         run = self.engine.plan.config.run
         if run.load:
             missing = f"load: {run.load} holds no checkpoint (no file named latest)"

@@ -48,16 +48,16 @@ class Datasets:
     digits; independent of paths and of evaluation. Equal on two ranks, or before and after a restart, when they train
     on the same data."""
     facts: dict[str, str]
-    """The same for readers."""
+    """What the digest is of, for readers."""
     rebuilt: Callable[[list[Span]], Order]
     """The training samples in other spans."""
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """What a checkpoint after `consumed` samples records of them: plain numbers and texts."""
+        """The record of them in a checkpoint after `consumed` samples: plain numbers and texts."""
         return {"digest": self.digest, "facts": self.facts} | self.train.state(consumed)
 
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
-        """In what these samples are others than those of `state`: each fact with both sides, and what to set back."""
+        """The facts in which these samples are others than those of `state`, with both sides, and what to set back."""
         if state.get("digest") == self.digest:
             return {}
         then = state.get("facts", {})
@@ -100,7 +100,7 @@ class _Request:
         return [key for key in keys if getattr(self.plan.config.data, key)]
 
     def shown(self) -> dict[str, str]:
-        """What decides the training samples, for readers."""
+        """The facts that decide the training samples, for readers."""
         train = self.sources.train
         weights = train.weights or [1.0] * len(train.prefixes)
         sizes = [f"{self.pairs[prefix].num_tokens:,} tokens of {Path(prefix).name}" for prefix in train.prefixes]
@@ -307,7 +307,7 @@ def _cache_key(request: _Request) -> str:
 
 
 def _content_digest(request: _Request, prefixes: list[str]) -> str:
-    """Of what the training samples of some pairs are, and their shares: sizes, and the first and last 64 KiB of their
+    """A hash of what the training samples of some pairs are, and of their shares: sizes, and the first and last 64 KiB of their
     files (no whole read of a large dataset), and what cuts them into samples."""
     facts = [request.shown() | {"data": ""}, request.sources.train.weights if len(prefixes) > 1 else None]
     digest = hashlib.sha256(json.dumps(facts).encode())

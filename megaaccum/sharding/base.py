@@ -188,7 +188,7 @@ class Kept:
 
 
 class WholeOnEachRank:
-    """What backends share whose parameters and unreduced gradients are whole on every rank (torch DDP, Megatron's).
+    """The common part of backends whose parameters and unreduced gradients are whole on each rank (torch DDP, Megatron).
 
     A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
     """
