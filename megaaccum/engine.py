@@ -213,7 +213,7 @@ class Engine:
             )  # fmt: skip
             self._microbatches += len(batch)
             last = self._microbatches == self.plan.batch.num_microbatches
-            self.train_steps.forward_backward(batch, last=last, total=total_weight)
+            self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""
