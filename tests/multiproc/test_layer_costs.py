@@ -10,7 +10,10 @@ from megaaccum.errors import ConfigError
 from megaaccum.testing import run_ranks
 from tests.support.parity import VOCAB, Case
 
-EXPERTS = "--num_experts 4 --moe_layer_freq [0,1,1,1] --add_bias_linear false --mtp_num_layers 2 --position_embedding_type rope --num_layers 4 "
+EXPERTS = (
+    "--num_layers 4 --num_experts 4 --moe_layer_freq [0,1,1,1] --add_bias_linear false --mtp_num_layers 2"
+    " --position_embedding_type rope "
+)
 MODELS = {"dense": "", "experts and prediction": EXPERTS, "selective": "--recompute_granularity selective"}
 
 
