@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def observer(self) -> Observer:
-        """What this rank's steps take: seconds by phase, bytes, memory."""
+        """The meter of this rank's steps: seconds by phase, bytes, memory."""
         return self.train_steps.observer
 
     @property
