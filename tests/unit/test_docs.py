@@ -41,6 +41,7 @@ COMMANDS_FLAGS = {
         "profile",
         "even",
     },
+    "tune": {"gpus", "hostfile", "top", "knob", "settle", "write", "calibrate", "time-limit"},
     "calibrate": {"like", "output", "layers", "dp"},
     "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
 }
