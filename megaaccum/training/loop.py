@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.checkpoint import save_load
-from megaaccum.checkpoint.saver import Saver
+from megaaccum.checkpoint.saver import Saver, continued
 from megaaccum.data.dataset import build_datasets
 from megaaccum.distributed import cpu
 from megaaccum.distributed import groups as process_groups
@@ -33,6 +33,7 @@ from megaaccum.training.run_folder import check_folders
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
@@ -45,6 +46,7 @@ def train(plan: Plan) -> int:
     check_agreement(plan.digest(), details=plan.facts)
     plan, notes = raise_on_all_ranks(_settled, plan, smallest_device())
     raise_on_all_ranks(check_folders, plan.config)
+    plan = raise_on_all_ranks(continued, plan)
     groups = process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     data = raise_on_all_ranks(build_datasets, plan)
     chunks = raise_on_all_ranks(gpt.build_chunks, plan, groups, vocab_size=data.vocabulary.size)
@@ -83,7 +85,8 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
     if run.eval_interval and data.valid is not None and engine.step == 0:
         evaluate(engine, data, log)
     while engine.step < last:
-        microbatches, problem = loader.try_next_step(engine.plan.batch.num_microbatches)
+        batch = engine.batch
+        microbatches, problem = loader.try_next_step(batch.num_microbatches)
         problem = saver.problem() or log.problem or problem
         try:
             with watchdog.step(engine.step + 1):
@@ -92,8 +95,8 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         except MegaaccumError as error:
             raise saver.saved(error) from error
         if result.advanced:
-            loader.commit(engine.plan.batch.global_batch_size)
-        log_step(log, engine, result)
+            loader.commit(batch.global_batch_size)
+        log_step(log, engine, result, batch)
         is_eval = (
             run.eval_interval and result.advanced and (engine.step % run.eval_interval == 0 or engine.step == last)
         )
@@ -116,8 +119,8 @@ def _is_time(run: RunConfig, step: int, started: float) -> bool:
     )
 
 
-def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
-    """Record what a step came to."""
+def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) -> None:
+    """Record what a step on `batch` came to."""
     record = {
         "step": result.step,
         "loss": result.loss,
@@ -125,6 +128,7 @@ def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
         "grad_norm": result.grad_norm,
         "num_tokens": result.num_tokens,
         "consumed_samples": engine.consumed_samples,
+        "global_batch_size": batch.global_batch_size,
         "skipped": result.skipped,
         "seconds_per_step": sum(result.seconds.values()),
     }

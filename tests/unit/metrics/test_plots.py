@@ -26,7 +26,7 @@ VALID = [{"kind": "valid", "step": 0, "loss": 8.5}, {"kind": "valid", "step": 4,
 
 
 def test_the_picture_is_a_png_of_a_readable_size(tmp_path):
-    draw([*RECORDS, *VALID], tmp_path / "loss.png", tokens_per_step=4096, title="a run")
+    draw([*RECORDS, *VALID], tmp_path / "loss.png", tokens_after=lambda step: 4096 * step, title="a run")
     data = (tmp_path / "loss.png").read_bytes()
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert (data[:8], width, height) == (b"\x89PNG\r\n\x1a\n", 1350, 900)
@@ -49,18 +49,18 @@ def test_it_shows_losses_rate_and_skipped_steps_with_their_units():
 
 
 def test_a_run_whose_loss_never_was_finite_is_drawn(tmp_path):
-    draw([train(1, None, skipped=True)], tmp_path / "loss.png", tokens_per_step=1, title="a run")
+    draw([train(1, None, skipped=True)], tmp_path / "loss.png", tokens_after=int, title="a run")
     assert (tmp_path / "loss.png").exists()
 
 
 def test_a_picture_of_no_steps_is_our_mistake(tmp_path):
     with pytest.raises(AssertionError, match="no steps"):
-        draw(VALID, tmp_path / "loss.png", tokens_per_step=1, title="a run")
+        draw(VALID, tmp_path / "loss.png", tokens_after=int, title="a run")
 
 
 def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="No such file"):
-        draw(RECORDS, tmp_path / "none" / "loss.png", tokens_per_step=1, title="a run")
+        draw(RECORDS, tmp_path / "none" / "loss.png", tokens_after=int, title="a run")
 
 
 def test_smoothing_keeps_a_straight_line_straight_and_a_constant_constant():
@@ -82,7 +82,7 @@ def test_the_unit_of_the_token_axis(tokens, unit):
 def test_matplotlibs_loggers_are_left_as_they_were(tmp_path):
     logger = logging.getLogger("matplotlib")
     logger.setLevel(logging.INFO)
-    draw(RECORDS, tmp_path / "loss.png", tokens_per_step=1, title="a run")
+    draw(RECORDS, tmp_path / "loss.png", tokens_after=int, title="a run")
     assert logger.level == logging.INFO
     logger.setLevel(logging.NOTSET)
 
@@ -91,7 +91,7 @@ def test_a_first_drawing_without_a_home_says_nothing(tmp_path):
     """No display, a backend that needs one, no font cache and no folder to keep it in: none of it is worth a word."""
     code = (
         "from pathlib import Path\nfrom megaaccum.metrics.plots import draw\n"
-        "draw([dict(kind='train', step=1, loss=1.0, lr=1.0)], Path('loss.png'), tokens_per_step=1, title='')\n"
+        "draw([dict(kind='train', step=1, loss=1.0, lr=1.0)], Path('loss.png'), tokens_after=int, title='')\n"
         "import sys; assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     (tmp_path / "file").write_text("")
