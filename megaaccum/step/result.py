@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
+    """The outcome of one step; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
 
     step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
     all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
+    """State that an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
 
     rng: dict[str, torch.Tensor]
     fp8: fp8.Snapshot
@@ -48,6 +48,7 @@ class _Before:
 class _Open:
     """A step between its first flush and its end: its divisor, what its loss functions gave, its calls so far."""
 
+    step: int
     divisor: Divisor
     before: _Before
     tally: Tally = field(default_factory=Tally)
@@ -87,6 +88,7 @@ class TrainStep:
             self._schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
+        self._seeds = rng.SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
@@ -95,7 +97,7 @@ class TrainStep:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing."""
+        """This rank's notes on what it is doing."""
         return self._observer.trace
 
     @property
@@ -130,22 +132,23 @@ class TrainStep:
                 filled, unknown = with_lengths(self._filled(microbatches), self._plan, self._groups.pp)
                 if filled.lengths is not None or unknown is not None:
                     raise_on_all_ranks(_raise, unknown)
-                self._run(filled, last=True)
+                self._run(filled, step=step, last=True)
                 assert self._open is not None
                 self._open.short = short
                 result = self._end(step, stop)
         return self._observed(result)
 
-    def forward_backward(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
-        """Add the gradients of `batch` to the step's. total: N of the whole step, over all ranks and calls, where it is
-        known. last: whether the reduction may run inside the last backward, if no further call is expected."""
+    def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
+        """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
+        where it is known. last: whether the reduction may run inside the last backward, if no further call is
+        expected."""
         with self._observer.watching():
             batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             self._agreement.on_call(
                 "forward_backward", num_microbatches=len(batch), total_weight=bits, **self._since(problem)
             )
-            self._run(batch, last=last, total=total)
+            self._run(batch, step=step, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
@@ -186,12 +189,12 @@ class TrainStep:
 
     # --- forward and backward ---
 
-    def _run(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
+    def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
             self._observer.phase("gather")
             before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(self._divisor([batch], total, alone=last), before)
+            self._open = _Open(step, self._divisor([batch], total, alone=last), before)
             self._begin_attempt(self._open)
         elif self._open.reduced:
             self._backend.resume_accumulation()
@@ -241,7 +244,7 @@ class TrainStep:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
         size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
-        with self._observer.flushing():
+        with self._observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
                 self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
@@ -256,6 +259,7 @@ class TrainStep:
             tally,
             chunks=self._chunks,
             trace=self.trace,
+            seeds=self._seeds,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
@@ -292,7 +296,7 @@ class TrainStep:
         for chunk in self._chunks:
             chunk.eval()
         tally = Tally()
-        with torch.no_grad():
+        with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
@@ -316,7 +320,7 @@ class TrainStep:
         return sums.tolist()
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank adds to sums over the world: ranks of one tp group have the same, and the first counts."""
+        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     # --- the micro-batches ---
@@ -409,9 +413,9 @@ class TrainStep:
         self._reports.learn(tally)
         return self._summed(self._reports.sums(tally))
 
-    def gradient(self, microbatches: Sequence[Any]) -> Attempt:
+    def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
-        self._run(self._filled(microbatches), last=True)
+        self._run(self._filled(microbatches), step=step, last=True)
         opened, self._open = self._open, None
         assert opened is not None
         return self._reduce_and_measure(opened)

@@ -181,6 +181,9 @@ class RunConfig:
     """Start afresh even if a checkpoint is there."""
     seed: Annotated[int, Facts(at_least=0)] = 1234
     """Seed of weights, dropout and sample order."""
+    rng: Literal["sample", "megatron"] = "sample"
+    """What dropout and router jitter draw from. sample: seed, step, micro-batch of the global batch and layer, so that
+    masks are the same in every layout and after a resume. megatron: random states of each rank, as in Megatron."""
     schedule_trace: Annotated[str | None, Facts(per_host=True)] = None
     """Write the second flush, as run and as planned, to this file in Chrome's trace format (megaaccum's schedules)."""
     log_interval: Annotated[int, Facts(at_least=1)] = 10
