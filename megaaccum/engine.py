@@ -138,7 +138,6 @@ class Engine:
         )
         """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
         self._transaction = Transaction(plan, self.lr_schedule)
-        self.train_steps.batch = self.batch
 
     @property
     def batch(self) -> BatchPlan:
@@ -188,7 +187,7 @@ class Engine:
         with self._guarded():
             lr = self._lr()
             result = self.train_steps.train(microbatches, step=self.step + 1, stop=stop, problem=problem)
-            return self._commit(result, lr)
+            return self._transaction.commit(result, lr=lr)
 
     def forward_backward(
         self,
@@ -233,12 +232,7 @@ class Engine:
             self._microbatches = 0
             lr = self._lr()
             result = self.train_steps.optim_step(step=self.step + 1, stop=stop, problem=problem)
-            return self._commit(result, lr)
-
-    def _commit(self, result: StepResult, lr: float) -> StepResult:
-        result = self._transaction.commit(result, lr=lr)
-        self.train_steps.batch = self.batch
-        return result
+            return self._transaction.commit(result, lr=lr)
 
     def forward(
         self,
@@ -271,6 +265,7 @@ class Engine:
                 " start again"
                 " from a checkpoint"
             )
+        self.train_steps.batch = self.batch
         try:
             yield
         except _HARMLESS:
@@ -325,7 +320,6 @@ class Engine:
             progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples
         )
         self.train_steps.load_state_dict(progress.transaction.get("train_step", {}))
-        self.train_steps.batch = self.batch
 
 
 def _optimizer(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:

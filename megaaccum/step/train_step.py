@@ -77,8 +77,8 @@ class TrainStep:
         low_precision: fp8.Fp8 | None = None,
     ):
         self._plan, self._groups, self._chunks, self._backend = plan, groups, chunks, backend
-        self.batch = plan.ramp.at(0)
-        """That of the next step; the engine sets it as samples are consumed."""
+        self.batch = plan.batch
+        """That of the step; the engine sets it by the samples consumed."""
         self._forward_step_func = forward_step_func
         self._fp8 = low_precision or fp8.build(plan, chunks)
         self._observer = Observer(groups, chunks, backend)
