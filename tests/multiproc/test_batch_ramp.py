@@ -96,5 +96,9 @@ def test_a_run_killed_in_mid_ramp_goes_on_exactly_on_other_ranks(tmp_path):
     assert "resumed from" in again.output
     (steps, losses), (expected, exact) = seen(killed), seen(whole)
     assert len({size for _, _, size, _ in expected}) > 3
+    warm = expected[2][1]  # samples of the three steps of warm-up of the learning rate
+    assert [rate for *_, rate in expected[:4]] == pytest.approx(
+        [1e-2 * (consumed - size) / warm for _, consumed, size, _ in expected[:4]], rel=1e-12
+    )
     assert steps == expected
     assert losses == pytest.approx(exact, rel=EXACT)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from megaaccum.metrics.plots import _figure, draw, smoothed, token_unit
@@ -34,7 +35,7 @@ def test_the_picture_is_a_png_of_a_readable_size(tmp_path):
 
 
 def test_it_shows_losses_rate_and_skipped_steps_with_their_units():
-    figure = _figure(RECORDS, VALID, 4096, "a run")
+    figure = _figure(RECORDS, VALID, lambda step: 4096 * step, "a run")
     upper, lower = figure.axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in upper.get_lines()}
     assert curves["training, each step"] == [[1, 8.0], [3, 6.0], [4, 5.0]]
@@ -103,3 +104,11 @@ def test_a_first_drawing_without_a_home_says_nothing(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "loss.png").exists()
+
+
+def test_tokens_over_steps_bend_with_a_ramp(tmp_path):
+    figure = _figure(RECORDS, [], lambda step: 1000 * step * step, "a run")
+    (axis,) = figure.axes[0].child_axes
+    to_tokens, to_steps = axis._functions
+    assert [float(each) for each in to_tokens(np.array([0, 1, 2, 4]))] == [0, 1, 4, 16]
+    assert [float(each) for each in to_steps(to_tokens(np.array([-1, 0.5, 3, 5])))] == pytest.approx([-1, 0.5, 3, 5])
