@@ -48,7 +48,7 @@ class BatchRamp:
     intervals: tuple[tuple[int, int], ...]
     """(consumed samples from which it holds, sequences of a step), the first from 0. Whatever the ranks are."""
     batches: dict[int, BatchPlan]
-    """How these ranks cut each size. Sizes that lie behind a run need not be here."""
+    """How these ranks cut each size. Sizes that a run is past need not be here."""
 
     @classmethod
     def constant(cls, batch: BatchPlan) -> BatchRamp:
@@ -214,7 +214,7 @@ def _rampup(triple: Sequence[int], size: int) -> list[Wish]:
 
 
 def parse_schedule(text: str, seq_length: int) -> list[Wish]:
-    """Megatron's `THRESHOLD:SIZE THRESHOLD:SIZE ...`: from so many tokens on, so many sequences. K, M, B and T stand
+    """Megatron's `THRESHOLD:SIZE THRESHOLD:SIZE ...`: from that number of tokens on, that number of sequences. K, M, B and T stand
     for 10^3, 10^6, 10^9 and 10^12.
 
     Raises:

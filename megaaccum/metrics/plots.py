@@ -22,7 +22,7 @@ SMOOTHING_SHARE = 0.03
 
 
 def draw(records: Iterable[Record], path: Path, *, tokens_after: Callable[[int], int], title: str) -> None:
-    """Write a PNG to `path`, which is replaced as a whole. tokens_after: tokens of the run after so many steps.
+    """Write a PNG to `path`, which is replaced as a whole. tokens_after: tokens of the run after a number of steps.
 
     `records` are those of a journal: `kind` "train" with `step`, `loss` (nats per token), `lr`, `skipped`, or `kind`
     "valid" with `step` and `loss`; at least one of kind "train". A loss of None is left out. Needs no display and
