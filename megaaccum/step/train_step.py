@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,8 @@ class TrainStep:
 
     def _observed(self, result: StepResult) -> StepResult:
         seconds, traffic, memory = self.observer.take()
-        return replace(result, seconds=seconds, traffic=traffic, memory=memory)
+        forward_seconds = self.observer.forward_seconds()
+        return replace(result, seconds=seconds, forward_seconds=forward_seconds, traffic=traffic, memory=memory)
 
     # --- forward and backward ---
 
@@ -260,6 +262,7 @@ class TrainStep:
             low_precision=self._fp8,
             probe=self._probe,
             look=self.observer.note_held,
+            timed=nullcontext if forward_only else self.observer.forward,
         )
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.

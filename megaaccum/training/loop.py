@@ -20,10 +20,11 @@ from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
 from megaaccum.metrics.memory import bytes_by_kind, smallest_device
 from megaaccum.metrics.phases import between_steps, by_phase
+from megaaccum.metrics.ranks import Ranks
 from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-from megaaccum.planner import sync_mode
+from megaaccum.planner import expected, sync_mode
 from megaaccum.training.evaluation import evaluate, loader_of
 from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
@@ -80,7 +81,7 @@ def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
 def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, data: Datasets) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals, started = engine.plan.config.run, _Signals(), time.monotonic()
-    watchdog, stopwatch = _watchdog(engine), engine.observer.stopwatch
+    watchdog, stopwatch, ranks = _watchdog(engine), engine.observer.stopwatch, _ranks(engine, data)
     stopwatch.enter("between")
     last = run.train_iters if run.max_steps is None else min(run.train_iters, engine.step + run.max_steps)
     if engine.step >= last:
@@ -101,6 +102,9 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         if result.advanced:
             loader.commit(engine.plan.batch.global_batch_size)
         log_step(log, engine, result)
+        for kind, text in ranks.after(result, data=result.seconds["data"]):
+            log.event(kind, result.step, text)
+            log.note(f"{kind}  {text}")
         is_eval = (
             run.eval_interval and result.advanced and (engine.step % run.eval_interval == 0 or engine.step == last)
         )
@@ -154,6 +158,12 @@ def _watchdog(engine: Engine) -> Watchdog:
     run = engine.plan.config.run
     folder = Path(run.output_dir) / "hang"
     return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=engine.trace)
+
+
+def _ranks(engine: Engine, data: Datasets) -> Ranks:
+    plan = engine.plan
+    stages = expected.of_plan(plan, data.vocabulary.size, gpt.layers_of(plan))
+    return Ranks(plan, engine.groups, engine.chunks, stages)
 
 
 # --- what the run is made of -----------------------------------------------------------------------------------------
