@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
+    from megaaccum.metrics.observer import Observer
     from megaaccum.training.lr_schedule import LrSchedule
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -158,6 +159,11 @@ class Engine:
     def trace(self) -> Trace:
         """This rank's notes on what it is doing, for a watchdog."""
         return self.train_steps.trace
+
+    @property
+    def observer(self) -> Observer:
+        """The meter of this rank's steps: seconds by phase, bytes, memory."""
+        return self.train_steps.observer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

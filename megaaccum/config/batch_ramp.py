@@ -214,8 +214,8 @@ def _rampup(triple: Sequence[int], size: int) -> list[Wish]:
 
 
 def parse_schedule(text: str, seq_length: int) -> list[Wish]:
-    """Megatron's `THRESHOLD:SIZE THRESHOLD:SIZE ...`: from that number of tokens on, that number of sequences. K, M, B and T stand
-    for 10^3, 10^6, 10^9 and 10^12.
+    """Megatron's `THRESHOLD:SIZE THRESHOLD:SIZE ...`: from that number of tokens on, that number of sequences. K, M, B
+    and T stand for 10^3, 10^6, 10^9 and 10^12.
 
     Raises:
         ConfigError: with the entry that cannot be read, or thresholds that do not grow from 0.

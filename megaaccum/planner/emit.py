@@ -49,6 +49,8 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     model, stages = workload.model, at["pp"] * at["vpp"]
     if at["pp"] == 1:
         return {}
+    if at.get("stages"):
+        return dict(pipeline_model_parallel_layout=at["stages"])
     layers = split_layers(model.num_layers, stages)
     assert layers is not None, "space.py plans only layers that have a split"
     if len(set(layers)) > 1:
@@ -98,7 +100,8 @@ def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
 
 
 def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
-    """Write one layout's configuration, with the number of ranks and `comment` in the first lines.
+    """Write one layout's configuration, with the number of ranks and `comment` in the first lines. at: as
+    `planned_keys` takes it; `stages`, in Megatron's notation, replaces the even split of the layers.
 
     Raises:
         ConfigError: it breaks a rule of `check` (nothing is written).

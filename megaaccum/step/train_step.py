@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class TrainStep:
         """That of the step; the engine sets it by the samples consumed."""
         self._forward_step_func = forward_step_func
         self._fp8 = low_precision or fp8.build(plan, chunks)
-        self._observer = Observer(groups, chunks, backend)
+        self.observer = Observer(groups, chunks, backend)
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
         if isinstance(self._schedule, ForwardBackward):
@@ -98,7 +99,7 @@ class TrainStep:
     @property
     def trace(self) -> Trace:
         """This rank's notes on what it is doing."""
-        return self._observer.trace
+        return self.observer.trace
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -124,7 +125,7 @@ class TrainStep:
         anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
         step comes with its `problem`, which every rank then raises before it begins.
         """
-        with self._observer.watching():
+        with self.observer.watching():
             stop, short = self._agreement.on_step(step, microbatches, self.batch, stop=stop, **self._since(problem))
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
@@ -142,7 +143,7 @@ class TrainStep:
         """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
         where it is known. last: whether the reduction may run inside the last backward, if no further call is
         expected."""
-        with self._observer.watching():
+        with self.observer.watching():
             batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             self._agreement.on_call(
@@ -152,7 +153,7 @@ class TrainStep:
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
-        with self._observer.watching():
+        with self.observer.watching():
             agreed = self._agreement.on_call("optim_step", stop=stop, step=step, **self._since(problem))
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
@@ -164,9 +165,9 @@ class TrainStep:
         assert opened is not None
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
-        self._observer.phase("optimizer")
+        self.observer.phase("optimizer")
         self._update(verdict, opened)
-        self._observer.phase("report")
+        self.observer.phase("report")
         attempt = verdict.attempt
         return StepResult(
             step=step,
@@ -184,15 +185,16 @@ class TrainStep:
         )
 
     def _observed(self, result: StepResult) -> StepResult:
-        seconds, traffic, memory = self._observer.take()
-        return replace(result, seconds=seconds, traffic=traffic, memory=memory)
+        seconds, traffic, memory = self.observer.take()
+        forward_seconds = self.observer.forward_seconds()
+        return replace(result, seconds=seconds, forward_seconds=forward_seconds, traffic=traffic, memory=memory)
 
     # --- forward and backward ---
 
     def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self._observer.phase("gather")
+            self.observer.phase("gather")
             before = _Before(rng.snapshot(), self._fp8.snapshot())
             self._open = _Open(step, self._divisor([batch], total, alone=last), before)
             self._begin_attempt(self._open)
@@ -200,7 +202,7 @@ class TrainStep:
             self._backend.resume_accumulation()
             self._open.reduced = False
         self._open.calls.append(batch)
-        self._observer.phase("forward_backward")
+        self.observer.phase("forward_backward")
         try:
             self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
         except BaseException:
@@ -235,7 +237,7 @@ class TrainStep:
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
         self._fp8.begin_attempt()
-        self._observer.note_held()
+        self.observer.note_held()
         router_state.begin_step(self._chunks)
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
@@ -244,7 +246,7 @@ class TrainStep:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
         size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
-        with self._observer.flushing(), self._seeds.flush(opened.step):
+        with self.observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
                 self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
@@ -263,7 +265,8 @@ class TrainStep:
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
-            look=self._observer.note_held,
+            look=self.observer.note_held,
+            timed=nullcontext if forward_only else self.observer.forward,
         )
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.
@@ -382,14 +385,14 @@ class TrainStep:
 
     def _reduce_and_measure(self, opened: _Open) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
-        self._observer.phase("reduce")
+        self.observer.phase("reduce")
         self._backend.finish_reduction()
-        self._observer.phase("norm")
+        self.observer.phase("norm")
         tally, zero = opened.tally, self._recovery.zero
         along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
         norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
-        self._observer.phase("verdict")
+        self.observer.phase("verdict")
         total, weight, bad, problem, news, *reported = totals
         zeroed = 0 if zero is None else int(reported.pop())
         if bad or problem:

@@ -78,7 +78,7 @@ class BatchConfig:
     """START INCREMENT SAMPLES: the global batch grows from START sequences by INCREMENT, in equal spans of samples, to
     global_batch_size after SAMPLES."""
     step_batch_size_schedule: str | None = None
-    """Sequences of the global batch from a number of tokens on: '0:768 250B:1536'. The last one is global_batch_size."""
+    """Sequences of the global batch from a number of tokens on, '0:768 250B:1536'. The last is global_batch_size."""
     variable_seq_lengths: bool = False
     """Micro-batches may have different lengths, up to seq_length; with a pipeline, every stage knows them in
     advance."""
