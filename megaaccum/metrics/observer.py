@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.distributed import cpu
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.metrics.memory import Activations, Memory
 from megaaccum.metrics.phases import Stopwatch
@@ -32,6 +33,8 @@ class Observer:
         self._meter = Meter(groups)
         self._activations = Activations(chunks)
         self._traffic: Traffic = {}
+        self._forwards: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._forward_seconds = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -56,6 +59,27 @@ class Observer:
     def flushing(self) -> AbstractContextManager[None]:
         """Around the flushes of an attempt: what they hold beside the backend's tensors."""
         return self._activations.watching(self._backend.memory)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward of this rank, on a GPU by its own clock."""
+        if cpu.has_accelerator():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._forwards.append((begin, end))
+        else:
+            start = self.stopwatch.clock()
+            yield
+            self._forward_seconds += self.stopwatch.clock() - start
+
+    def forward_seconds(self) -> float:
+        """Seconds of the forwards since the last call, which are all done: the step's verdict comes after them."""
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._forwards)
+        seconds = self._forward_seconds + milliseconds / 1e3
+        self._forwards, self._forward_seconds = [], 0.0
+        return seconds
 
     def note_held(self) -> None:
         """Note what the backend holds now."""

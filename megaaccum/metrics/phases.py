@@ -17,13 +17,13 @@ class Stopwatch:
     """Laps of one rank, by phase. clock: gives seconds. Nothing counts before a phase was entered."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+        self.clock = clock
         self._seconds: dict[str, float] = {}
         self._phase, self._since = "", 0.0
 
     def enter(self, phase: str) -> None:
         """The phase that was entered last ends, and this one begins; "": none does."""
-        now = self._clock()
+        now = self.clock()
         if self._phase:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
