@@ -28,18 +28,18 @@ class DamagedCheckpoint(CheckpointError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
-    global_batch_size: of the last step; lr_schedule: its state; data: which samples come in which order
-    (data/dataset.py), empty with a loader of the user's; shape: what a model must share to take these tensors;
-    transaction: state of Transaction (skipped steps, loss scale, guards); metadata_sha256: of the list of tensors, once
-    it is written."""
+    lr_schedule: its state; data: which samples come in which order (data/dataset.py), empty with a loader of the
+    user's; shape: what a model must share to take these tensors; transaction: state of Transaction (skipped steps, loss
+    scale, guards), batch_ramp: that of the batch of each step (Plan.ramp_state); metadata_sha256: of the list of
+    tensors, once it is written."""
 
     step: int
     consumed_samples: int
     lr_schedule: dict[str, Any]
     data: dict[str, Any]
     shape: dict[str, Any]
-    global_batch_size: int = 0
     transaction: dict[str, Any] = field(default_factory=dict)
+    batch_ramp: dict[str, Any] = field(default_factory=dict)
     metadata_sha256: str = ""
 
     @property

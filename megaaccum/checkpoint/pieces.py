@@ -86,8 +86,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg or
-    exp_avg_sq."""
+    """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg
+    or exp_avg_sq."""
 
     name: str
     kind: str

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from megaaccum.checkpoint import pieces
-from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress, to_try
+from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import rng
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
 
-__all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", "save", "shape_of", "to_try"]
+__all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
-    """Everything that has to be equal between a checkpoint and the model that takes it, whatever their layouts. vocab_size: before
-    padding."""
+    """Everything that has to be equal between a checkpoint and the model that takes it, whatever their layouts.
+    vocab_size: before padding."""
     fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
     return fixed | {"vocab_size": vocab_size, _PADDED: padded_vocab_size(plan.config, vocab_size)}
 

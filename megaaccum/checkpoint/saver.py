@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.checkpoint import resume, save_load
-from megaaccum.checkpoint.folders import read_progress
+from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, to_try
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from megaaccum.checkpoint.save_load import BackgroundSave
+    from megaaccum.config import Plan
     from megaaccum.data.dataset import Datasets
     from megaaccum.engine import Engine
 
@@ -160,9 +161,8 @@ class Saver:
             engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
             return True
         engine.resume(progress, with_optimizer=not only_weights)
-        left = max(0, run.train_iters - progress.step) * engine.plan.batch.global_batch_size
-        consumed = progress.consumed_samples
-        self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=consumed + left)
+        consumed, whole = progress.consumed_samples, engine.plan.ramp.samples_after(run.train_iters)
+        self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=max(consumed, whole))
         engine.print(f"resumed from {checkpoint}: step {progress.step}, {progress.consumed_samples} samples")
         for note in notes:
             engine.print(note)
@@ -181,6 +181,19 @@ class Saver:
                 print(f"{missing}: the run starts afresh", flush=True)
         if run.finetune or run.reset_iteration:
             raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
+
+
+def continued(plan: Plan) -> Plan:
+    """`plan` with the batch of each step up to the checkpoint that the run goes on from, which other ranks may have
+    laid out. Raises ConfigError where these ranks cannot go on with it, or with another batch that is not asked for."""
+    run = plan.config.run
+    if run.no_load or run.finetune or run.reset_iteration:
+        return plan
+    for checkpoint in to_try(run.load or checkpoint_folder(plan.config))[0]:
+        with suppress(DamagedCheckpoint):  # reported by `Saver.resume`
+            progress = read_progress(checkpoint)
+            return plan.continued(progress.batch_ramp, progress.consumed_samples)
+    return plan
 
 
 def _is_empty(folder: Path) -> bool:

@@ -130,7 +130,7 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
 
     Sample orders are built once per cache folder and kept there (data_cache_path, or data in output_dir), so that a
     later start only maps them. `train_samples` is the number of samples that training will consume; default
-    train_iters * global_batch_size. Another number is another order, as the last epoch is cut to it.
+    what train_iters steps consume. Another number is another order, as the last epoch is cut to it.
 
     Raises:
         ConfigError: data_path and its relatives contradict each other.
@@ -188,7 +188,7 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     run, batch = plan.config.run, plan.batch.global_batch_size
     vocabulary = read_run_vocabulary(plan.config)
     valid_batches = run.eval_iters if run.eval_interval > 0 else 0
-    first = Span(0, run.train_iters * batch if train_samples is None else train_samples)
+    first = Span(0, plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples)
     facts = {
         "data": "mock_data",
         "vocabulary": f"{vocabulary.size} ids",
@@ -261,7 +261,7 @@ def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
         sources=sources,
         pairs=pairs,
         vocabulary=vocabulary,
-        train_samples=config.run.train_iters * batch if train_samples is None else train_samples,
+        train_samples=plan.ramp.samples_after(config.run.train_iters) if train_samples is None else train_samples,
         valid_samples=valid_batches * batch,
         plan=plan,
     )
@@ -307,8 +307,8 @@ def _cache_key(request: _Request) -> str:
 
 
 def _content_digest(request: _Request, prefixes: list[str]) -> str:
-    """A hash of what the training samples of some pairs are, and of their shares: sizes, and the first and last 64 KiB of their
-    files (no whole read of a large dataset), and what cuts them into samples."""
+    """A hash of what the training samples of some pairs are, and of their shares: sizes, and the first and last 64 KiB
+    of their files (no whole read of a large dataset), and what cuts them into samples."""
     facts = [request.shown() | {"data": ""}, request.sources.train.weights if len(prefixes) > 1 else None]
     digest = hashlib.sha256(json.dumps(facts).encode())
     for prefix in prefixes:

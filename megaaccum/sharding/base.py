@@ -188,7 +188,7 @@ class Kept:
 
 
 class WholeOnEachRank:
-    """The common part of backends whose parameters and unreduced gradients are whole on each rank (torch DDP, Megatron).
+    """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
 
     A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
     """

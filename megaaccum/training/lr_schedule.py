@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError
@@ -44,9 +45,12 @@ class LrSchedule:
     The rate of the first step is `lr_warmup_init` where there is a warm-up. Same on every rank.
     """
 
-    def __init__(self, scheduler: OptimizerParamScheduler, global_batch_size: int, *, differing: Differing = "error"):
-        self._scheduler = scheduler
-        self._global_batch_size = self._laid_out_by = global_batch_size
+    def __init__(
+        self, scheduler: OptimizerParamScheduler, config: Config, ramp: BatchRamp, *, differing: Differing = "error"
+    ):
+        """ramp: the batch of each step, by which the steps of `config` were laid out as samples."""
+        self._scheduler, self._config = scheduler, config
+        self._ramp = self._laid_out_by = ramp
         self._differing = differing
 
     @property
@@ -66,16 +70,16 @@ class LrSchedule:
 
     def step(self, num_samples: int | None = None) -> None:
         """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
-        group. `num_samples` is that step's global batch, default `global_batch_size`."""
-        self._scheduler.step(increment=self._global_batch_size if num_samples is None else num_samples)
+        group. `num_samples` is that step's global batch, default what the ramp has after as many samples."""
+        self._scheduler.step(increment=self._ramp.size_at(self.num_samples) if num_samples is None else num_samples)
 
-    def state_dict(self) -> dict[str, int | float | str | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""
         state = dict(self._scheduler.state_dict())
         # Megatron leaves these three out, so a checkpoint of its own would not notice that they changed.
         for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
             state[name] = getattr(self._scheduler, name)
-        return state | {"global_batch_size": self._laid_out_by}
+        return state | {"laid_out_by": [list(interval) for interval in self._laid_out_by.intervals]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the position of `state` and set every group. Spans of samples stay as they were, also where a step has
@@ -86,7 +90,7 @@ class LrSchedule:
         if self._differing == "error" and (problems := self.differences(state)):
             raise CheckpointError("\n".join(f"{text}; {remedy}" for text, remedy in problems.items()))
         if self._differing != "configuration":
-            self._laid_out_by = int(state["global_batch_size"])
+            self._laid_out_by = _ramp_of(state)
             for name in KEY_OF_STATE:
                 setattr(self._scheduler, name, state[name])
         # Megatron's own load adds the position to the present one, which is right only on a schedule that never moved.
@@ -94,27 +98,21 @@ class LrSchedule:
         self._scheduler.step(increment=int(state["num_steps"]))
 
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
-        """In which numbers the configuration lays out another schedule than the one that `state` comes from, each with
-        the key to set back; none where the checkpoint's holds in any case. Spans are compared in steps."""
-        mine = self.state_dict()
-        missing = sorted(mine.keys() - state.keys())
+        """The numbers in which the configuration lays out another schedule than the one that `state` comes from, over
+        the same batches, each with the key to set back; none where the checkpoint's holds in any case."""
+        missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
             what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
             return {what: "it is damaged, or not one of megaaccum"}
         if self._differing == "checkpoint":
             return {}
-        then = int(state["global_batch_size"])
+        ramp = _ramp_of(state)
+        mine = scheduler_arguments(self._config, ramp)
         return dict(
-            self._difference(name, state[name], mine[name], then)
+            self._difference(name, state[name], mine[name], ramp)
             for name in KEY_OF_STATE
-            if self._differs(name, state[name], mine[name], then) and self._matters(name)
+            if state[name] != mine[name] and self._matters(name)
         )
-
-    def _differs(self, name: str, saved: Any, now: Any, then: int) -> bool:
-        """Whether the key that decides a number is another. then: the global batch that spans were laid out by."""
-        if KEY_OF_STATE[name].facts.in_samples and None not in (saved, now):
-            return bool(saved * self._laid_out_by != now * then)
-        return bool(saved != now)
 
     def _matters(self, name: str) -> bool:
         if name == "wd_incr_steps":
@@ -123,46 +121,56 @@ class LrSchedule:
             return self._scheduler.lr_decay_style == "WSD"
         return True
 
-    def _difference(self, name: str, saved: Any, now: Any, then: int) -> tuple[str, str]:
+    @staticmethod
+    def _difference(name: str, saved: Any, now: Any, ramp: BatchRamp) -> tuple[str, str]:
         key = KEY_OF_STATE[name].name
         if not KEY_OF_STATE[name].facts.in_samples or None in (saved, now):
             what = f"{key}: the checkpoint was made with {saved}, the configuration says {now}"
             return what, f"set {key} to {saved}"
-        steps, steps_now = saved / then, now / self._laid_out_by
-        what = (
-            f"{key}: the checkpoint's schedule has {saved} samples ({steps:g} steps of {then}), the configuration gives"
-            f" {now} ({steps_now:g} steps of {self._laid_out_by})"
-        )
-        return what, f"set {key} to {steps:g}"
+        what = f"{key}: {saved} samples of the schedule in the checkpoint, {now} in the configuration"
+        steps = ramp.steps_within(int(saved))
+        from_start = ramp.is_constant or name != "wsd_decay_steps"
+        exact = from_start and ramp.samples_after(steps) == saved
+        return what, f"set {key} to {steps}" if exact else f"set {key} as it was"
 
 
-def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config) -> LrSchedule:
+def _ramp_of(state: dict[str, Any]) -> BatchRamp:
+    """The batches by which a schedule's spans of samples were laid out."""
+    return BatchRamp(tuple((start, size) for start, size in state["laid_out_by"]), {})
+
+
+def build(
+    optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config, ramp: BatchRamp | None = None
+) -> LrSchedule:
     """The schedule that Megatron-LM builds from the same flags, before the first step: every group of the
     optimizer (or of the list) has its `lr` and `weight_decay` set.
 
     `config` is a resolved one: train_iters, lr and global_batch_size are there, and the rules of
-    `megaaccum.config.rules` hold. Imports megatron.core and so torch.
+    `megaaccum.config.rules` hold. ramp: the batch of each step (Plan.ramp); default: global_batch_size. Imports
+    megatron.core and so torch.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    ramp = ramp or _constant(config)
     optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
-    scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config))
+    scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config, ramp))
     run = config.run
     ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
-    return LrSchedule(scheduler, _global_batch_size(config), differing=differing)
+    return LrSchedule(scheduler, config, ramp, differing=differing)
 
 
-def scheduler_arguments(config: Config) -> dict[str, Any]:
+def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[str, Any]:
     """Megatron-LM 0.19's arguments of its scheduler for iteration-based training (get_optimizer_param_scheduler of
-    megatron.training): spans of steps become spans of samples."""
-    optimizer, batch_size = config.optimizer, _global_batch_size(config)
+    megatron.training): spans of steps become spans of the samples that these steps consume."""
+    optimizer, samples_after = config.optimizer, (ramp or _constant(config)).samples_after
     assert config.run.train_iters > 0, "the config is not resolved"
-    decay_samples = (optimizer.lr_decay_iters or config.run.train_iters) * batch_size
+    decay_steps = optimizer.lr_decay_iters or config.run.train_iters
+    decay_samples = samples_after(decay_steps)
     if optimizer.lr_warmup_fraction is not None:
         warmup_samples: float = optimizer.lr_warmup_fraction * decay_samples
     else:
-        warmup_samples = (optimizer.lr_warmup_iters or 0) * batch_size
+        warmup_samples = samples_after(optimizer.lr_warmup_iters or 0)
     anneal_steps = optimizer.lr_wsd_decay_iters
     start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay
     return {
@@ -174,17 +182,18 @@ def scheduler_arguments(config: Config) -> dict[str, Any]:
         "lr_decay_style": optimizer.lr_decay_style,
         "start_wd": optimizer.weight_decay if start_wd is None else start_wd,
         "end_wd": optimizer.weight_decay if end_wd is None else end_wd,
-        "wd_incr_steps": config.run.train_iters * batch_size,
+        "wd_incr_steps": samples_after(config.run.train_iters),
         "wd_incr_style": optimizer.weight_decay_incr_style,
-        "wsd_decay_steps": None if anneal_steps is None else anneal_steps * batch_size,
+        # The anneal is the end of the decay: its steps are the last ones, which may lie inside a ramp.
+        "wsd_decay_steps": None if anneal_steps is None else decay_samples - samples_after(decay_steps - anneal_steps),
         "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
     }
 
 
-def _global_batch_size(config: Config) -> int:
-    batch_size = config.batch.global_batch_size
-    assert batch_size is not None, "the config is not resolved"
-    return batch_size
+def _constant(config: Config) -> BatchRamp:
+    """Every step takes global_batch_size."""
+    assert config.batch.global_batch_size is not None, "the config is not resolved"
+    return BatchRamp(((0, config.batch.global_batch_size),), {})
 
 
 def param_groups(

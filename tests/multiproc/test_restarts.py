@@ -27,7 +27,7 @@ TP2 = "--tensor_model_parallel_size 2 --pp_microbatches 4"
 PP2 = "--pipeline_model_parallel_size 2 --pp_microbatches 4"
 DP2 = "--pp_microbatches 4"
 DP4 = "--pp_microbatches 2"
-DROPOUT = DENSE + "--attention_dropout 0.1 --hidden_dropout 0.1 --lr_warmup_iters 10 "
+DROPOUT = DENSE + "--attention_dropout 0.1 --hidden_dropout 0.1 --rng megatron --lr_warmup_iters 10 "
 MOE = (
     "--num_layers 2 --num_experts 4 --no_add_bias_linear --moe_router_topk 2 --moe_ffn_hidden_size 32 "
     "--moe_router_score_function sigmoid --moe_router_enable_expert_bias --global_batch_size 8 "

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import BatchConfig, Config, OptimizerConfig, RunConfig
 from megaaccum.errors import CheckpointError
 from megaaccum.training.lr_schedule import build, param_groups, scheduler_arguments
@@ -39,6 +40,48 @@ def rates(config: Config, num_steps: int) -> list[float]:
 def test_warmup_is_linear_from_its_start_to_the_peak():
     values = rates(configured(lr_decay_style="cosine", lr_warmup_iters=10, lr_warmup_init=1e-5), 10)
     assert values == pytest.approx([1e-5 + (1e-3 - 1e-5) * step / 10 for step in range(11)], rel=1e-12)
+
+
+def test_under_a_ramp_the_schedule_follows_the_samples_that_its_steps_consume():
+    sizes = [8, 8, 16, 16, 24] + [32] * 95
+    ramp = BatchRamp(((0, 8), (16, 16), (48, 24), (72, 32)), {})
+    config = configured(lr_decay_style="linear", lr_warmup_iters=4, min_lr=0.0)
+    groups: list[dict] = [{}]
+    schedule = build(groups, config, ramp)
+    values = []
+    for size in sizes:
+        values.append(groups[0]["lr"])
+        schedule.step(size)
+    # Four steps of warm-up are 48 samples, and a step's rate is that of the samples before it.
+    assert values[:5] == pytest.approx([1e-3 * before / 48 for before in (0, 8, 16, 32, 48)], rel=1e-12)
+    total = sum(sizes)
+    assert values[50] == pytest.approx(1e-3 * (total - sum(sizes[:50])) / (total - 48), rel=1e-12)
+    assert groups[0]["lr"] == 0.0
+    again = build([{}], config, ramp)
+    again.load_state_dict(schedule.state_dict())
+    assert (again.lr, again.num_samples) == (schedule.lr, total)
+
+
+def test_the_anneal_of_wsd_ends_with_the_last_step_of_a_ramped_run():
+    ramp = BatchRamp(((0, 8), (80, 32)), {})
+    config = configured(lr_decay_style="WSD", lr_wsd_decay_iters=95, train_iters=100)
+    arguments = scheduler_arguments(config, ramp)
+    assert arguments["lr_decay_steps"] == 80 + 90 * 32
+    assert arguments["lr_decay_steps"] - arguments["wsd_decay_steps"] == 5 * 8
+
+
+def test_spans_stay_those_of_the_ramp_that_they_were_laid_out_by():
+    """Another ramp is refused, or asked for, as a batch (Plan.continued)."""
+    ramp = BatchRamp(((0, 8), (16, 32)), {})
+    saved = build([{}], configured(lr_warmup_iters=4), ramp).state_dict()
+    assert saved["lr_warmup_steps"] == 80
+    constant = build([{}], configured(lr_warmup_iters=4))
+    constant.load_state_dict(saved)
+    assert constant.state_dict() == saved
+    with pytest.raises(
+        CheckpointError, match="lr_warmup_iters: 80 samples of .* 112 in the configuration; set .* to 4"
+    ):
+        build([{}], configured(lr_warmup_iters=5)).load_state_dict(saved)
 
 
 def test_without_warmup_the_first_step_has_the_peak():
@@ -191,7 +234,7 @@ def test_resumes_where_it_was_even_when_loaded_after_steps():
         (dict(train_iters=200), ["lr_decay_iters", "3200", "6400", "set lr_decay_iters to 100"]),
         (dict(lr_warmup_init=1e-6), ["lr_warmup_init"]),
         (dict(lr_decay_style="linear"), ["lr_decay_style", "cosine", "linear"]),
-        (dict(global_batch_size=64, train_iters=50), ["lr_decay_iters", "50 steps of 64", "set lr_decay_iters to 100"]),
+        (dict(global_batch_size=64, train_iters=50), ["lr_decay_iters", "set lr_decay_iters to 100"]),
     ],
 )
 def test_another_schedule_is_refused_and_nothing_moves(change, texts):
