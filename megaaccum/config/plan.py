@@ -92,6 +92,13 @@ class Plan:
             raise ConfigError(problems)
         return resolve(config, world_size=_world_size(world_size), own_model=True)
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether a data-parallel rank takes micro-batches that follow each other in the global batch, and not turns
+        with the others: their gradients are then a subtree's (sharding/sum_tree.py)."""
+        sharding = self.config.sharding
+        return sharding.reproducible == "layout" and sharding.sync == "resident"
+
     def digest(self) -> str:
         """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
 

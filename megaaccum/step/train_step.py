@@ -23,7 +23,15 @@ from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
 from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
+from megaaccum.step.loss import (
+    Divisor,
+    ForwardStepFunc,
+    Places,
+    ReportReducer,
+    Tally,
+    sums_over_ranks,
+    total_weight,
+)
 from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.result import StepResult
@@ -158,6 +166,14 @@ class TrainStep:
     def _end(self, step: int, stop: bool) -> StepResult:
         opened, self._open = self._open, None
         assert opened is not None
+        if self._backend.sums is not None and opened.num_microbatches != self._backend.sums.count:
+            self._drop(opened)
+            raise printed_once(
+                StepError(
+                    f"step {step} had {opened.num_microbatches} micro-batches on each rank, and reproducible layout"
+                    f" adds up the {self._backend.sums.count} of the plan: give it as many, or leave reproducible out"
+                )
+            )
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
         self._observer.phase("optimizer")
@@ -211,13 +227,21 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+            total, self._num_microbatches = total_weight(known, count, self._groups.dp, self._places(len(known)))
         elif total is not None:
             self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
         nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
         return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+
+    def _places(self, count: int) -> Places | None:
+        """The places in the global batch of `count` micro-batches of each rank; None where no sum depends on them."""
+        if self._backend.sums is None:
+            return None
+        ranks, rank = self._groups.dp.size(), self._groups.dp.rank()
+        of = range(rank * count, (rank + 1) * count) if self._plan.in_runs else range(rank, count * ranks, ranks)
+        return Places(of, count * ranks)
 
     def _nominal_weight(self, first: Microbatches) -> float:
         """About the weight of a step, before it is known: that of the last one, else by what is expected."""
@@ -226,7 +250,9 @@ class TrainStep:
         return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
 
     def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally = Tally()
+        opened.tally = Tally(self._places(self._plan.batch.num_microbatches))
+        if self._backend.sums is not None:
+            self._backend.sums.count = self._plan.batch.num_microbatches
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
@@ -256,12 +282,15 @@ class TrainStep:
             chunks=self._chunks,
             trace=self.trace,
             seeds=self._seeds,
+            sums=self._backend.sums,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
             look=self._observer.note_held,
         )
         self._side_losses.begin_flush(batch)
+        if self._backend.sums is not None:
+            self._backend.sums.begin_flush(batch.first)
         # Looking at single micro-batches takes each forward and backward for itself.
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
         for chunk in self._chunks:
@@ -291,7 +320,7 @@ class TrainStep:
         self._fp8.begin_attempt()
         for chunk in self._chunks:
             chunk.eval()
-        tally = Tally()
+        tally = Tally(self._places(len(batch)))
         with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
@@ -311,9 +340,7 @@ class TrainStep:
         """Sums over the world of what this rank has."""
         if not mine:
             return []
-        sums = torch.stack(self._counted(mine))
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
+        return sums_over_ranks(self._counted(mine))
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
