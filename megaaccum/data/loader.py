@@ -148,12 +148,12 @@ class _Reader:
         """starts: the first sample of each micro-batch."""
         self._dataset = dataset
         self._size = size
-        self._starts = starts
+        self._starts, self._start = starts, next(starts)
         self._vocab_size = vocab_size
 
     def read(self) -> Batch:
-        start = next(self._starts)
-        samples = [self._sample(index) for index in range(start, start + self._size)]
+        samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
+        self._start = next(self._starts)
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
         has_mask = "attention_mask" in samples[0]
         batch["attention_mask"] = torch.stack([s["attention_mask"] for s in samples]) if has_mask else None

@@ -56,10 +56,15 @@ class Fsdp2Backend:
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.sums = MicrobatchSums() if sharding.reproducible == "layout" else None
         self._trees: list[ScatterIntoTree] = []
-        for chunk in chunks:
+        self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
+        """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
+        self._is_w = False
+        for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)
             if self.sums is not None and not self._streaming:
                 upstream.fsdp2_on_gradient(chunk, self._on_gradient)
+            elif self.sums is not None and self._splits:
+                upstream.fsdp2_on_gradient(chunk, partial(self._keep_for_w, number))
         upstream.watch_fsdp2(self._roots, self.memory)
         self._weight_grads = [upstream.Fsdp2WeightGrads(chunk) for chunk in chunks]
         self._parameters = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
@@ -109,6 +114,14 @@ class Fsdp2Backend:
         if self.sums.add(param, grad.to(self._sum_dtype or grad.dtype)):
             upstream.fsdp2_give(held, self.sums.total(param))
 
+    def _keep_for_w(self, chunk: int, held: Any, param: torch.nn.Parameter) -> None:
+        """Keep a gradient that an I brings apart from those of other micro-batches, until the W."""
+        assert self.sums is not None and param.grad is not None
+        if not self._is_w:
+            grad, param.grad = param.grad, None
+            kept = self._of_i.setdefault((chunk, self.sums.of_backward), [])
+            kept.append((held, grad.to(self._sum_dtype or grad.dtype)))
+
     @property
     def _roots(self) -> list[FSDPModule]:
         return cast("list[FSDPModule]", self._chunks)
@@ -147,7 +160,10 @@ class Fsdp2Backend:
             self._expect_last_backward(root)
         elif self._streaming:
             root.set_requires_gradient_sync(True)
-        self._in_w = self._weight_grads[chunk]
+        self._in_w, self._is_w = self._weight_grads[chunk], True
+        if self.sums is not None:
+            for held, grad in self._of_i.pop((chunk, self.sums.of_backward), ()):
+                upstream.fsdp2_give(held, grad)
         self._in_w.begin(reduce=final or self._streaming)
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
@@ -156,6 +172,7 @@ class Fsdp2Backend:
     def after_weight_grad(self, chunk: int) -> None:
         """With streaming, gradients that the next I brings wait for its W: one reduction of a unit per micro-batch."""
         self._weight_grads[chunk].finish()
+        self._is_w = False
         if self._streaming:
             self._roots[chunk].set_requires_gradient_sync(False)
 
@@ -165,6 +182,7 @@ class Fsdp2Backend:
         self._optimizer.zero_grad(set_to_none=True)
         if self.sums is not None:
             self.sums.clear()
+        self._of_i.clear()
         for tree in self._trees:
             tree.clear()
         self.resume_accumulation()
@@ -231,7 +249,8 @@ class Fsdp2Backend:
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = upstream.fsdp2_tensors(self._roots) | {"optimizer": upstream.optimizer_tensors(self._optimizer)}
         if self.sums is not None:
-            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
+            kept = [grad for grads in self._of_i.values() for _, grad in grads]
+            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
             partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
             held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
         return held

@@ -51,11 +51,6 @@ class MegatronBackend:
         self.sums = MicrobatchSums() if sharding.reproducible == "layout" else None
         upstream.megatron_reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
-        if self.sums is not None:
-            upstream.megatron_reduce_scatter(ScatterInOrder(in_tree_order))
-            for param in self._trained():
-                param.grad_dtype = torch.float32
-                upstream.on_gradient(param, self._on_gradient)
         settings = OptimizerConfig(
             optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
         )
@@ -72,6 +67,11 @@ class MegatronBackend:
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
+        if self.sums is not None:
+            upstream.megatron_reduce_scatter(ScatterInOrder(in_tree_order))  # after the optimizer, which sets it too
+            for param in self._trained():
+                param.grad_dtype = torch.float32
+                upstream.on_gradient(param, self._on_gradient)
         self._last_flush, self._reduced = True, False
         self._kept = Kept()
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
@@ -84,7 +84,7 @@ class MegatronBackend:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
             # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
-            overlap_grad_reduce=sharding.reproducible is None and not has_experts([chunk]),
+            overlap_grad_reduce=sharding.reproducible == "none" and not has_experts([chunk]),
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,

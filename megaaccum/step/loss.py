@@ -13,6 +13,7 @@ and the clip factor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | No
     sum is the float64 nearest to the exact one. float64, one all-reduce."""
     flat = torch.cat([part.to(cpu.device()).reshape(-1) for part in parts])
     dist.all_reduce(flat, group=group)
-    totals = [total.tolist() for total in flat.split([part.numel() for part in parts])]
+    numbers = iter(flat.tolist())
+    totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
     return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
 
 

@@ -79,7 +79,7 @@ class _Devices(TorchFunctionMode):
 class Offloaded:
     """As much of a sharding backend as sums and norms ask for; its gradients lie in host memory."""
 
-    replica = 0
+    replica, sums = 0, None
 
     def __init__(self, names: list[str]):
         from megaaccum.sharding import GradShard

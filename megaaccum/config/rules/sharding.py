@@ -50,7 +50,7 @@ def deterministic(subject: Subject) -> Iterator[str]:
 
 
 def reproducible(subject: Subject) -> Iterator[str]:
-    """What cannot be the same to the bit in every layout, each with its reason."""
+    """Some things cannot be the same to the bit in every layout, each for a reason of its own."""
     sharding, parallel, model = subject.sharding, subject.parallel, subject.model
     if sharding.reproducible != "layout":
         return
@@ -143,7 +143,7 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
         yield f"{who} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.sync == "streaming":
         yield f"{who} has no sync streaming: set sync to resident, {instead}."
-    if sharding.deterministic:
+    if sharding.deterministic and sharding.reproducible == "none":
         yield f"{who} has no deterministic sums: set deterministic to false, {instead}."
 
 
