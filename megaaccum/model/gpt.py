@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -208,6 +209,19 @@ def _check_local_layers(plan: Plan) -> None:
         raise ConfigError(problems)
 
 
+def _check_dispatcher(plan: Plan) -> None:
+    """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
+    if plan.config.model.moe_token_dispatcher_type != "flex":
+        return
+    name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
+    needed = "transformer_engine" if name == "ncclep" else "deep_ep"
+    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
+        raise ConfigError(
+            f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, and one is missing here: set"
+            " moe_token_dispatcher_type to alltoall."
+        )
+
+
 def _activation(model):
     if model.squared_relu:
         from megatron.core.activations import squared_relu
@@ -226,6 +240,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     _check_fp8(plan)
     _check_te_layers(plan)
     _check_local_layers(plan)
+    _check_dispatcher(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)

@@ -82,6 +82,7 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         return f"Nothing left to do after step {engine.step} of {run.train_iters}"
     if run.eval_interval and data.valid is not None and engine.step == 0:
         evaluate(engine, data, log)
+    pace = Pace()
     while engine.step < last:
         microbatches, problem = loader.try_next_step(engine.plan.batch.num_microbatches)
         problem = saver.problem() or log.problem or problem
@@ -93,19 +94,38 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
             raise saver.saved(error) from error
         if result.advanced:
             loader.commit(engine.plan.batch.global_batch_size)
-        log_step(log, engine, result)
+        log_step(log, engine, result, seconds=pace.lap())
         is_eval = (
             run.eval_interval and result.advanced and (engine.step % run.eval_interval == 0 or engine.step == last)
         )
         if is_eval and data.valid is not None:
             evaluate(engine, data, log)
+            pace.leave_out()
         ends = engine.step == last or result.stop
         if (result.advanced or result.stop) and saver.is_due(engine.step, ends, bad=result.bad):
             log.note(f"checkpoint  {saver.save()}")
+            pace.leave_out()
         if result.stop:
             why = "a signal" if signals.received else "exit_interval or exit_duration_in_mins"
             return f"Stopped by {why} after step {engine.step}"
     return "Done"
+
+
+class Pace:
+    """Seconds from step to step: its own, those of the micro-batches that it waited for, and of the log before it."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Since the last call of either."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+    def leave_out(self) -> None:
+        """An evaluation or a checkpoint is no part of a step."""
+        self.lap()
 
 
 def _is_time(run: RunConfig, step: int, started: float) -> bool:
@@ -116,8 +136,8 @@ def _is_time(run: RunConfig, step: int, started: float) -> bool:
     )
 
 
-def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
-    """Record what a step came to."""
+def log_step(log: RunLog, engine: Engine, result: StepResult, *, seconds: float) -> None:
+    """Record what a step came to, in `seconds`."""
     record = {
         "step": result.step,
         "loss": result.loss,
@@ -126,7 +146,7 @@ def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
         "num_tokens": result.num_tokens,
         "consumed_samples": engine.consumed_samples,
         "skipped": result.skipped,
-        "seconds_per_step": sum(result.seconds.values()),
+        "seconds_per_step": seconds,
     }
     record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if engine.plan.config.sharding.fp16:

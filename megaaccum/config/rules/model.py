@@ -104,7 +104,9 @@ def kernels(subject: Subject) -> Iterator[str]:
             f" {'multi_latent_attention' if model.multi_latent_attention else 'no rope'}: leave it out."
         )
     te_only = [
-        name for name in ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion") if getattr(model, name)
+        name
+        for name in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+        if getattr(model, name)
     ]
     if te_only and model.transformer_impl == "local":
         yield f"{', '.join(te_only)} needs Transformer Engine's layers, but transformer_impl is local: leave it out."

@@ -176,6 +176,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         dict(apply_rope_fusion=True, position_embedding_type="rope", transformer_impl="local"),
         ["apply_rope_fusion needs Transformer Engine's layers", "leave it out"],
     ),
+    (
+        "kernels",
+        1,
+        EXPERTS | dict(moe_grouped_gemm=True, transformer_impl="local"),
+        ["moe_grouped_gemm needs Transformer Engine's layers", "leave it out"],
+    ),
     ("schedule", 1, dict(virtual_pipeline_model_parallel_size=2), ["pipeline_model_parallel_size above 1"]),
     ("schedule", 2, PP2 | dict(schedule="none"), ["schedule none", "not 2"]),
     ("schedule", 1, dict(schedule="1f1b"), ["schedule 1f1b", "auto"]),
