@@ -168,6 +168,12 @@ def prediction(subject: Subject) -> Iterator[str]:
             " prediction loss by each context-parallel rank's own tokens, so that the gradient would depend on the cut."
             " Set context_parallel_size to 1, or leave mtp_num_layers out."
         )
+    if model.mtp_num_layers and model.recompute_method == "uniform" and (model.recompute_num_layers or 1) > 1:
+        yield (
+            f"recompute_num_layers {model.recompute_num_layers} with mtp_num_layers {model.mtp_num_layers}:"
+            " Megatron-core recomputes prediction layers one by one, and fails in the first forward otherwise. Set"
+            " recompute_num_layers to 1, or recompute_method to block."
+        )
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "mtp_num_layers needs position_embedding_type rope or none, not learned_absolute: set it to rope."
 

@@ -100,6 +100,11 @@ def test_the_flex_dispatcher_is_refused_without_its_library(gpu, monkeypatch):
     gpt._check_dispatcher(asked)
 
 
+def test_a_stage_that_streams_is_built_in_host_memory(gpu):
+    assert gpt.transformer_config(plan(sync="streaming")).use_cpu_initialization
+    assert not gpt.transformer_config(plan(sync="resident")).use_cpu_initialization
+
+
 def test_documents_are_kept_apart_or_refused(gpu, monkeypatch):
     asked = plan(reset_attention_mask=True)
     gpt._check_te_layers(asked)
