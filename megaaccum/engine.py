@@ -1,4 +1,4 @@
-"""The public step: exact accumulated steps of anybody's model, loss and loop.
+"""The public step: exact accumulated steps of the user's own model, loss and loop.
 
 from megaaccum import Plan, initialize
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megaaccum.config import Plan
+    from megaaccum.metrics.observer import Observer
     from megaaccum.training.lr_schedule import LrSchedule
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -145,8 +146,13 @@ class Engine:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing, for a watchdog."""
+        """This rank's notes on what it is doing, for a watchdog."""
         return self.train_steps.trace
+
+    @property
+    def observer(self) -> Observer:
+        """The meter of this rank's steps: seconds by phase, bytes, memory."""
+        return self.train_steps.observer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -213,7 +219,7 @@ class Engine:
             )  # fmt: skip
             self._microbatches += len(batch)
             last = self._microbatches == self.plan.batch.num_microbatches
-            self.train_steps.forward_backward(batch, last=last, total=total_weight)
+            self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""
@@ -270,7 +276,7 @@ class Engine:
         return self._transaction.state_dict() | {"train_step": self.train_steps.state_dict()}
 
     def progress(self, data: str = "") -> save_load.Progress:
-        """What a checkpoint holds beside tensors. data: a digest of the dataset, for whoever loads it."""
+        """A checkpoint's record beside its tensors. data: a digest of the dataset, compared on load."""
         return save_load.Progress(
             step=self.step,
             consumed_samples=self.consumed_samples,

@@ -49,6 +49,8 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     model, stages = workload.model, at["pp"] * at["vpp"]
     if at["pp"] == 1:
         return {}
+    if at.get("stages"):
+        return dict(pipeline_model_parallel_layout=at["stages"])
     layers = split_layers(model.num_layers, stages)
     assert layers is not None, "space.py plans only layers that have a split"
     if len(set(layers)) > 1:
@@ -66,7 +68,7 @@ def set_aside(config: Config, names: Iterable[str]) -> None:
 
 
 def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
-    """The workload's configuration with one layout's keys, as if somebody had written them."""
+    """The workload's configuration with one layout's keys, as if a user had written them."""
     config = copy.deepcopy(workload.config)
     set_aside(config, names_where(lambda facts: facts.planned))
     keys = planned_keys(workload, at)
@@ -98,7 +100,8 @@ def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
 
 
 def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
-    """Write one layout's configuration, with the number of ranks and `comment` in the first lines.
+    """Write one layout's configuration, with the number of ranks and `comment` in the first lines. at: as
+    `planned_keys` takes it; `stages`, in Megatron's notation, replaces the even split of the layers.
 
     Raises:
         ConfigError: it breaks a rule of `check` (nothing is written).
@@ -111,7 +114,7 @@ def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -
 
 
 def as_sections(config: Config) -> dict[str, Any]:
-    """The keys that somebody wrote, by section, as a YAML file holds them."""
+    """The keys that were written, by section, as a YAML file holds them."""
     sections: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)

@@ -71,6 +71,16 @@ def usual_usage() -> Usage:
     return load_hardware(names()[0]).usage
 
 
+def entry_of(device: str, num_bytes: float | None) -> str | None:
+    """The entry of a GPU by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), of several the one whose
+    memory is nearest to `num_bytes`; None where the table has none."""
+    words = device.lower().replace("-", " ").split()
+    found = [name for name in names() if name.split("_")[0] in words]
+    if num_bytes is None:
+        return found[0] if found else None
+    return min(found, key=lambda name: abs(load_hardware(name).hbm_bytes - num_bytes), default=None)
+
+
 def names() -> list[str]:
     """The GPUs in the package."""
     return list(_packaged())

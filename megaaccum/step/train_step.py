@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
+    """State that an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
 
     rng: dict[str, torch.Tensor]
     fp8: fp8.Snapshot
@@ -48,6 +49,7 @@ class _Before:
 class _Open:
     """A step between its first flush and its end: its divisor, what its loss functions gave, its calls so far."""
 
+    step: int
     divisor: Divisor
     before: _Before
     tally: Tally = field(default_factory=Tally)
@@ -78,11 +80,12 @@ class TrainStep:
         self._plan, self._groups, self._chunks, self._backend = plan, groups, chunks, backend
         self._forward_step_func = forward_step_func
         self._fp8 = low_precision or fp8.build(plan, chunks)
-        self._observer = Observer(groups, chunks, backend)
+        self.observer = Observer(groups, chunks, backend)
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
         self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
+        self._seeds = rng.SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
@@ -91,8 +94,8 @@ class TrainStep:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing."""
-        return self._observer.trace
+        """This rank's notes on what it is doing."""
+        return self.observer.trace
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -118,7 +121,7 @@ class TrainStep:
         anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
         step comes with its `problem`, which every rank then raises before it begins.
         """
-        with self._observer.watching():
+        with self.observer.watching():
             stop, short = self._agreement.on_step(step, microbatches, stop=stop, **self._since(problem))
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
@@ -126,26 +129,27 @@ class TrainStep:
                 filled, unknown = with_lengths(self._filled(microbatches), self._plan, self._groups.pp)
                 if filled.lengths is not None or unknown is not None:
                     raise_on_all_ranks(_raise, unknown)
-                self._run(filled, last=True)
+                self._run(filled, step=step, last=True)
                 assert self._open is not None
                 self._open.short = short
                 result = self._end(step, stop)
         return self._observed(result)
 
-    def forward_backward(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
-        """Add the gradients of `batch` to the step's. total: N of the whole step, over all ranks and calls, where it is
-        known. last: whether the reduction may run inside the last backward, if no further call is expected."""
-        with self._observer.watching():
+    def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
+        """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
+        where it is known. last: whether the reduction may run inside the last backward, if no further call is
+        expected."""
+        with self.observer.watching():
             batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             self._agreement.on_call(
                 "forward_backward", num_microbatches=len(batch), total_weight=bits, **self._since(problem)
             )
-            self._run(batch, last=last, total=total)
+            self._run(batch, step=step, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
-        with self._observer.watching():
+        with self.observer.watching():
             agreed = self._agreement.on_call("optim_step", stop=stop, step=step, **self._since(problem))
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
@@ -157,9 +161,9 @@ class TrainStep:
         assert opened is not None
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
-        self._observer.phase("optimizer")
+        self.observer.phase("optimizer")
         self._update(verdict, opened)
-        self._observer.phase("report")
+        self.observer.phase("report")
         attempt = verdict.attempt
         return StepResult(
             step=step,
@@ -177,20 +181,21 @@ class TrainStep:
         )
 
     def _observed(self, result: StepResult) -> StepResult:
-        seconds, traffic, memory = self._observer.take()
-        return replace(result, seconds=seconds, traffic=traffic, memory=memory)
+        seconds, traffic, memory = self.observer.take()
+        forward_seconds = self.observer.forward_seconds()
+        return replace(result, seconds=seconds, forward_seconds=forward_seconds, traffic=traffic, memory=memory)
 
     # --- forward and backward ---
 
-    def _run(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
+    def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self._observer.phase("gather")
+            self.observer.phase("gather")
             before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(self._divisor([batch], total, alone=last), before)
+            self._open = _Open(step, self._divisor([batch], total, alone=last), before)
             self._begin_attempt(self._open)
         self._open.calls.append(batch)
-        self._observer.phase("forward_backward")
+        self.observer.phase("forward_backward")
         try:
             self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
         except BaseException:
@@ -225,7 +230,7 @@ class TrainStep:
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
         self._fp8.begin_attempt()
-        self._observer.note_held()
+        self.observer.note_held()
         router_state.begin_step(self._chunks)
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
@@ -236,7 +241,7 @@ class TrainStep:
             self._backend.resume_accumulation()
         size = self._plan.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
-        with self._observer.flushing():
+        with self.observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
                 self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
@@ -251,10 +256,12 @@ class TrainStep:
             tally,
             chunks=self._chunks,
             trace=self.trace,
+            seeds=self._seeds,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
-            look=self._observer.note_held,
+            look=self.observer.note_held,
+            timed=nullcontext if forward_only else self.observer.forward,
         )
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.
@@ -287,7 +294,7 @@ class TrainStep:
         for chunk in self._chunks:
             chunk.eval()
         tally = Tally()
-        with torch.no_grad():
+        with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
@@ -311,7 +318,7 @@ class TrainStep:
         return sums.tolist()
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank adds to sums over the world: ranks of one tp group have the same, and the first counts."""
+        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     # --- the micro-batches ---
@@ -373,14 +380,14 @@ class TrainStep:
 
     def _reduce_and_measure(self, opened: _Open) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
-        self._observer.phase("reduce")
+        self.observer.phase("reduce")
         self._backend.finish_reduction()
-        self._observer.phase("norm")
+        self.observer.phase("norm")
         tally, zero = opened.tally, self._recovery.zero
         along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
         norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
-        self._observer.phase("verdict")
+        self.observer.phase("verdict")
         total, weight, bad, problem, news, *reported = totals
         zeroed = 0 if zero is None else int(reported.pop())
         if bad or problem:
@@ -404,9 +411,9 @@ class TrainStep:
         self._reports.learn(tally)
         return self._summed(self._reports.sums(tally))
 
-    def gradient(self, microbatches: Sequence[Any]) -> Attempt:
+    def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
-        self._run(self._filled(microbatches), last=True)
+        self._run(self._filled(microbatches), step=step, last=True)
         opened, self._open = self._open, None
         assert opened is not None
         return self._reduce_and_measure(opened)

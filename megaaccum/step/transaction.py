@@ -1,4 +1,5 @@
-"""What commits with a step beside the weights: what a step changes, it changes everywhere and together, or nowhere.
+"""State that commits with a step beside the weights: what a step changes, it changes everywhere and together, or
+nowhere.
 
 | committed together | a step that counts | a skipped one, `consumed` | a skipped one, `retried` |
 | --- | --- | --- | --- |

@@ -185,6 +185,38 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
     return train.main(argv)
 
 
+LAUNCH, START_UP, READ, FORWARD, SAVE, EVALUATE = 1000.0, 30.0, 1.0, 3.0, 5.0, 2.0
+"""Seconds of `reads_slowly`: the first launch, the time to the log's opening, a sample, a micro-batch's forward on a
+stage, a checkpoint, a micro-batch's forward in an evaluation."""
+
+
+def reads_slowly(argv: list[str]) -> int:
+    """Time passes in reading, computing, saving and starting, and nowhere else: each rank has a clock of its own."""
+    from megaaccum.checkpoint import saver
+    from megaaccum.cli import train
+    from megaaccum.data import loader
+    from megaaccum.metrics import log, phases, receipts
+    from megaaccum.model import gpt_forward
+
+    started = float(os.environ.get("TEST_LAUNCHED", LAUNCH))
+    os.environ[receipts.LAUNCHED] = str(started)
+    clock = [started + START_UP]
+
+    def slowed(function, seconds):
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+    phases.Stopwatch.__init__.__defaults__ = (lambda: clock[0],)
+    log.RunLog.__init__.__kwdefaults__.update(clock=lambda: clock[0], now=lambda: clock[0])
+    loader._Reader._sample = slowed(loader._Reader._sample, READ)
+    gpt_forward.GptForwardStep.__call__ = slowed(gpt_forward.GptForwardStep.__call__, FORWARD)
+    saver.Saver.save = slowed(saver.Saver.save, SAVE)
+    return train.main(argv)
+
+
 # --- a disk that is full ---------------------------------------------------------------------------------------------
 
 

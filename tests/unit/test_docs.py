@@ -27,8 +27,21 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
-    "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
-    "calibrate": {"like", "output"},
+    "plan": {
+        "gpus",
+        "gpu",
+        "hostfile",
+        "rank",
+        "fix",
+        "explain",
+        "why-not",
+        "write",
+        "row",
+        "picture",
+        "profile",
+        "even",
+    },
+    "calibrate": {"like", "output", "layers", "dp"},
     "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
 }
 
