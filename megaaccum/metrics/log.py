@@ -66,6 +66,7 @@ class RunLog:
             flops_per_step=flops_per_step,
             world_size=plan.layout.world_size,
             peak_flops=peak_flops,
+            sequences_per_step=plan.batch.global_batch_size,
         )
         self._first_step, self._last_seen = start_step + 1, start_step
         self._last_step = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
@@ -85,16 +86,16 @@ class RunLog:
         """Record an optimizer step, taken or skipped; called once for each, in order.
 
         Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`, the wait for
-        data included. Known: `grad_norm` (before clipping), `consumed_samples`, `skipped` (bool), `note` (what was
-        wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so on (`phases.by_phase`). Any other
-        number may be there, under a name with its unit. Added here: `tokens_per_second` (all ranks, masked tokens
-        included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the peak is known), `goodput` (0 to 1, of the
-        whole run so far), and `time`, in seconds since 1970.
+        data included. Known: `grad_norm` (before clipping), `consumed_samples`, `global_batch_size` (of this step),
+        `skipped` (bool), `note` (what was wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so
+        on (`phases.by_phase`). Any other number may be there, under a name with its unit. Added here:
+        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the
+        peak is known), `goodput` (0 to 1, of the whole run so far), and `time`, in seconds since 1970.
         """
         if not self._is_writer:
             return
         full = {"kind": "train", **_read(record)}
-        full |= self._speed.rates(full["seconds_per_step"])
+        full |= self._speed.rates(full["seconds_per_step"], self._speed.share(full))
         self._last_seen = full["step"]
         self._write(full)
         self._progress.add(full)
@@ -200,12 +201,15 @@ class RunLog:
         interval = self._plan.config.run.log_interval
         return step in (self._first_step, self._last_step) or (interval > 0 and step % interval == 0)
 
+    def _tokens_after(self, step: int) -> int:
+        return self._plan.ramp.samples_after(step) * self._plan.batch.seq_length
+
     def _draw(self, records: list[Record]) -> dict[str, Path | str]:
         if not any(record["kind"] == "train" for record in records):
             return {}
         path = self._journal.path.with_name("loss.png")
         try:
-            plots.draw(records, path, tokens_per_step=self._plan.batch.tokens_per_step, title=_title(self._plan))
+            plots.draw(records, path, tokens_after=self._tokens_after, title=_title(self._plan))
         except OSError as error:
             return {"picture": f"not drawn, {path} cannot be written: {error.strerror or error}"}
         return {"picture": path}

@@ -87,12 +87,13 @@ class Ranks:
         self._seen, self._num_steps = _Seen(), 0
         self._named: set[str] = set()
 
-    def after(self, result: StepResult, *, data: float) -> list[Finding]:
+    def after(self, result: StepResult, *, data: float, whole_batch: bool = True) -> list[Finding]:
         """Take note of a step; every `interval` steps, what stands out, on every rank alike. Collective over the world
-        then. data: seconds that this rank waited for its own reading, nan where it is sent its micro-batches."""
+        then. data: seconds that this rank waited for its own reading, nan where it is sent its micro-batches.
+        whole_batch: the step took the configured batch, whose bytes are planned, and no smaller one of a warm-up."""
         if not self._interval:
             return []
-        self._note(result, data)
+        self._note(result, data, counts=whole_batch or self._plan.config.sharding.sync != "streaming")
         self._num_steps += 1
         if self._num_steps != 2 and self._num_steps % self._interval:
             return []
@@ -105,14 +106,16 @@ class Ranks:
         self._named = {key for key in self._named if key in found or not key.startswith("late")} | found.keys()
         return new
 
-    def _note(self, result: StepResult, data: float) -> None:
+    def _note(self, result: StepResult, data: float, *, counts: bool) -> None:
         seen = self._seen
         seen.data.append(data)
         seen.compute.append(result.forward_seconds)
         seen.step.append(by_phase(result.seconds)["seconds_per_step"])
         for kind, size in result.memory.items():
             seen.memory[kind] = max(size, seen.memory.get(kind, 0))
-        if self._num_steps and not result.note:  # the first step sets up; one that went wrong may be run again
+        if (
+            self._num_steps and counts and not result.note
+        ):  # the first step sets up; one that went wrong may be run again
             moved, calls = _moved(result.traffic, with_experts=self._plan.layout.ep == 1)
             seen.moved, seen.calls = max(moved, seen.moved), max(calls, seen.calls)  # nan in second place gives way
 

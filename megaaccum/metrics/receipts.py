@@ -186,6 +186,7 @@ def opening(
             "digest": plan.digest(),
             "layout": dataclasses.asdict(plan.layout),
             "batch": dataclasses.asdict(plan.batch) | {name: getattr(plan.batch, name) for name in _OF_THE_BATCH},
+            "batch_ramp": plan.ramp.intervals,
             "arithmetic": plan.batch.describe().splitlines(),
             "notes": plan.notes,
         },

@@ -78,11 +78,15 @@ class TrainStep:
         low_precision: fp8.Fp8 | None = None,
     ):
         self._plan, self._groups, self._chunks, self._backend = plan, groups, chunks, backend
+        self.batch = plan.batch
+        """That of the step; the engine sets it by the samples consumed."""
         self._forward_step_func = forward_step_func
         self._fp8 = low_precision or fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
+        if isinstance(self._schedule, ForwardBackward):
+            self._schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
         self._seeds = rng.SampleSeeds(plan, groups, chunks)
@@ -122,7 +126,7 @@ class TrainStep:
         step comes with its `problem`, which every rank then raises before it begins.
         """
         with self.observer.watching():
-            stop, short = self._agreement.on_step(step, microbatches, stop=stop, **self._since(problem))
+            stop, short = self._agreement.on_step(step, microbatches, self.batch, stop=stop, **self._since(problem))
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
@@ -212,17 +216,17 @@ class TrainStep:
             count = sum(len(each) - len(each.dummies) for each in calls)
             total, self._num_microbatches = total_weight(known, count, self._groups)
         elif total is not None:
-            self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
+            self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
         nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
         return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
 
     def _nominal_weight(self, first: Microbatches) -> float:
-        """About the weight of a step, before it is known: that of the last one, else by what is expected."""
-        batch = self._plan.batch
+        """About the weight of a step, before it is known: by that of the last one, else by what is expected."""
+        batch = self.batch
         expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
-        return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
+        return (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
 
     def _begin_attempt(self, opened: _Open) -> None:
         opened.tally, opened.reduced = Tally(), False
@@ -239,7 +243,7 @@ class TrainStep:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
         if opened.reduced:
             self._backend.resume_accumulation()
-        size = self._plan.batch.microbatches_per_flush if batch.can_run_again else len(batch)
+        size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
         with self.observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
@@ -276,8 +280,8 @@ class TrainStep:
             data_iterator=batch.iterators(len(self._chunks)),
             model=self._chunks,
             num_microbatches=len(batch),
-            seq_length=self._plan.batch.seq_length,
-            micro_batch_size=self._plan.batch.micro_batch_size,
+            seq_length=self.batch.seq_length,
+            micro_batch_size=self.batch.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
@@ -340,7 +344,7 @@ class TrainStep:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
             raise ConfigError("data comes from an iterator: give num_microbatches with it")
-        plan, first = self._plan.batch, 0 if self._open is None else self._open.num_microbatches
+        plan, first = self.batch, 0 if self._open is None else self._open.num_microbatches
         listed = isinstance(data, Sequence) and count is None
         count = len(data) if listed else count
         assert count is not None
@@ -366,7 +370,7 @@ class TrainStep:
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
         """With dummies up to the planned number, where a short batch is padded."""
-        filled, dummies = short_batch.filled(microbatches, self._plan)
+        filled, dummies = short_batch.filled(microbatches, self._plan, self.batch)
         batch = self.batch_of(filled)
         return batch.without({index: filled[index] for index in dummies})
 
@@ -440,7 +444,7 @@ class TrainStep:
             self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         self._recovery.conclude(verdict)
-        self._last_weight = attempt.weight
+        self._last_weight = attempt.weight / self.batch.global_batch_size
 
     def _go_back(self, before: _Before) -> None:
         rng.restore(before.rng)

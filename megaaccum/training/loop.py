@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.checkpoint import save_load
-from megaaccum.checkpoint.saver import Saver
+from megaaccum.checkpoint.saver import Saver, continued
 from megaaccum.data.dataset import build_datasets
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
@@ -32,6 +32,7 @@ from megaaccum.training.run_log import open_log
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
@@ -45,6 +46,7 @@ def train(plan: Plan) -> int:
     check_agreement(plan.digest(), details=plan.facts)
     plan, notes = raise_on_all_ranks(_settled, plan, smallest_device())
     raise_on_all_ranks(check_folders, plan.config)
+    plan = raise_on_all_ranks(continued, plan)
     groups = process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     data = raise_on_all_ranks(build_datasets, plan)
     chunks = raise_on_all_ranks(gpt.build_chunks, plan, groups, vocab_size=data.vocabulary.size)
@@ -90,8 +92,9 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         with stopwatch.during("evaluation"):
             evaluate(engine, data, log)
     while engine.step < last:
+        batch = engine.batch
         with stopwatch.during("data"):
-            microbatches, problem = loader.try_next_step(engine.plan.batch.num_microbatches)
+            microbatches, problem = loader.try_next_step(batch.num_microbatches)
         problem = saver.problem() or log.problem or problem
         try:
             with watchdog.step(engine.step + 1):
@@ -100,9 +103,9 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         except MegaaccumError as error:
             raise saver.saved(error) from error
         if result.advanced:
-            loader.commit(engine.plan.batch.global_batch_size)
-        log_step(log, engine, result)
-        for kind, text in ranks.after(result, data=result.seconds["data"]):
+            loader.commit(batch.global_batch_size)
+        log_step(log, engine, result, batch)
+        for kind, text in ranks.after(result, data=result.seconds["data"], whole_batch=batch == engine.plan.batch):
             log.event(kind, result.step, text)
             log.note(f"{kind}  {text}")
         is_eval = (
@@ -130,8 +133,8 @@ def _is_time(run: RunConfig, step: int, started: float) -> bool:
     )
 
 
-def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
-    """Record what a step came to."""
+def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) -> None:
+    """Record what a step on `batch` came to."""
     record: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss,
@@ -139,6 +142,7 @@ def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
         "grad_norm": result.grad_norm,
         "num_tokens": result.num_tokens,
         "consumed_samples": engine.consumed_samples,
+        "global_batch_size": batch.global_batch_size,
         "skipped": result.skipped,
     }
     record |= by_phase(result.seconds)

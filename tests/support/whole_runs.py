@@ -149,6 +149,22 @@ def builds_no_model(argv: list[str]) -> int:
     return train.main(argv)
 
 
+def dies_after_three_steps(argv: list[str]) -> int:
+    """Rank 1 is killed when the log has step 3."""
+    from megaaccum.cli import train
+    from megaaccum.training import loop
+
+    log_step = loop.log_step
+
+    def and_die(log, engine, *args):
+        log_step(log, engine, *args)
+        if engine.step == 3:
+            _die_on_rank_1()
+
+    loop.log_step = and_die
+    return train.main(argv)
+
+
 def dies_while_groups_are_built(argv: list[str]) -> int:
     from megaaccum.cli import train
     from megaaccum.distributed import groups

@@ -63,6 +63,19 @@ def test_explain_writes_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> No
     assert "give a number from 1 to" in err
 
 
+def test_batch_warm_up_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    ramp = ["--global_batch_size", "256", "--rampup_batch_size", "64", "64", "4000", "--fix", "pp=4,dp=4,tp=4"]
+    _, out, _ = run(capsys, *PLAN, *ramp, "--json", "--top", "1")
+    (row,) = json.loads(out)["layouts"]
+    rise = row["batch_warmup"]
+    assert [each["sequences"] for each in rise] == [128, 192, 256]  # 64 would leave the pipeline empty
+    assert [each["bubble"] for each in rise] == sorted((each["bubble"] for each in rise), reverse=True)
+    assert rise[-1]["seconds_per_step"] == pytest.approx(row["seconds_per_step"])
+    assert rise[-1]["memory_total_bytes"] == pytest.approx(row["memory_total_bytes"])
+    _, out, _ = run(capsys, *PLAN, *ramp, "--explain", "1")
+    assert "steps of warm-up take" in out
+
+
 def test_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert "num_attention_heads 32 is not divisible" in run(capsys, *PLAN, "--why-not", "tp=3")[1]
 

@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.metrics import journal
@@ -42,7 +43,7 @@ def planned(folder: Path, **run) -> types.SimpleNamespace:
         seq_length=128, flush="merged", loss_norm="token",
     )  # fmt: skip
     layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, dp=2)
-    return types.SimpleNamespace(config=config, batch=batch, layout=layout)
+    return types.SimpleNamespace(config=config, batch=batch, ramp=BatchRamp.constant(batch), layout=layout)
 
 
 def opened(folder: Path, *, start_step=0, peak_flops=None, clock=None, **run) -> RunLog:
@@ -254,6 +255,16 @@ def test_an_evaluation_is_told_at_once_and_recorded(tmp_path, capsys):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_step_of_a_smaller_batch_has_the_rates_of_its_own_tokens(tmp_path, capsys):
+    log = opened(tmp_path, log_interval=1)
+    log.step(step(1, seconds_per_step=2.0, global_batch_size=8))  # a quarter of the batch
+    log.step(step(2, seconds_per_step=2.0))
+    small, whole = lines(tmp_path)
+    assert small["tokens_per_second"] == whole["tokens_per_second"] / 4 == 512
+    assert small["tflops_per_second_per_rank"] == whole["tflops_per_second_per_rank"] / 4
+    assert "512 tokens/s" in capsys.readouterr().out
 
 
 def test_no_rate_of_a_step_without_duration():
