@@ -217,7 +217,7 @@ def _check_dispatcher(plan: Plan) -> None:
     name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
     needed = "transformer_engine" if name == "ncclep" else "deep_ep"
     if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, and one is missing here"
+        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, of which one is missing"
         raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
 
 
