@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "planner_accuracy", "search", "fuzz")
+BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "planner_accuracy", "search", "fuzz", "tune")
 """layouts and sync_modes take minutes, and sync_modes' limited link root; planner_accuracy and search need a folder of
 tables; fuzz measures nothing."""
 

@@ -17,13 +17,16 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megaaccum.distributed import cpu
 from megaaccum.errors import StepError
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
 
 Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
@@ -97,13 +100,16 @@ def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | No
 
 
 def total_weight(
-    weights: Sequence[float], count: int, group: dist.ProcessGroup, places: Places | None = None
+    weights: Sequence[float], count: int, groups: Groups, places: Places | None = None
 ) -> tuple[float, int]:
-    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over `group`, the
-    ranks with different sequences."""
-    mine = torch.tensor(weights, dtype=torch.float64)
-    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if places is None else places.spread(mine)
-    total, num_microbatches = sums_over_ranks([own, torch.tensor(count, dtype=torch.float64)], group)
+    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over dp x cp, whose
+    ranks reduce gradients too: a group of dp alone would cost NCCL another communicator. Ranks of one cp group have the
+    same sequences, and the first counts."""
+    if groups.collection.cp.rank():
+        weights, count = [0.0] * len(weights), 0
+    own = torch.tensor(weights, dtype=torch.float64)
+    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if places is None else places.spread(own)
+    total, num_microbatches = sums_over_ranks([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
     return total, round(num_microbatches)
 
 

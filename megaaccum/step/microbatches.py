@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaaccum.errors import ConfigError
 from megaaccum.step.loss import ForwardStepFunc
+
+if TYPE_CHECKING:
+    from megaaccum.config.batch import BatchPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,48 @@ class Microbatches:
     expected: float | None = None
     dummies: frozenset[int] = field(default_factory=frozenset)
     lengths: Sequence[int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        data: Any,
+        function: ForwardStepFunc,
+        batch: BatchPlan,
+        *,
+        first: int,
+        varies: bool,
+        count: int | None = None,
+        weights: Sequence[float] | None = None,
+        expected: float | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Microbatches:
+        """`data`, of which `function` runs `count` micro-batches. What is known of them in advance is asked of it where
+        it has `weights` and `token_weights`. varies: their sequences have lengths of their own. Raises ConfigError for
+        an iterator without `count`."""
+        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
+            raise ConfigError("data comes from an iterator: give num_microbatches with it")
+        listed = isinstance(data, Sequence) and count is None
+        count = len(data) if listed else count
+        assert count is not None
+        shapes = shapes_of(data) if listed else []
+        if varies and lengths is None:
+            lengths = [length for _, length in shapes] or None
+        if lengths is not None:
+            shapes = [(batch.micro_batch_size, length) for length in lengths]
+        tokens = [rows * length for rows, length in shapes] or [batch.micro_batch_size * batch.seq_length] * count
+        if weights is None and listed and hasattr(function, "weights"):
+            weights = function.weights(data)
+        return cls(
+            forward_step_func=function,
+            data=data,
+            count=count,
+            first=first,
+            tokens=tokens,
+            weights=weights,
+            token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
+            expected=expected,
+            lengths=lengths,
+        )
 
     def __len__(self) -> int:
         return self.count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.batch_ramp import KEYS as RAMP_KEYS
 from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors
@@ -57,6 +58,7 @@ def reproducible(subject: Subject) -> Iterator[str]:
     tp, cp, ep = (
         parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
     )  # fmt: skip
+    ramped = subject.given(*RAMP_KEYS)
     refused = {
         f"tensor_model_parallel_size {tp}: it cuts the sums inside matrix products": tp > 1,
         f"context_parallel_size {cp}: it cuts the sums inside attention": cp > 1,
@@ -83,6 +85,9 @@ def reproducible(subject: Subject) -> Iterator[str]:
             sharding.offload_optimizer == "cpu" and sharding.zero_stage != 3
         ),
         "cold_expert_offload: it adds gradients elsewhere": sharding.cold_expert_offload,
+        f"{' and '.join(ramped)} and sync resident: a rank's run of micro-batches ends elsewhere in each step": (
+            bool(ramped) and sharding.sync == "resident"
+        ),
     }
     for what, is_so in refused.items():
         if is_so:
