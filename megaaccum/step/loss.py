@@ -136,9 +136,9 @@ class Tally:
     def sums(self) -> list[torch.Tensor]:
         """[total of the losses, total of the weights, weights that are negative or not numbers, 1 where there is a
         problem], float64."""
-        losses, weights = self.total(self.losses), self.total(self.weights)
-        bad = torch.logical_not(weights >= 0).sum().double()
-        return [losses, weights, bad, torch.full_like(bad, float(self.problem is not None))]
+        bad = self.total([torch.logical_not(weight >= 0) for weight in self.weights])
+        problem = torch.full((), float(self.problem is not None), dtype=torch.float64, device=cpu.device())
+        return [self.total(self.losses), self.total(self.weights), bad, problem]
 
 
 def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
