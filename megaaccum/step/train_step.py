@@ -198,9 +198,6 @@ class TrainStep:
             before = _Before(rng.snapshot(), self._fp8.snapshot())
             self._open = _Open(step, self._divisor([batch], total, alone=last), before)
             self._begin_attempt(self._open)
-        elif self._open.reduced:
-            self._backend.resume_accumulation()
-            self._open.reduced = False
         self._open.calls.append(batch)
         self.observer.phase("forward_backward")
         try:
@@ -217,7 +214,7 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+            total, self._num_microbatches = total_weight(known, count, self._groups)
         elif total is not None:
             self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
@@ -232,7 +229,7 @@ class TrainStep:
         return (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
 
     def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally = Tally()
+        opened.tally, opened.reduced = Tally(), False
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
@@ -244,6 +241,8 @@ class TrainStep:
 
     def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
+        if opened.reduced:
+            self._backend.resume_accumulation()
         size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
         with self.observer.flushing(), self._seeds.flush(opened.step):
