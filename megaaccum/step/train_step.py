@@ -99,6 +99,11 @@ class TrainStep:
         """The loss scale of an FP16 run."""
         return self._recovery.scaler
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by in the next backward; 1 without FP16."""
+        return self._recovery.loss_scale
+
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""
         return self._recovery.state_dict()
@@ -185,20 +190,46 @@ class TrainStep:
     def _run(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self._observer.phase("gather")
-            before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(self._divisor([batch], total, alone=last), before)
-            self._begin_attempt(self._open)
-        elif self._open.reduced:
-            self._backend.resume_accumulation()
-            self._open.reduced = False
-        self._open.calls.append(batch)
+            self._begin(self._divisor([batch], total, alone=last))
+        opened = self._opened()
+        opened.calls.append(batch)
         self._observer.phase("forward_backward")
         try:
-            self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
+            self._flushes(batch, opened, reduce=last or not self._backend.can_defer)
         except BaseException:
             self._open = None
             raise
+
+    def _begin(self, divisor: Divisor) -> None:
+        self._observer.phase("gather")
+        before = _Before(rng.snapshot(), self._fp8.snapshot())
+        self._open = _Open(divisor, before)
+        self._begin_attempt(self._open)
+
+    def _opened(self) -> _Open:
+        """The open step, whose gradients the next backwards add to."""
+        assert self._open is not None
+        if self._open.reduced:
+            self._backend.resume_accumulation()
+            self._open.reduced = False
+        return self._open
+
+    # --- a flush that another loop runs, between these two ---
+
+    def begin_flush(self, expected: float | None = None) -> float:
+        """The gradients that come now add to the step's; its first flush begins it. expected: the weight that a
+        micro-batch has, default its tokens. Returns what losses are to be multiplied by, beside the loss scale."""
+        if self._open is None:
+            self._num_microbatches = 0
+            self._begin(self._divisor_at_commit(expected))
+        self._backend.set_last_flush(True)
+        return self._opened().divisor.in_loss
+
+    def end_flush(self, weight: torch.Tensor | float) -> None:
+        """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
+        assert self._open is not None
+        self._open.tally.add(weight)
+        self._open.reduced = True
 
     def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Divisor:
         """Of a step. total: N where the caller knows it. alone: there is this one call, so its weights are all."""
@@ -213,13 +244,17 @@ class TrainStep:
             self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
-        nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
-        return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+        return self._divisor_at_commit(calls[0].expected)
 
-    def _nominal_weight(self, first: Microbatches) -> float:
+    def _divisor_at_commit(self, expected: float | None) -> Divisor:
+        """Of a step whose weight is not known before it ends. expected: of a micro-batch."""
+        nominal = self._nominal_weight(expected) if self.scaler is not None else None
+        return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
+
+    def _nominal_weight(self, expected: float | None) -> float:
         """About the weight of a step, before it is known: that of the last one, else by what is expected."""
         batch = self._plan.batch
-        expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
+        expected = expected or float(batch.micro_batch_size * batch.seq_length)
         return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
 
     def _begin_attempt(self, opened: _Open) -> None:
@@ -454,8 +489,8 @@ class _Again:
 
     def look(self) -> Findings | None:
         of, opened = self._of, self._opened
-        if not all(batch.can_run_again for batch in opened.calls):
-            return None
+        if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
+            return None  # they came from an iterator, or to another loop
         of._backend.discard()
         of._go_back(opened.before)
         tally = opened.tally
