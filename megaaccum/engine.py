@@ -311,7 +311,8 @@ class Engine:
 
 
 def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
-    """What `factory` makes of the chunks' parameters; None: AdamW by the plan. Raises ConfigError without an lr."""
+    """A torch optimizer over the chunks' parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
+    without an lr."""
     if factory is None and not plan.config.optimizer.lr:
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:

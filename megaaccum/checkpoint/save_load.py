@@ -295,7 +295,7 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
 
 
 def prefix(name: str, kind: str, param: torch.nn.Parameter, groups: Groups) -> str:
-    """What the keys of a parameter's pieces begin with."""
+    """Beginning of the keys of a parameter's pieces."""
     rank = groups.tp.rank() if gpt.is_sharded_over_tp(param) else 0
     return f"{name}/{kind}/tp{rank}/"
 

@@ -101,7 +101,7 @@ class LoopStep:
             self._gathered = True
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward starts from."""
+        """The loss that a backward starts from: times the loss scale, and what the reduction over ranks divides by."""
         return self.backend.grad_scale_func(loss) * self._factor
 
     def finalize(self, models: Any = None, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
@@ -174,7 +174,7 @@ class LoopStep:
             yield
 
     def adopt(self) -> None:
-        """What was written into the backend's state are the weights from now on."""
+        """Take what was written into the backend's state as the weights."""
         self._gathered = False
         self.backend.adopt_state(self.transaction.num_updates)
 
@@ -302,7 +302,7 @@ class LoopOptimizer(MegatronOptimizer):
         return torch.full((1,), self._step.train_steps.loss_scale, device=cpu.device())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward starts from."""
+        """The loss that a backward starts from."""
         return self._step.scale_loss(loss)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
@@ -374,7 +374,7 @@ NOT_HERE = (
     " find the bad one, none is dropped (nonfinite: drop_microbatch), and ranks that disagree on the number of"
     " micro-batches are noticed in optimizer.step(), or hang in the schedule before it"
 )
-"""What a loop that is not the engine's does not get; printed at start."""
+"""Printed at start: the difference to an engine's step."""
 
 
 def wrap(
@@ -425,7 +425,7 @@ def wrap(
 
 
 def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
-    """What only an engine can do, because the step's micro-batches are its own."""
+    """Refuse what only an engine can do, because the step's micro-batches are its own."""
     problems = []
     if plan.config.step.nonfinite == "drop_microbatch":
         problems.append(

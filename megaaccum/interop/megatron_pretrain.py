@@ -131,7 +131,7 @@ def _settle(args: Any, cfg_container: Any) -> None:
 
 
 class _Objects:
-    """What Megatron's loop is given in place of its own: model, optimizer, and the places of a V."""
+    """Stand-ins for what Megatron's loop makes itself: the model, the optimizer, and the places of a V."""
 
     optimizer: LoopOptimizer
 
@@ -147,7 +147,7 @@ class _Objects:
         return self._built
 
     def get_model(self, model_provider_func: Any, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
-        """In place of Megatron's, for a model_provider."""
+        """Megatron's, of a model_provider, its chunks wrapped by `wrap`."""
         return self._wrapped(self._get_model, model_provider_func, *args, **kwargs)
 
     def builder(self, theirs: type) -> type:

@@ -101,7 +101,7 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by in the next backward; 1 without FP16."""
+        """Scale of the loss in the next backward; 1 without FP16."""
         return self._recovery.loss_scale
 
     def state_dict(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ _NAMES = {
     "training.global_vars": ("get_args",),
     "core.parallel_state": ("is_pipeline_first_stage", "is_pipeline_last_stage"),
 }
-"""What is called or replaced below, by module."""
+"""Names that are called or replaced below, by module."""
 
 
 def _module(name: str) -> ModuleType:
