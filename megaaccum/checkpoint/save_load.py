@@ -39,7 +39,17 @@ if TYPE_CHECKING:
     from megaaccum.sharding import ShardingBackend
     from megaaccum.sharding.base import StatePiece
 
-__all__ = ["BackgroundSave", "Progress", "is_elsewhere", "latest", "load", "prefix", "save", "shape_of"]
+__all__ = [
+    "BackgroundSave",
+    "Progress",
+    "is_elsewhere",
+    "latest",
+    "load",
+    "prefix",
+    "read_progress",
+    "save",
+    "shape_of",
+]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from megaaccum.config.load import given
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
+from megaaccum.errors import did_you_mean
 from megaaccum.interop import deepspeed_keys as keys
 from megaaccum.interop.deepspeed_training import read_optimizer, read_scheduler
 
@@ -168,9 +168,8 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
 
 
 def _unknown(path: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=2, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{hint}."
+    near = did_you_mean(name, sorted(known))
+    return f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{near}."
 
 
 def _short(value: object) -> str:

@@ -92,7 +92,7 @@ class LoopStep:
             self._show()
             self._in_flush = True
             expected = None if self._per_token else 1.0 / self.plan.batch.num_microbatches
-            self._factor = self.train_steps.begin_flush(expected)
+            self._factor = self.train_steps.begin_flush(self.transaction.step + 1, expected)
             self._gathered = True
 
     def _gather(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from megaaccum.errors import ScheduleError, either, nearest
+from megaaccum.errors import ScheduleError, did_you_mean, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
 from megaaccum.schedule.controllable import v_half, v_min
 from megaaccum.schedule.table import read_csv
@@ -60,13 +60,10 @@ def entry(name: str) -> Entry:
     if name.endswith(".csv"):
         return _entry_of_file(name)
     if name not in _REGISTRY:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, _REGISTRY, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        known = ", ".join(_REGISTRY)
+        near = did_you_mean(name, _REGISTRY, most=1)
         raise ScheduleError(
-            f"there is no schedule {name!r}{meant} (known: {known}, or a CSV file's path ending in .csv)"
+            f"there is no schedule {name!r}{near}. Known are {', '.join(_REGISTRY)}, and the path of a CSV file, which"
+            " ends in .csv."
         )
     return _REGISTRY[name]
 

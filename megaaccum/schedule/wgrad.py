@@ -48,7 +48,7 @@ AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
 class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
         self._uses: dict[int, int] = {}
         self._left: list[tuple[Any, queue.Queue]] = []
@@ -80,6 +80,13 @@ class WeightGrads:
         while self._left:
             for weight, grad in te.delayed_gradients(*self._left.pop(0)):
                 add(weight, grad)
+
+    def nbytes(self) -> int:
+        """Bytes that they need until they are computed, each storage once."""
+        products = [getattr(compute, "__self__", None) for _, compute in self._owed]
+        kept = [each for at in products if isinstance(at, _Product) for each in (at.input, at.grad_output)]
+        kept += [each for _, left in self._left for each in te.kept_by(left)]
+        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
     def __len__(self) -> int:
         return len(self._owed) + len(self._left)

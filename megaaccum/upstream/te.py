@@ -165,6 +165,12 @@ def take_delayed(module: Any) -> queue.Queue | None:
     return left
 
 
+def kept_by(left: queue.Queue) -> Iterator[torch.Tensor]:
+    """The tensors in what `take_delayed` gave: TE's queue holds (operands, product) pairs."""
+    for operands, _ in left.queue:
+        yield from (each for each in operands if isinstance(each, torch.Tensor))
+
+
 def delayed_gradients(module: Any, left: queue.Queue) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Compute what `take_delayed` gave. Returns (parameter, gradient) and leaves every `.grad` as it was.
 
