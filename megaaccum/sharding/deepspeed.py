@@ -58,10 +58,17 @@ class DeepSpeedBackend:
         self._cold = ColdExperts.of(plan, chunks)
         self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
+        model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
+        config = upstream.zero1_config(deepspeed_config(plan), dtype)
+        if plan.config.sharding.sync == "streaming":
+            # One parameter after the other comes to the device and is cut; deepspeed.initialize would bring all first.
+            deepspeed.zero.Init(
+                model, data_parallel_group=groups.dp_cp, config_dict_or_path=config, dtype=dtype, mpu=Mpu(groups)
+            )
         self.engine, *_ = deepspeed.initialize(
-            model=torch.nn.ModuleList(chunks),
+            model=model,
             optimizer=optimizer,
-            config=upstream.zero1_config(deepspeed_config(plan), next(chunks[0].parameters()).dtype),
+            config=config,
             mpu=Mpu(groups),
             dist_init_required=False,
         )

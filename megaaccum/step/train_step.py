@@ -200,11 +200,11 @@ class TrainStep:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
             self._begin(step, self._divisor([batch], total, alone=last))
-        opened = self._opened()
-        opened.calls.append(batch)
+        assert self._open is not None
+        self._open.calls.append(batch)
         self.observer.phase("forward_backward")
         try:
-            self._flushes(batch, opened, reduce=last or not self._backend.can_defer)
+            self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
         except BaseException:
             self._open = None
             raise
@@ -215,14 +215,6 @@ class TrainStep:
         self._open = _Open(step, divisor, before)
         self._begin_attempt(self._open)
 
-    def _opened(self) -> _Open:
-        """The open step, whose gradients the next backwards add to."""
-        assert self._open is not None
-        if self._open.reduced:
-            self._backend.resume_accumulation()
-            self._open.reduced = False
-        return self._open
-
     # --- a flush that another loop runs, between these two ---
 
     def begin_flush(self, step: int, expected: float | None = None) -> float:
@@ -231,8 +223,12 @@ class TrainStep:
         if self._open is None:
             self._num_microbatches = 0
             self._begin(step, self._divisor_at_commit(expected))
+        assert self._open is not None
+        if self._open.reduced:
+            self._backend.resume_accumulation()
+            self._open.reduced = False
         self._backend.set_last_flush(True)
-        return self._opened().divisor.in_loss
+        return self._open.divisor.in_loss
 
     def end_flush(self, weight: torch.Tensor | float) -> None:
         """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
@@ -248,7 +244,7 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+            total, self._num_microbatches = total_weight(known, count, self._groups)
         elif total is not None:
             self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
@@ -265,7 +261,7 @@ class TrainStep:
         return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
 
     def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally = Tally()
+        opened.tally, opened.reduced = Tally(), False
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
@@ -277,6 +273,8 @@ class TrainStep:
 
     def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
+        if opened.reduced:
+            self._backend.resume_accumulation()
         size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
         with self.observer.flushing(), self._seeds.flush(opened.step):
