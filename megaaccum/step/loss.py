@@ -94,6 +94,13 @@ class Tally:
     reports: list[Reports] = field(default_factory=list)
     problem: StepError | None = None
 
+    def add(self, weight: torch.Tensor | float) -> None:
+        """Take note of a weight alone: the losses are another loop's to report."""
+        given = torch.as_tensor(weight, device=cpu.device()).detach().double().reshape(())
+        self.losses.append(torch.zeros_like(given))
+        self.weights.append(given)
+        self.reports.append({})
+
     def sums(self) -> list[torch.Tensor]:
         """[sum of the losses, sum of the weights, weights that are negative or not numbers, 1 where there is a
         problem], float64 scalars."""
