@@ -162,6 +162,15 @@ class DeepSpeedBackend:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
         self.parts.gather(list(self.engine.module.parameters()))
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        apart = self.parts.apart()
+        self.parts.gather(apart)
+        try:
+            yield
+        finally:
+            self.parts.release(apart)
+
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
 

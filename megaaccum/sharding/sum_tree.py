@@ -117,6 +117,15 @@ class MicrobatchSums:
         self._trees.clear()
         self._done.clear()
 
+    def missing(self, count: int) -> str:
+        """Why `count` micro-batches do not make the step's sums; empty where they do."""
+        if count == self.count:
+            return ""
+        return (
+            f"each rank had {count} micro-batches, and reproducible layout adds up the {self.count} of the plan: give"
+            " it as many, or set reproducible to none."
+        )
+
     def begin_flush(self, first: int) -> None:
         """A flush begins, whose first micro-batch is number `first` of the step."""
         self._first = first

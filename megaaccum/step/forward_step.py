@@ -48,6 +48,8 @@ class ForwardStep:
         self._trace, self._side_losses, self._fp8, self._probe = trace, side_losses, low_precision, probe
         self._followers: list[SampleSeeds | MicrobatchSums] = [seeds, *([] if sums is None else [sums])]
         self._look, self._timed = look, timed
+        if sums is not None:
+            sums.begin_flush(batch.first)
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._next = [0] * len(chunks)
 

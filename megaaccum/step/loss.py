@@ -26,6 +26,7 @@ from megaaccum.distributed import cpu
 from megaaccum.errors import StepError
 
 if TYPE_CHECKING:
+    from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
 Reports = dict[str, torch.Tensor]
@@ -76,7 +77,7 @@ class Divisor:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the numbers of this rank's micro-batches stand among those of the global batch, where their sums have to be
-    the same to the bit in every layout. first: place of each; count: micro-batches of the global batch."""
+    the same to the bit in every layout. of: the place of each; count: micro-batches of the global batch."""
 
     of: Sequence[int]
     count: int
@@ -89,9 +90,20 @@ class Places:
         return row
 
 
+def places_of(plan: Plan, groups: Groups, each: int) -> Places | None:
+    """Of `each` micro-batches of every rank; None where no sum has to be the same in every layout."""
+    if plan.config.sharding.reproducible != "layout":
+        return None
+    rank, ranks = groups.dp.rank(), groups.dp.size()
+    of = range(rank * each, (rank + 1) * each) if plan.in_runs else range(rank, each * ranks, ranks)
+    return Places(of, each * ranks)
+
+
 def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[float]:
     """The sum over the ranks of `group` of each part: a scalar, or the numbers of micro-batches in their places, whose
     sum is the float64 nearest to the exact one. float64, one all-reduce."""
+    if not parts:
+        return []
     flat = torch.cat([part.to(cpu.device()).reshape(-1) for part in parts])
     dist.all_reduce(flat, group=group)
     numbers = iter(flat.tolist())
@@ -123,6 +135,13 @@ class Tally:
     weights: list[torch.Tensor] = field(default_factory=list)
     reports: list[Reports] = field(default_factory=list)
     problem: StepError | None = None
+
+    def add(self, weight: torch.Tensor | float) -> None:
+        """Take note of a weight alone: the losses are another loop's to report."""
+        given = torch.as_tensor(weight, device=cpu.device()).detach().double().reshape(())
+        self.losses.append(torch.zeros_like(given))
+        self.weights.append(given)
+        self.reports.append({})
 
     def total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of one number per micro-batch, in their order: their sum, or each in its place; float64."""

@@ -39,48 +39,6 @@ class Microbatches:
     dummies: frozenset[int] = field(default_factory=frozenset)
     lengths: Sequence[int] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        data: Any,
-        function: ForwardStepFunc,
-        batch: BatchPlan,
-        *,
-        first: int,
-        varies: bool,
-        count: int | None = None,
-        weights: Sequence[float] | None = None,
-        expected: float | None = None,
-        lengths: Sequence[int] | None = None,
-    ) -> Microbatches:
-        """`data`, of which `function` runs `count` micro-batches. What is known of them in advance is asked of it where
-        it has `weights` and `token_weights`. varies: their sequences have lengths of their own. Raises ConfigError for
-        an iterator without `count`."""
-        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
-            raise ConfigError("data comes from an iterator: give num_microbatches with it")
-        listed = isinstance(data, Sequence) and count is None
-        count = len(data) if listed else count
-        assert count is not None
-        shapes = shapes_of(data) if listed else []
-        if varies and lengths is None:
-            lengths = [length for _, length in shapes] or None
-        if lengths is not None:
-            shapes = [(batch.micro_batch_size, length) for length in lengths]
-        tokens = [rows * length for rows, length in shapes] or [batch.micro_batch_size * batch.seq_length] * count
-        if weights is None and listed and hasattr(function, "weights"):
-            weights = function.weights(data)
-        return cls(
-            forward_step_func=function,
-            data=data,
-            count=count,
-            first=first,
-            tokens=tokens,
-            weights=weights,
-            token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
-            expected=expected,
-            lengths=lengths,
-        )
-
     def __len__(self) -> int:
         return self.count
 
@@ -142,6 +100,46 @@ class Microbatches:
 
 
 _PER_MICROBATCH = ("tokens", "weights", "token_weights", "lengths")
+
+
+def read_batch(
+    function: ForwardStepFunc,
+    data: Any,
+    plan: BatchPlan,
+    *,
+    varies: bool,
+    first: int,
+    count: int | None,
+    weights: Sequence[float] | None,
+    expected: float | None,
+    lengths: Sequence[int] | None,
+) -> Microbatches:
+    """`data` as a step of `plan` takes it; the other fields as in Microbatches. What is known of the micro-batches in
+    advance is asked of the forward step function where it has `weights` and `token_weights`. varies: whether their
+    lengths do. Raises ConfigError."""
+    if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
+        raise ConfigError("data comes from an iterator: give num_microbatches with it")
+    listed = isinstance(data, Sequence) and count is None
+    count = len(data) if listed else count
+    assert count is not None
+    shapes = shapes_of(data) if listed else []
+    if varies and lengths is None:
+        lengths = [length for _, length in shapes] or None
+    if lengths is not None:
+        shapes = [(plan.micro_batch_size, length) for length in lengths]
+    if weights is None and listed and hasattr(function, "weights"):
+        weights = function.weights(data)
+    return Microbatches(
+        forward_step_func=function,
+        data=data,
+        count=count,
+        first=first,
+        tokens=[rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count,
+        weights=weights,
+        token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
+        expected=expected,
+        lengths=lengths,
+    )
 
 
 def are_iterators(data: Sequence[Any]) -> bool:

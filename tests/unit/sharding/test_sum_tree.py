@@ -87,3 +87,10 @@ def test_a_parameter_gets_its_sum_back_with_the_last_micro_batch():
     sums.clear()
     sums.begin_backward(3)
     assert not sums.take(param), "another step has sums of its own"
+
+
+def test_a_step_with_another_number_of_micro_batches_is_named():
+    sums = MicrobatchSums()
+    sums.count = 4
+    assert sums.missing(4) == ""
+    assert "had 3 micro-batches" in sums.missing(3) and "the 4 of the plan" in sums.missing(3)
