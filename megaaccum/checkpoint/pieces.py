@@ -27,6 +27,7 @@ from megaaccum.model import gpt
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
+    from megaaccum.sharding.base import StatePiece
 
 _AT_ONCE = 1 << 24
 """Elements whose places are computed together where tp changes: 8 bytes each, a few times over."""
@@ -114,14 +115,19 @@ class Piece:
         return cls(name, kind, shape, Cut(math.prod(shape), int(rows), int(run), int(count)), start, stop)
 
 
+def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
+    """Whether another rank holds the same piece, and writes it."""
+    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+    return twice or backend.replica > 0 or piece.replica > 0
+
+
 def own(
     backend: ShardingBackend, groups: Groups, *, only_weights: bool = False
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
     """(piece, its flat view, whether this rank is the one that writes it) of everything that this rank holds."""
     for state in backend.state():
         shape, cut = gpt.whole_shape(state.param, groups), Cut.of(state.param, groups)
-        twice = gpt.is_tied_copy(state.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(state.param))
-        writes = not twice and backend.replica == 0 and state.replica == 0
+        writes = not is_elsewhere(state, backend, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
                 piece = Piece(state.name, kind, tuple(shape), cut, state.start, state.start + tensor.numel())

@@ -28,7 +28,7 @@ from megaaccum.checkpoint import pieces
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
-from megaaccum.distributed import rng
+from megaaccum.distributed import cpu, rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.model.flops import padded_vocab_size
@@ -191,7 +191,16 @@ class _Copies(AsyncStager):
         self._synchronize_after_execute = False  # `stage` returns when the copies are made
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in state_dict.items()}
+        """From a GPU into pinned memory, which torch keeps for the next save, with one wait for all of them: copies
+        into other memory wait one by one, and go through the driver's buffer at a fraction of the speed."""
+        on_gpu = cpu.has_accelerator()
+        copies = {}
+        for key, tensor in state_dict.items():
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu and not tensor.is_cpu)
+            copies[key] = copy.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""

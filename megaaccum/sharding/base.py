@@ -7,7 +7,7 @@ the reduced gradient is. It does not divide (step/loss.py), take norms (step/gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ import torch
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -74,6 +75,9 @@ class ShardingBackend(Protocol):
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
+    sums: MicrobatchSums | None
+    """Where sums are made in one order in every layout: which micro-batch runs, and the gradients that wait for it."""
+
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""
 
@@ -106,6 +110,10 @@ class ShardingBackend(Protocol):
 
     def gather(self) -> None:
         """Parameters are whole after this on every rank (evaluation)."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, between flushes, the chunks' parameters are whole plain tensors, for what reads or writes a model by
+        its modules. What is written there counts once it is put into `state` and adopted."""
 
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
@@ -197,6 +205,7 @@ class WholeOnEachRank:
     can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
+    sums: MicrobatchSums | None = None
     _groups: Groups
 
     def __init__(self) -> None:
@@ -215,6 +224,9 @@ class WholeOnEachRank:
 
     def gather(self) -> None:
         """Nothing to do: parameters are whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -259,4 +271,5 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         config.grad_sync_func = backend.grad_sync_func
         config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
+        config.microbatch_sums = backend.sums
         config.follows_split = backend if isinstance(backend, FollowsSplit) else None
