@@ -148,6 +148,8 @@ class Saver:
         only_weights, afresh = run.finetune or run.no_load_optim, run.finetune or run.reset_iteration
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
+        if only_weights:
+            differing.pop("lr_schedule", None)  # it begins afresh
         notes = raise_on_all_ranks(resume.settle, checkpoint, differing, engine.override)
         save_load.load(
             checkpoint,
