@@ -66,6 +66,8 @@ class BatchConfig:
     """Sequences in one pipeline micro-batch on one data-parallel rank."""
     global_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences per optimizer step over all ranks."""
+    total_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
+    """Tokens per optimizer step over all ranks: another way to give global_batch_size, a multiple of seq_length."""
     device_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences a data-parallel rank takes in per accumulation step (dbs)."""
     pp_microbatches: Annotated[int | None, Facts(at_least=1, planned=True)] = None

@@ -380,6 +380,7 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("deepspeed_only", 1, dict(backend="ddp", deepspeed={"steps_per_print": 1}), ["deepspeed block"]),
     ("rates", 1, dict(min_lr=0.01), ["min_lr 0.01", "lr 0.001", "at most 0.001"]),
     ("rates", 1, dict(lr_warmup_init=0.01), ["lr_warmup_init 0.01"]),
+    ("scaling", 1, dict(lr_scaling="sqrt"), ["lr_scaling sqrt", "lr_reference_batch_size"]),
     ("warm_up", 1, dict(lr_warmup_iters=10, lr_warmup_fraction=0.1), ["lr_warmup_iters 10", "fraction 0.1"]),
     ("warm_up", 1, dict(lr_warmup_iters=100), ["lr_warmup_iters 100", "lr_decay_iters 100", "at most 99", "101"]),
     ("stable_then_decay", 1, dict(lr_decay_style="WSD"), ["lr_wsd_decay_iters"]),
