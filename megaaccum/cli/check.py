@@ -155,6 +155,8 @@ def _layout(plan: Plan, source: str) -> _Section:
 def _batch(plan: Plan) -> _Section:
     over = {"token": "the step's unmasked tokens", "microbatch": "num_microbatches, a mean of means"}
     lines = plan.batch.describe().splitlines()
+    if plan.config.batch.static_graph:
+        lines.append("static_graph: every step has this count and this shape; batch warm-up is off")
     return "Batch", [
         *lines,
         f"loss_norm: {plan.batch.loss_norm}, so the loss is divided by {over[plan.batch.loss_norm]}",

@@ -21,6 +21,9 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_mlp(config.model)
     _derive_recompute(config.model)
     _derive_batch(config)
+    if config.batch.static_graph and config.batch.batch_warmup_steps:
+        notes.append(f"static_graph: batch_warmup_steps {config.batch.batch_warmup_steps} is set to 0.")
+        config.batch.batch_warmup_steps = 0
     _derive_schedule(config, notes)
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)

@@ -19,7 +19,7 @@ SMALL = "--num_layers 4"
 LAYOUTS = (
     Case(4, "--pp 2 --num_chunks 4", SMALL, "fp64"),
     Case(4, "--pp 2 --num_layers_per_virtual_pipeline_stage 1 --num_chunks 4", SMALL, "fp64"),
-    Case(4, "--pp 2 --schedule dualpipev --num_chunks 4 --mbs 2", SMALL, "fp64"),
+    Case(4, "--pp 2 --schedule dualpipev --num_chunks 4 --micro_batch_size 2", SMALL, "fp64"),
     Case(4, "--tp 2 --cp 2 --num_chunks 1", SMALL, "fp64"),
 )
 ALONE = Case(1, "--num_chunks 1", SMALL, "fp64")
@@ -29,7 +29,8 @@ ALONE = Case(1, "--num_chunks 1", SMALL, "fp64")
 def looked():
     ((scores, text, kept),) = run_ranks(texts.looks, 1, [ALONE], timeout=60)[0]
     assert kept
-    return scores, text, dict(zip(LAYOUTS, zip(*run_ranks(texts.looks, 4, LAYOUTS, timeout=120)), strict=True))
+    on_ranks = run_ranks(texts.looks, 4, LAYOUTS, timeout=120)
+    return scores, text, dict(zip(LAYOUTS, zip(*on_ranks, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -77,7 +78,8 @@ def test_the_line_of_a_recipe_runs_as_it_is(tmp_path):
 
 def test_core_metric_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path):
     line = LINE.replace("core_metric_every 0", "core_metric_every 2").replace("sample_every 0", "sample_every 3")
-    output, records = run(line.replace("grad_accum_steps 8", "grad_accum_steps 2"), tmp_path)
+    small = " --num_layers 2 --hidden_size 16 --seq_length 64 --nproc_per_node 2"
+    output, records = run(line.replace("grad_accum_steps 8", "grad_accum_steps 2") + small, tmp_path)
     looks = [(record["kind"], record["step"]) for record in records if record["kind"] not in ("train", "valid")]
     assert looks == [("core_metric", 2), ("sample", 3), ("core_metric", 4), ("sample", 4)]
     assert all(-1 <= record["core_metric"] <= 1 for record in records if record["kind"] == "core_metric")

@@ -20,8 +20,9 @@ class StepConfig:
     """Floor of the dynamic loss scale: a step that overflows there ends the run."""
     loss_scale_window: Annotated[int, Facts(at_least=1, needs="fp16")] = 2000
     """Steps in a row without an overflow after which the dynamic loss scale doubles."""
-    hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 2
-    """Overflows before the dynamic loss scale is halved; counted afresh when it doubles, as in Megatron."""
+    hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 1
+    """Overflows before the dynamic loss scale is halved, 1 for at once; counted afresh when it doubles, as in
+    Megatron."""
     nonfinite: Literal["skip", "zero", "drop_microbatch", "raise", "off"] = "skip"
     """A gradient that is not finite: skip the step, set it to 0, leave its micro-batch out, end the run, or none."""
     skipped_samples: Literal["consumed", "retried"] = "consumed"

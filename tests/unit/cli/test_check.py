@@ -240,3 +240,10 @@ def test_the_arithmetic_of_the_learning_rate_is_shown() -> None:
     assert "min_lr = 0.0006 * 2 = 0.0012" in text
     assert "the step's own batch" in text
     assert "Learning rate" not in check.run(TINY)
+
+
+def test_a_static_graph_has_no_warm_up_and_says_so() -> None:
+    text = check.run(TINY, ["--static_graph", "--batch_warmup_steps", "8"])
+    assert "static_graph: batch_warmup_steps 8 is set to 0." in text
+    assert "static_graph: every step has this count and this shape" in text
+    assert "Batch warm-up" not in text
