@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,15 @@ def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
     if keys.get("recompute_granularity") != "selective":
         config.model.recompute_modules = None
         config.origin.pop("recompute_modules", None)
+    put(config, keys)
+    return config
+
+
+def put(config: Config, keys: Mapping[str, Any]) -> None:
+    """Set these keys, as written by the plan."""
     for name, value in keys.items():
         setattr(getattr(config, all_keys()[name].section), name, value)
         config.origin[name] = "the plan"
-    return config
 
 
 def checked(workload: Workload, at: dict[str, Any]) -> Plan:

@@ -66,6 +66,24 @@ def load_hardware(
     return _make(wanted, _merged(wanted, entries), gpus_per_node)
 
 
+_RATES = ("gemm", "gemm_fp8", "gemm_fp4", "attention", "scores", "memory")
+_DELAYS = ("launch", "step", "microbatch")
+
+
+def slowed(name: str, factor: float, *, source: str, file: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """The entry `name`, whole, of a machine on which everything takes `factor` times as long: rates and bandwidths
+    divided by it, latencies multiplied. source: why, for its `source`. Raises ConfigError as `load_hardware`."""
+    entries = dict(_packaged()) | ({} if file is None else _read(str(file)))
+    entry = _merged(name.lower().replace("-", "_"), entries)
+    efficiency = {key: float(value) for key, value in entry["efficiency"].items()}
+    now = Efficiency(**efficiency)
+    efficiency |= {key: getattr(now, key) / factor for key in _RATES}
+    efficiency |= {key: getattr(now, key) * factor for key in _DELAYS}
+    scaled = {key: entry[key] / factor for key in ("node_gb_per_s", "net_gb_per_s")}
+    scaled |= {key: entry[key] * factor for key in ("node_latency_us", "net_latency_us")}
+    return entry | scaled | {"efficiency": efficiency, "source": f"{entry['source']}; {source}"}
+
+
 def usual_usage() -> Usage:
     """Memory that a device keeps beside tensors where nothing was measured: the table's entry that others take over."""
     return load_hardware(names()[0]).usage
