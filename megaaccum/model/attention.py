@@ -1,4 +1,5 @@
-"""The core of attention of Megatron's local layers, on torch's fused kernel: no scores are kept.
+"""The core of attention of Megatron's local layers: Megatron's own, for latent attention too, or torch's fused kernel,
+which keeps no scores.
 
 Under context parallelism a rank holds two pieces of a sequence, one from each half (Megatron's zigzag). Its queries
 meet the keys and values of the whole sequence, which are gathered over the ranks and whose gradients are scattered
@@ -23,6 +24,16 @@ from megaaccum.errors import ConfigError
 from megaaccum.model.local_norm import replaced
 
 
+class LatentAttention(DotProductAttention):
+    """Megatron's own core of attention where values have another width than queries. k_channels, v_channels: widths of
+    a head's keys and values, which latent attention gives and the class of Megatron-core 0.19 does not take. (It also
+    builds one without them, which it then replaces.)"""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
 class FusedAttention(MegatronModule):
     """Causal attention; arguments are those that Megatron gives its own DotProductAttention."""
 
@@ -36,6 +47,7 @@ class FusedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **channels: int,
     ):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
@@ -129,3 +141,10 @@ def with_fused_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictio
 ) -> Block:
     """`spec` (a block of local layers, or of prediction layers) with FusedAttention in place of Megatron's own."""
     return replaced(spec, DotProductAttention, FusedAttention)
+
+
+def with_latent_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block,
+) -> Block:
+    """`spec` with LatentAttention in place of Megatron's own."""
+    return replaced(spec, DotProductAttention, LatentAttention)

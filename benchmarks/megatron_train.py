@@ -1,0 +1,274 @@
+"""Real command lines, shrunk in size only, trained by launch/pretrain_gpt.py and by Megatron's own loop on CPU ranks.
+
+    python -m benchmarks megatron_train --cases FILE [--only TEXT] [--limit N]
+
+FILE as `megatron_cases` reads it. Of each case that is accepted, widths, depths, lengths, batches and parallel sizes
+become the smallest that keep its features (at most four ranks), precisions FP32 and dropout 0; what needs a GPU's
+kernels is left out. Three steps on the same small data set, from the same weights: loss, gradient norm and learning
+rate of each have to be the same to 1e-5. Cases that are the same once shrunk run once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import megatron_cases, megatron_reference
+from megaaccum.data.indexed import PairWriter, id_type
+from megaaccum.testing.ranks import RanksFailed, run_ranks
+
+STEPS, VOCAB, TOLERANCE = 3, 128, 1e-5
+LAUNCH = Path(__file__).parents[1] / "launch" / "pretrain_gpt.py"
+
+SIZES = {
+    "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 4, "num-query-groups": 2, "kv-channels": 16,
+    "seq-length": 32, "max-position-embeddings": 32, "moe-ffn-hidden-size": 32, "num-experts": 4,
+    "moe-shared-expert-intermediate-size": 32, "q-lora-rank": 16, "kv-lora-rank": 16, "qk-head-dim": 16,
+    "qk-pos-emb-head-dim": 8, "v-head-dim": 16, "moe-router-num-groups": 2, "moe-router-group-topk": 1,
+    "train-iters": STEPS, "lr-decay-iters": 8, "lr-warmup-iters": 1, "lr-wsd-decay-iters": 2, "eval-iters": 1,
+    "num-key-value-heads": 2, "mup-base-hidden-size": 16, "checkpoint-num-layers": 1, "recompute-num-layers": 1,
+}  # fmt: skip
+"""Flags whose number is made this."""
+
+IN_ITERS = {
+    "train-samples": "train-iters", "train-tokens": "train-iters", "lr-decay-samples": "lr-decay-iters",
+    "lr-decay-tokens": "lr-decay-iters", "lr-warmup-samples": "lr-warmup-iters",
+    "lr-warmup-tokens": "lr-warmup-iters", "lr-wsd-decay-samples": "lr-wsd-decay-iters",
+}  # fmt: skip
+
+LEFT_OUT = set(
+    "bf16 fp16 fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather"
+    " grad-reduce-in-bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"
+    " moe-grouped-gemm moe-permute-fusion moe-router-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl"
+    " apply-rope-fusion tp-comm-overlap moe-enable-deepep use-flash-attn use-flash-attn-v2 transformer-impl"
+    " gradient-accumulation-fusion reuse-grad-buf-for-mxfp8-param-ag mla-down-proj-fusion"
+    " mock-data data-path train-data-path valid-data-path test-data-path per-split-data-args-path data-args-path"
+    " vocab-file merge-file tokenizer-type tokenizer-model vocab-size tiktoken-pattern tokenizer-hf-use-fast"
+    " save load pretrained-checkpoint exit-interval exit-duration-in-mins tensorboard-dir data-cache-path"
+    " attention-dropout hidden-dropout log-interval deepspeed-config use-torch-fsdp2-reshard"
+    " moe-router-force-load-balancing".split()
+)
+"""Precisions, kernels, files: replaced, or not to be had on a CPU."""
+
+NOT_MEGATRONS = set(
+    "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step use-torch-fsdp2 use-megatron-fsdp"
+    " use-custom-fsdp data-parallel-sharding-strategy num-distributed-optimizer-instances attention-backend"
+    " deterministic-mode overlap-moe-expert-parallel-comm delay-wgrad-compute optimizer-cpu-offload context-parallel-size"
+    " cp-comm-type hierarchical-context-parallel-sizes distributed-backend rerun-mode async-save"
+    " use-persistent-ckpt-worker cuda-graph-impl cuda-graph-scope cuda-graph-modules enable-cuda-graph"
+    " external-cuda-graph te-rng-tracker use-te-rng-tracker use-sharp ckpt-format fp8-param init-model-with-meta-device"
+    " defer-embedding-wgrad-compute wgrad-deferral-limit moe-shared-expert-overlap high-priority-stream-groups"
+    " optimizer-offload-fraction use-precision-aware-optimizer fine-grained-activation-offloading offload-modules"
+    " fsdp-double-buffer expert-tensor-parallel-size calculate-per-token-loss-unused use-transformer-engine-op-fuser"
+    " moe-flex-dispatcher-backend exit-signal-handler ddp-average-in-collective manual-gc manual-gc-interval".split()
+)
+"""What the reference does without: its DDP and distributed optimizer, on a CPU, shard and overlap their own way."""
+
+REFERENCE = (
+    "--use-distributed-optimizer --distributed-backend gloo --num-workers 0 --rerun-mode disabled --transformer-impl local"
+    " --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion"
+    " --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --use-cpu-initialization --disable-jit-fuser"
+).split()
+
+Groups = dict[str, tuple[str, list[str]]]
+"""{name with dashes: (the flag as written, its values)}, the last of two equal ones."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """One case as both sides are given it."""
+
+    ours: tuple[str, ...]
+    """Flags of launch/pretrain_gpt.py."""
+    megatrons: tuple[str, ...]
+    """The same for Megatron's parser."""
+    world_size: int
+    cp: int
+    """Ranks that share a sequence; Megatron's own attention on a CPU has none, so the reference has fewer ranks."""
+
+
+def grouped(flags: list[str]) -> Groups:
+    groups: Groups = {}
+    for word in flags:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            name = flag.removeprefix("--").replace("_", "-")
+            groups.pop(name, None)
+            groups[name] = (flag, [value] if equals else [])
+        elif groups:
+            groups[next(reversed(groups))][1].append(word)
+    return groups
+
+
+def number(groups: Groups, *names: str) -> int:
+    """The value of the first of these flags that is there, else 1."""
+    return next((int(groups[name][1][0]) for name in names if name in groups), 1)
+
+
+def shrunk(flags: list[str], translated: list[str]) -> Shrunk:
+    """flags: as written; translated: those in Megatron's own names."""
+    given = grouped(translated)
+    tp = min(2, number(given, "tensor-model-parallel-size"))
+    pp = min(2, number(given, "pipeline-model-parallel-size"))
+    cp = min(2, number(given, "context-parallel-size"), 4 // (tp * pp))
+    world = tp * pp * cp * (2 if tp * pp * cp <= 2 else 1)
+    sizes = _sizes(given, tp=tp, pp=pp, cp=cp, dp=world // (tp * pp * cp))
+    ours, theirs = _resized(grouped(flags), sizes), _resized(given, sizes)
+    theirs = {name: group for name, group in theirs.items() if name not in NOT_MEGATRONS}
+    if sizes.get("expert-model-parallel-size") == ["2"]:
+        theirs["expert-tensor-parallel-size"] = ("--expert-tensor-parallel-size", ["1"])  # ours, as a note says
+    return Shrunk(_words(ours), (*_words(theirs), *REFERENCE), world, cp)
+
+
+def _sizes(given: Groups, *, tp: int, pp: int, cp: int, dp: int) -> dict[str, list[str]]:
+    """The values of the flags that are another one's consequence."""
+    interleaved = pp > 1 and (
+        given.keys() & {"num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"}
+        or "(" in "".join(given.get("pipeline-model-parallel-layout", ("", []))[1])
+    )
+    vpp = 2 if interleaved else 1
+    counted = given.keys() & {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"}
+    layers, size = 2 * pp * vpp - len(counted), min(2, number(given, "micro-batch-size"))
+    values: dict[str, object] = SIZES | {
+        "tensor-model-parallel-size": tp,
+        "pipeline-model-parallel-size": pp,
+        "context-parallel-size": cp,
+        "ds-sequence-parallel-size": cp,
+        "expert-model-parallel-size": min(2, number(given, "expert-model-parallel-size")),
+        "num-virtual-stages-per-pipeline-rank": vpp,
+        "num-layers": layers,
+        "micro-batch-size": size,
+        "global-batch-size": 4 * size * dp,
+        "moe-router-topk": min(2, number(given, "moe-router-topk")),
+        "moe-layer-freq": f"([0]*1+[1]*{layers - 1})",
+        "pipeline-model-parallel-layout": _layout(pp * vpp, mtp="mtp-num-layers" in given),
+        "decoder-first-pipeline-num-layers": 1,
+        "decoder-last-pipeline-num-layers": 1,
+        "recompute-modules": "core_attn",
+        "moe-token-dispatcher-type": "allgather" if "allgather" in str(given.get("moe-token-dispatcher-type")) else "alltoall",
+    }
+    return {name: [str(value)] for name, value in values.items()}
+
+
+def _layout(stages: int, *, mtp: bool) -> str:
+    parts = ["tt"] * stages
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * mtp + "L"
+    return "|".join(parts)
+
+
+def _resized(groups: Groups, sizes: dict[str, list[str]]) -> Groups:
+    """Flags with the small sizes; batch and data are always there."""
+    made: Groups = {}
+    for name, (flag, values) in groups.items():
+        if name in IN_ITERS:
+            name = IN_ITERS[name]
+            flag = f"--{name}"
+        elif name == "num-layers-per-virtual-pipeline-stage":
+            name = "num-virtual-stages-per-pipeline-rank"
+            flag = f"--{name}"
+        if name in LEFT_OUT or name.removeprefix("no-") in LEFT_OUT or (name, sizes.get(name)) == ("num-virtual-stages-per-pipeline-rank", ["1"]):
+            continue
+        if name == "moe-layer-freq" and "[" not in values[0]:
+            made[name] = (flag, values)
+        else:
+            made[name] = (flag, sizes.get(name, values))
+    for name in ("train-iters", "micro-batch-size", "global-batch-size"):
+        made[name] = (f"--{name}", sizes[name])
+    always = f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0"
+    return made | grouped(always.split())
+
+
+def _words(groups: Groups) -> tuple[str, ...]:
+    return tuple(word for flag, values in groups.values() for word in (flag, *values))
+
+
+# --- both sides ------------------------------------------------------------------------------------------------------
+
+
+def write_data(prefix: Path) -> None:
+    """2000 documents of 8 to 80 tokens; the end of a document is the vocabulary's last entry."""
+    random = np.random.default_rng(0)
+    with PairWriter(prefix, id_type(VOCAB)) as writer:
+        for _ in range(2000):  # a split of 949,50,1 leaves two for the test
+            ids = np.append(random.integers(0, VOCAB - 1, random.integers(8, 80)), VOCAB - 1)
+            writer.add(ids, [len(ids)])
+
+
+def train_here(argv: list[str]) -> None:
+    """launch/pretrain_gpt.py on a rank that has been started."""
+    sys.argv = [str(LAUNCH), *argv]
+    try:
+        runpy.run_path(str(LAUNCH), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, f"pretrain_gpt.py ended with {end.code}"
+
+
+def steps_of(case: Shrunk, folder: Path) -> tuple[list[dict], list[dict]]:
+    """(megaaccum's steps, Megatron's). Raises RanksFailed."""
+    prefix = folder / "data"
+    write_data(prefix)
+    data = ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache")]
+    own = ["--save", str(folder / "save"), "--output_dir", str(folder / "out"), "--log-interval", "1"]
+    run_ranks(train_here, case.world_size, [*case.ours, *data, *own], init=False, timeout=90)
+    lines = [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+    ranks = run_ranks(
+        megatron_reference.train, case.world_size // case.cp, [*case.megatrons, *data], STEPS, timeout=90
+    )
+    return [line for line in lines if "grad_norm" in line], ranks[-1]
+
+
+def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
+    """The largest relative difference of each number."""
+    assert len(ours) == len(theirs) == STEPS
+    return {
+        name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in zip(ours, theirs, strict=True))
+        for name in ("loss", "grad_norm", "lr")
+    }
+
+
+def _why(error: AssertionError) -> str:
+    """The end of what the first rank that failed raised and printed."""
+    if not isinstance(error, RanksFailed):
+        return str(error)
+    first = min((outcome for outcome in error.outcomes if outcome.failed), key=lambda outcome: outcome.order)
+    raised = first.error.traceback if first.error is not None else ""
+    return f"{str(error).splitlines()[0]}\n{raised[-600:]}\n{first.output[-600:]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", required=True)
+    parser.add_argument("--only", default="", help="cases whose file holds this text")
+    parser.add_argument("--limit", type=int, default=0, help="as many different ones")
+    args = parser.parse_args(argv)
+    seen: dict[Shrunk, list[str]] = {}
+    for case in json.loads(Path(args.cases).read_text(encoding="utf-8")):
+        if args.only in case["file"] and not megatron_cases.check(case)[0]:
+            flags = megatron_cases.words_of(case["flags"])
+            seen.setdefault(shrunk(flags, case["translated"]), []).append(case["file"])
+    equal = total = 0
+    for case, files in list(seen.items())[: args.limit or None]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = differences(*steps_of(case, Path(folder)))
+            except (RanksFailed, AssertionError) as error:
+                print(f"failed     {len(files):2} {files[0]}: {_why(error)}", flush=True)
+                total += len(files)
+                continue
+        good = max(found.values()) <= TOLERANCE
+        total, equal = total + len(files), equal + good * len(files)
+        numbers = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
+        print(f"{'equal' if good else 'DIFFERENT':10} {len(files):2} {files[0]}: {numbers}", flush=True)
+    print(f"{equal} of {total} cases equal to {TOLERANCE:g}")
+    return 0 if equal == total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
