@@ -1,4 +1,4 @@
-"""The public step: exact accumulated steps of anybody's model, loss and loop.
+"""The public step: exact accumulated steps of the user's own model, loss and loop.
 
 from megaaccum import Plan, initialize
 
@@ -33,7 +33,8 @@ from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
-from megaaccum.step.train_step import StepResult, TrainStep
+from megaaccum.step.result import StepResult
+from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
 from megaaccum.training import lr_schedule
 from megaaccum.training import optimizer as our_optimizer
@@ -144,7 +145,7 @@ class Engine:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing, for a watchdog."""
+        """This rank's notes on what it is doing, for a watchdog."""
         return self.train_steps.trace
 
     @property
@@ -212,7 +213,7 @@ class Engine:
             )  # fmt: skip
             self._microbatches += len(batch)
             last = self._microbatches == self.plan.batch.num_microbatches
-            self.train_steps.forward_backward(batch, last=last, total=total_weight)
+            self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""
@@ -269,7 +270,7 @@ class Engine:
         return self._transaction.state_dict() | {"train_step": self.train_steps.state_dict()}
 
     def progress(self, data: str = "") -> save_load.Progress:
-        """What a checkpoint holds beside tensors. data: a digest of the dataset, for whoever loads it."""
+        """A checkpoint's record beside its tensors. data: a digest of the dataset, compared on load."""
         return save_load.Progress(
             step=self.step,
             consumed_samples=self.consumed_samples,

@@ -54,7 +54,7 @@ def latest(folder: str | os.PathLike) -> Path | None:
 
 
 def read_progress(current: Path) -> Progress:
-    """What a checkpoint says beside its tensors. Raises CheckpointError when it is not a whole one of this format."""
+    """A checkpoint's record beside its tensors. Raises CheckpointError when it is not a whole one of this format."""
     path = current / "state.json"
     try:
         state = json.loads(path.read_text())
@@ -106,7 +106,7 @@ class Files:
         return printed_once(CheckpointError(f"{what} ({self._space()}); {still}"))
 
     def _space(self) -> str:
-        """What is free where checkpoints are written, as seen by this rank's host."""
+        """Free bytes where checkpoints are written, as seen by this rank's host."""
         try:
             free = shutil.disk_usage(self._folder).free
         except OSError as error:

@@ -42,7 +42,8 @@ __all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
-    """What has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may differ)."""
+    """Everything that has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may
+    differ)."""
     fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
     return fixed | {"vocab_size": padded_vocab_size(plan.config, vocab_size)}
 
@@ -78,7 +79,7 @@ def save(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer; where the system refuses a write, its own error is what other ranks are told.
+    """torch's writer; where the system refuses a write, other ranks raise its own error.
 
     torch's zip format, closed over half a tensor, raises another one about offsets, and an error that crosses ranks
     comes without the one that it was raised in.
@@ -171,9 +172,10 @@ class BackgroundSave:
 
 
 class _Copies(AsyncStager):
-    """What `dcp.async_save` is to write: copies in host memory, made before training may change the tensors.
+    """The tensors that `dcp.async_save` is to write: copies in host memory, made before training may change the
+    tensors.
 
-    torch's own stager copies the whole storage behind each view; the pieces are views of one flat buffer.
+    torch's own stager copies the whole storage of each view; the pieces are views of one flat buffer.
     """
 
     def __init__(self) -> None:
@@ -236,7 +238,7 @@ def _open(
     buffers: Buffers,
     only_weights: bool,
 ) -> tuple[Progress, CheckpointReader, list[str]]:
-    """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
+    """The checkpoint's entries, its reader, and the keys that this rank needs. No collective."""
     progress = read_progress(current)
     wrong = [
         f"{key} is {progress.shape.get(key)} in {current} and {shape[key]} in the configuration"
@@ -297,7 +299,7 @@ def _prefix(name: str, kind: str, param, groups: Groups) -> str:
 
 
 def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]:
-    """What this rank writes: its pieces, without those that another rank writes too."""
+    """This rank's pieces, without those that another rank writes too."""
     pieces = {}
     for piece in backend.state():
         twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))

@@ -81,7 +81,7 @@ class Saver:
             writing.finish()
 
     def problem(self) -> MegaaccumError | None:
-        """What went wrong in the background, as far as this rank knows by now."""
+        """The error of a save in the background, as far as this rank knows by now."""
         return self._writing.problem() if self._writing is not None else None
 
     def saved(self, error: MegaaccumError) -> MegaaccumError:

@@ -27,8 +27,8 @@ COMMANDS = (
     Command(("check",), "megaaccum.cli.check", "resolve a config and print its plan, or every error in it at once"),
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
-    Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on so many GPUs by memory and time"),
-    Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine for the planner's hardware table"),
+    Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
+    Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine, or a model's layers, for the planner"),
     Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),
 )
@@ -38,7 +38,7 @@ examples:
   megaaccum check configs/tiny_cpu.yaml --world-size 4
   megaaccum train configs/tiny_cpu.yaml --train_iters 50
 
-`megaaccum COMMAND --help` tells the options of a command."""
+`megaaccum COMMAND --help` lists the options of a command."""
 
 
 def usage() -> str:

@@ -108,7 +108,7 @@ def describe(
 
 
 def _settled(plan: Plan) -> Plan:
-    """The plan with the sync mode that fits; before there is a vocabulary nobody knows which does."""
+    """The plan with the sync mode that fits; which one does depends on the vocabulary."""
     return plan if _vocabulary(plan.config)[0] is None else sync_mode.settle(plan)
 
 
@@ -183,7 +183,7 @@ _SCHEDULES = {
 
 
 def _own_schedule(plan: Plan) -> list[str]:
-    """What the simulator and the validator say of a schedule that megaaccum's executor runs."""
+    """The simulator's and the validator's findings on a schedule that megaaccum's executor runs."""
     at = plan.layout
     schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
     proven = validate(schedule)
@@ -290,7 +290,7 @@ def _precisions(sharding: ShardingConfig) -> str:
 
 
 def _fp8(plan: Plan) -> list[str]:
-    """What FP8 computes in, and what its scales come from."""
+    """The numbers that FP8 computes in, and the source of its scales."""
     keys, at = plan.config.quantization, plan.layout
     if keys.fp8_format is None:
         return []
@@ -314,7 +314,7 @@ def _fp8(plan: Plan) -> list[str]:
 
 
 def _policies(plan: Plan) -> list[str]:
-    """What the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
+    """Bytes that the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
     rows, _ = _vocabulary(plan.config)
     if rows is None or plan.layout.schedule not in SCHEDULES:
         return []

@@ -1,4 +1,4 @@
-"""`megaaccum plan`: the layouts of a configuration on so many GPUs, ranked, explained, written."""
+"""`megaaccum plan`: the layouts of a configuration on a number of GPUs, ranked, explained, written."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _go_on(argv: Sequence[str], config: Config) -> str:
 
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file, as first argument or behind --config, and the overrides."""
+    """The configuration file, as first argument or after --config, and the overrides."""
     rest, path = _take(argv, "--config")
     if path is None and rest and not rest[0].startswith("-"):
         return rest[0], rest[1:]

@@ -96,7 +96,7 @@ def _reset(config: Config, name: str) -> None:
 
 
 def given(config: Config, name: str) -> bool:
-    """Whether somebody wrote this key: `load` saw it, or the value of a Config built in code is not the default."""
+    """Whether this key was written: `load` saw it, or the value of a Config built in code is not the default."""
     if name in config.origin:
         return True
     section = getattr(config, all_keys()[name].section)

@@ -73,7 +73,7 @@ class Groups:
         return place(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
 
     def collection_of(self, chunk: int) -> ProcessGroupCollection:
-        """What Megatron's model takes as `pg_collection` to build this chunk.
+        """The `pg_collection` with which Megatron's model builds this chunk.
 
         Megatron numbers the layers of chunk v on rank r as stage v * pp + r. In a V chunk 1 of rank r is stage
         2 * pp - 1 - r = pp + (pp - 1 - r), so it is built as if by rank pp - 1 - r; and no ranks share an embedding.

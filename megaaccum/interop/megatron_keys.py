@@ -1,4 +1,4 @@
-"""What Megatron's arguments are in megaaccum's keys. Most have the same name; the rest have a rule here each."""
+"""Megatron's arguments in megaaccum's keys. Most have the same name; the rest have a rule here each."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ ALONE = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""The fields behind some of those."""
+"""The fields of some of those."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """What a list of flags says in megaaccum's terms."""
+    """A list of flags in megaaccum's terms."""
 
     values: dict[str, object] = field(default_factory=dict)
     """Typed values by key."""
     writers: dict[str, str] = field(default_factory=dict)
     """What set each key: a flag as written, or Megatron's default."""
     sources: dict[str, str] = field(default_factory=dict)
-    """The destination behind each key that a flag set."""
+    """The destination of each key that a flag set."""
     megatron: dict[str, object] = field(default_factory=dict)
     """Fields of Megatron's model configuration without a key."""
     deepspeed: dict[str, object] | None = None
@@ -481,7 +481,7 @@ def _starting_over(given: Given, reading: Reading) -> None:
 
 
 def _overlap(given: Given, reading: Reading) -> None:
-    """What only hides traffic is left out where it cannot be had."""
+    """Leave out what only hides traffic, where it cannot be had."""
     if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
         if reading.values.get("loss_norm") != "token":
             reading.values["overlap_moe_expert_parallel_comm"] = False

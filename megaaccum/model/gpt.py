@@ -76,7 +76,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
-        # orders batched messages by themselves (pytorch#82450 is what it was for).
+        # orders batched messages without it (pytorch#82450 is what it was for).
         batch_p2p_sync=False,
         persist_layer_norm=on_gpu and not made_of.local,
         # Megatron puts it into the environment, for Transformer Engine.
@@ -98,7 +98,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
-    # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
+    # Transformer Engine's layers then leave weight gradients for later. Set after Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
     built.delay_wgrad_compute = made_of.delays_wgrad
     for name, each in plan.config.megatron.items():
@@ -109,7 +109,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
 
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
     """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
-    somebody set and that cannot be honoured is refused by `_check_local_layers`."""
+    was set and that cannot be honoured is refused by `_check_local_layers`."""
     model = plan.config.model
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
@@ -142,7 +142,7 @@ def _core_keys(plan: Plan) -> dict[str, object]:
 
 
 def _check_fp8(plan: Plan) -> None:
-    """What only this machine can tell of FP8: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
+    """Check what FP8 needs of this machine: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
     keys = plan.config.quantization
     if keys.fp8_format is None:
         return
@@ -157,12 +157,12 @@ def _check_fp8(plan: Plan) -> None:
 
 
 def _check_te_layers(plan: Plan) -> None:
-    """What Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
+    """Refuse what Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
     if layers_of(plan).local:
         return
     if not upstream.has_transformer_engine():
         raise ConfigError(
-            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, and one is missing here"
+            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
             " (`megaaccum doctor` says which): set transformer_impl to auto."
         )
     if plan.config.data.reset_attention_mask:
@@ -174,7 +174,8 @@ def _check_te_layers(plan: Plan) -> None:
 
 
 def _check_local_layers(plan: Plan) -> None:
-    """What Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first run."""
+    """Refuse what Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first
+    run."""
     model = plan.config.model
     if not layers_of(plan).local:
         return

@@ -55,7 +55,7 @@ class GptForwardStep:
         return _counts(microbatches) if self._per_token else [1.0] * len(microbatches)
 
     def token_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
-        """What the loss of a token is multiplied by in its micro-batch's sum."""
+        """The factor on the loss of a token in its micro-batch's sum."""
         return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
     def _own_part(self, batch: Microbatch) -> Microbatch:
@@ -68,7 +68,8 @@ class GptForwardStep:
 
 
 def _read_by(chunk: Any) -> list[str]:
-    """What a chunk needs of a micro-batch on its device: of a stage between the first and the last, no tokens."""
+    """The part of a micro-batch that a chunk needs on its device: of a stage between the first and the last, no
+    tokens."""
     predicts = getattr(chunk, "mtp_process", False)
     names = ["attention_mask"]
     names += ["tokens", "position_ids"] if chunk.pre_process or predicts else []

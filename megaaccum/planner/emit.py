@@ -66,7 +66,7 @@ def set_aside(config: Config, names: Iterable[str]) -> None:
 
 
 def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
-    """The workload's configuration with one layout's keys, as if somebody had written them."""
+    """The workload's configuration with one layout's keys, as if a user had written them."""
     config = copy.deepcopy(workload.config)
     set_aside(config, names_where(lambda facts: facts.planned))
     keys = planned_keys(workload, at)
@@ -111,7 +111,7 @@ def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -
 
 
 def as_sections(config: Config) -> dict[str, Any]:
-    """The keys that somebody wrote, by section, as a YAML file holds them."""
+    """The keys that were written, by section, as a YAML file holds them."""
     sections: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)

@@ -81,7 +81,7 @@ class Profile:
         return Costs(**{name: self._sums(cut, name) for name in _SECONDS}, p2p=p2p)
 
     def memory(self, cut: Cut, *, chunks: int) -> Memory:
-        """What the stages of `cut`, `chunks` of them on a rank, hold: bytes, or (where the profile knows none)
+        """Holdings of the stages of `cut`, `chunks` of them on a rank: bytes, or (where the profile knows none)
         micro-batches of a whole rank (`Memory.counted`)."""
         self.check_cut(cut)
         if not self.has_bytes:

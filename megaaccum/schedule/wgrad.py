@@ -48,7 +48,7 @@ AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
 class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
         self._uses: dict[int, int] = {}
         self._left: list[tuple[Any, queue.Queue]] = []
@@ -59,7 +59,7 @@ class WeightGrads:
         self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
     def add_left(self, module: Any, left: queue.Queue) -> None:
-        """Owe what a layer that splits its backward by itself has left."""
+        """Owe what a layer that splits its own backward has left."""
         self._left.append((module, left))
 
     def compute(self, add: AddWeightGrad | None = None) -> None:
@@ -80,6 +80,13 @@ class WeightGrads:
         while self._left:
             for weight, grad in te.delayed_gradients(*self._left.pop(0)):
                 add(weight, grad)
+
+    def nbytes(self) -> int:
+        """Bytes that they need until they are computed, each storage once."""
+        products = [getattr(compute, "__self__", None) for _, compute in self._owed]
+        kept = [each for at in products if isinstance(at, _Product) for each in (at.input, at.grad_output)]
+        kept += [each for _, left in self._left for each in te.kept_by(left)]
+        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
     def __len__(self) -> int:
         return len(self._owed) + len(self._left)
@@ -113,8 +120,8 @@ def put_aside(into: WeightGrads) -> Iterator[None]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Nothing is put aside inside, so that every gradient of a micro-batch comes in its I: for whoever looks at single
-    micro-batches. A W then finds nothing to do."""
+    """Nothing is put aside inside, so that every gradient of a micro-batch comes in its I: for callers that look at
+    single micro-batches. A W then finds nothing to do."""
     global _deferring
     _deferring = False
     try:
@@ -124,7 +131,7 @@ def at_once() -> Iterator[None]:
 
 
 _delaying: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
-"""Layers that split their backward by themselves, in the order in which they were installed."""
+"""Layers that split their own backward, in the order in which they were installed."""
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
@@ -157,7 +164,7 @@ def install(chunk: torch.nn.Module) -> None:
     """Let every column- and row-parallel linear layer of `chunk` put its weight gradient aside; twice is once.
 
     Outside `put_aside` such layers compute it in the backward, as before. Raises ConfigError for layers that add their
-    gradient into a buffer by themselves (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
+    gradient into a buffer on their own (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
     """
     for module in te.delayed_modules(chunk):
         _refuse(module.config)
@@ -173,7 +180,9 @@ def install(chunk: torch.nn.Module) -> None:
 def _refuse(config: Any) -> None:
     for key in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
         if getattr(config, key):
-            raise ConfigError(f"{key} adds weight gradients by itself, when a schedule wants to: set {key} to false")
+            raise ConfigError(
+                f"{key} adds weight gradients at times that this schedule does not choose: set {key} to false"
+            )
 
 
 def _forward(
@@ -186,7 +195,7 @@ def _forward(
     tp_group: dist.ProcessGroup | None = None,
     **fused: Any,
 ) -> torch.Tensor:
-    """What a parallel linear layer calls for its product; arguments as Megatron-core's own."""
+    """The product of a parallel linear layer; arguments as Megatron-core's own."""
     if not weight.requires_grad or not torch.is_grad_enabled():
         return upstream.linear_forward(
             input=input, weight=weight, bias=bias, allreduce_dgrad=allreduce_dgrad,

@@ -1,4 +1,4 @@
-"""What a backend is: the object that fills Megatron's five hooks for one way of sharding.
+"""A backend: the object that fills Megatron's five hooks for one way of sharding.
 
 A backend decides when parameters are gathered, in which backward gradients are reduced, and what this rank's part of
 the reduced gradient is. It does not divide (step/loss.py), take norms (step/grad_norm.py) or judge a step (step/).
@@ -71,10 +71,10 @@ class ShardingBackend(Protocol):
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
     memory: HighWater
-    """The most bytes that it held since somebody asked, by kind."""
+    """The most bytes that it held since the last call, by kind."""
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """What it holds now, by kind (metrics/memory.py)."""
+        """Bytes that it holds now, by kind (metrics/memory.py)."""
 
     before_reduce: Callable[[str, torch.Tensor], None] | None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
@@ -139,7 +139,7 @@ class ShardingBackend(Protocol):
 
 @runtime_checkable
 class FollowsSplit(Protocol):
-    """What a backend that does something between the flush's first and last action hears of a split backward: its
+    """Events of a split backward, for a backend that acts between the flush's first and last action: its
     input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
     Megatron has no hook of this kind."""
 

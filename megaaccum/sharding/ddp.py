@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DdpBackend:
     """Fills Megatron's five hooks for one torch DDP per chunk.
 
-    The schedules call the bare chunks; DDP contributes its reducer, which is told before a chunk's last backward that
+    The schedules call the bare chunks; DDP contributes its reducer, which learns before a chunk's last backward that
     the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
     """
 

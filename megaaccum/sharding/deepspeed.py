@@ -176,7 +176,7 @@ class DeepSpeedBackend:
     # --- gradients ---
 
     def _sum_the_rest(self) -> None:
-        """What no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
+        """Sum what no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
         sum_over_tp(self, self._groups)
         if isinstance(self.parts, upstream.Zero3):
             sum_tied_copies(self, self._groups)

@@ -147,7 +147,7 @@ class Fsdp2Backend:
         sum_tied_copies(self, self._groups)
 
     def resume_accumulation(self) -> None:
-        """What is reduced stays in the shards' gradients, and further reductions add to it."""
+        """Keep what is reduced in the shards' gradients; further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
             upstream.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced

@@ -40,7 +40,7 @@ class MegatronBackend:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
     reduction_divisor = 1
-    """Megatron sums where the loss is per token, as it is told here."""
+    """Megatron sums where the loss is per token, as its configuration says here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
@@ -117,7 +117,7 @@ class MegatronBackend:
     def _reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
         """Start to reduce a chunk whose gradients are all there.
 
-        By itself Megatron sends a bucket when each of its parameters has had as many gradients since the last
+        Without this, Megatron sends a bucket when each of its parameters has had as many gradients since the last
         micro-batch began as in the first step. Under a split backward a matrix' gradients of early micro-batches come
         after a norm's last one, so that number would be another with each number of micro-batches.
         """

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered and released together. params: that its forward reads; own: those whose gradient is final when
-    its backward is done (a tied weight belongs to the embedding, and the head only reads it); chunk: which of the
-    rank's chunks it is a part of."""
+    """Parameters that are gathered and released together. params: that its forward reads; own: those whose gradient is
+    final when its backward is done (a tied weight belongs to the embedding, and the head only reads it); chunk: which
+    of the rank's chunks it is a part of."""
 
     module: torch.nn.Module
     params: list[torch.nn.Parameter]
@@ -203,8 +203,8 @@ class StreamingBackend(DeepSpeedBackend):
             self._reduce_now(params)
 
     def _put_off(self, chunk: int) -> list[list[torch.nn.Parameter]]:
-        """What a W of `chunk` computes, unit by unit in the order of a backward; a weight that several units read
-        comes last."""
+        """The gradients that a W of `chunk` computes, unit by unit in the order of a backward; a weight that several
+        units read comes last."""
         units = [unit for unit in reversed(self.units) if unit.chunk == chunk]
         own = [[param for param in unit.own if wgrad.is_put_off(param)] for unit in units]
         alone = [[param for param in params if id(param) not in self._read_elsewhere] for params in own]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.breadcrumbs import Trace
+from megaaccum.distributed.rng import SampleSeeds
 from megaaccum.errors import StepError
 from megaaccum.precision.fp8 import Fp8
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
@@ -33,6 +34,7 @@ class ForwardStep:
         *,
         chunks: Sequence[torch.nn.Module],
         trace: Trace,
+        seeds: SampleSeeds,
         side_losses: SideLosses,
         low_precision: Fp8,
         probe: Probe | None,
@@ -40,6 +42,7 @@ class ForwardStep:
     ):
         self._batch, self._divisor, self._tally = batch, divisor, tally
         self._trace, self._side_losses, self._fp8, self._probe = trace, side_losses, low_precision, probe
+        self._seeds = seeds
         self._look = look
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._next = [0] * len(chunks)
@@ -56,6 +59,7 @@ class ForwardStep:
         index, self._next[number] = self._next[number], self._next[number] + 1
         action = f"chunk {number} micro-batch {self._batch.first + index}"
         self._trace.action = f"F {action}"
+        self._seeds.begin_forward(self._batch.first + index)
         with self._fp8.forward(number, self._batch.first + index):
             output, loss_func = self._forward(data_iterator, chunk, number, index, return_schedule_plan)
         if return_schedule_plan:
@@ -72,12 +76,16 @@ class ForwardStep:
     def _follow(self, chunk: Any, index: int, output: torch.Tensor, action: str) -> None:
         """Note when the backward of `output` begins."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
+            output.register_hook(lambda _grad: self._begin_backward(index, action))
             if index == len(self._batch) - 1:
                 output.register_hook(lambda _grad: self._look())  # a chunk's last backward: its gradients are all there
             self._side_losses.follow(self._batch, index, output)
         if self._probe is not None:
             self._probe.watch(chunk, self._batch.first + index, output)
+
+    def _begin_backward(self, index: int, action: str) -> None:
+        self._trace.action = f"B {action}"
+        self._seeds.begin_backward(self._batch.first + index)
 
     def _divided(self, index: int, loss_func: LossFunc):
         """`loss_func` as Megatron calls it on the last stage: the sum times 1 / N to differentiate, no tokens to divide
@@ -94,6 +102,8 @@ class ForwardStep:
             self._tally.weights.append(weight * alive)
             self._tally.reports.append(reports if alive else {})
             no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
+            if total.requires_grad:  # an output that is no tensor has no hook
+                total.register_hook(lambda _grad: self._seeds.begin_backward(self._batch.first + index))
             return total * (self._divisor.in_loss * alive), no_tokens, no_tokens
 
         return divided

@@ -28,7 +28,7 @@ def global_norm(
 
     Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
     tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
-    along: float64 scalars of this rank that come along in the same all-reduce. overflow: 0, or inf where this rank
+    along: float64 scalars of this rank that are summed in the same all-reduce. overflow: 0, or inf where this rank
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
     grads = [shard.grad for shard in backend.shards() if shard.grad.numel() and _counts_here(shard, backend, groups)]

@@ -39,7 +39,7 @@ class ForwardStepFunc(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divisor:
-    """What one step's sums are multiplied by, and where.
+    """The factor on one step's sums, and where it is applied.
 
     in_loss: before the backward, in every micro-batch. total: N, None while it is not known. reduction_divisor: by how
     much the backend's reduction divides the sum over ranks.
@@ -63,7 +63,7 @@ class Divisor:
         return cls(in_loss=reduction_divisor * power, total=None, reduction_divisor=reduction_divisor)
 
     def at_end(self, total: float) -> float:
-        """What is left to multiply the reduced gradient by, where the step's weights add up to `total`."""
+        """The factor that the reduced gradient still lacks, where the step's weights add up to `total`."""
         if self.total is not None:
             return 1.0
         return self.reduction_divisor / (self.in_loss * (total or 1))
@@ -80,8 +80,8 @@ def total_weight(weights: Sequence[float], count: int, group: dist.ProcessGroup)
 
 @dataclass
 class Tally:
-    """What loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong with it
-    first, raised on all ranks at the next collective that they share."""
+    """Values that loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong
+    with it first, raised on all ranks at the next collective that they share."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)

@@ -45,7 +45,7 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step:
 
 
 def filled(microbatches: Sequence[Microbatch], plan: Plan) -> tuple[Sequence[Microbatch], frozenset[int]]:
-    """`microbatches` with dummies behind them up to the planned number, and the dummies' indices."""
+    """`microbatches` with dummies after them up to the planned number, and the dummies' indices."""
     count, wanted = len(microbatches), plan.batch.num_microbatches
     if count == wanted:
         return microbatches, frozenset()
@@ -60,8 +60,8 @@ def dummy_of(microbatch: Microbatch) -> Microbatch:
 
 
 def stand_in(bad: Any, healthy: Sequence[Any]) -> Any:
-    """What runs in place of `bad`, with a weight of zero: a dummy of its shape, or, of a batch whose format is the
-    user's own, one of `healthy` (where there is none, `bad` itself, and the step is skipped)."""
+    """The stand-in that runs in place of `bad`, with a weight of zero: a dummy of its shape, or, of a batch whose
+    format is the user's own, one of `healthy` (where there is none, `bad` itself, and the step is skipped)."""
     if isinstance(bad, dict) and bad.keys() >= set(_ZEROED):
         return dummy_of(bad)
     return healthy[0] if healthy else bad

@@ -11,73 +11,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum.distributed import cpu, rng
-from megaaccum.distributed.agreement import Agreed, check_agreement, printed_once, raise_on_all_ranks
+from megaaccum.distributed import rng
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace, traced
-from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.metrics.observer import Observer
 from megaaccum.model import router_state
 from megaaccum.precision import fp8
 from megaaccum.precision.nonfinite import Findings, Probe
 from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
+from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
 from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
+from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.metrics.memory import Memory
-    from megaaccum.metrics.traffic import Traffic
     from megaaccum.precision.loss_scaler import LossScaler
     from megaaccum.sharding import ShardingBackend
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What one step did; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
-
-    step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
-    all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
-    that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
-    no rank changed its weights. advanced: its samples count as consumed. bad: it counts towards max_bad_steps.
-    sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
-    where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
-    over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
-    seconds: by phase. traffic: this rank's collectives, by collective, group and dtype. memory: the most bytes that
-    this rank held, by kind.
-    """
-
-    step: int = 0
-    loss: float
-    weight: float
-    grad_norm: float
-    skipped: bool
-    lr: float = 0.0
-    advanced: bool = True
-    bad: bool = False
-    loss_scale: float = 1.0
-    sanitized: int = 0
-    note: str = ""
-    stop: bool = False
-    reports: dict[str, float] = field(default_factory=dict)
-    per_microbatch: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=dict)
-    memory: Memory = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Unmasked tokens over all ranks: the report of that name, or the weight, where it counts tokens."""
-        return round(self.reports.get("num_tokens", self.weight))
-
-
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
+    """State that an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
 
     rng: dict[str, torch.Tensor]
     fp8: fp8.Snapshot
@@ -87,6 +48,7 @@ class _Before:
 class _Open:
     """A step between its first flush and its end: its divisor, what its loss functions gave, its calls so far."""
 
+    step: int
     divisor: Divisor
     before: _Before
     tally: Tally = field(default_factory=Tally)
@@ -120,8 +82,9 @@ class TrainStep:
         self._observer = Observer(groups, chunks, backend)
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
-        self._digest = plan.digest()
+        self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
+        self._seeds = rng.SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
@@ -130,7 +93,7 @@ class TrainStep:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing."""
+        """This rank's notes on what it is doing."""
         return self._observer.trace
 
     @property
@@ -158,32 +121,35 @@ class TrainStep:
         step comes with its `problem`, which every rank then raises before it begins.
         """
         with self._observer.watching():
-            stop, short = self._agree(step, microbatches, stop, problem)
+            stop, short = self._agreement.on_step(step, microbatches, stop=stop, **self._since(problem))
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
-                filled, unknown = self._with_lengths(self._filled(microbatches))
+                filled, unknown = with_lengths(self._filled(microbatches), self._plan, self._groups.pp)
                 if filled.lengths is not None or unknown is not None:
                     raise_on_all_ranks(_raise, unknown)
-                self._run(filled, last=True)
+                self._run(filled, step=step, last=True)
                 assert self._open is not None
                 self._open.short = short
                 result = self._end(step, stop)
         return self._observed(result)
 
-    def forward_backward(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
-        """Add the gradients of `batch` to the step's. total: N of the whole step, over all ranks and calls, where it is
-        known. last: whether the reduction may run inside the last backward, if no further call is expected."""
+    def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
+        """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
+        where it is known. last: whether the reduction may run inside the last backward, if no further call is
+        expected."""
         with self._observer.watching():
-            batch, problem = self._with_lengths(batch)
+            batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
-            self._agree_on("forward_backward", problem=problem, num_microbatches=len(batch), total_weight=bits)
-            self._run(batch, last=last, total=total)
+            self._agreement.on_call(
+                "forward_backward", num_microbatches=len(batch), total_weight=bits, **self._since(problem)
+            )
+            self._run(batch, step=step, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
         with self._observer.watching():
-            agreed = self._agree_on("optim_step", stop=stop, problem=problem, step=step)
+            agreed = self._agreement.on_call("optim_step", stop=stop, step=step, **self._since(problem))
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
             result = self._end(step, agreed.stop)
@@ -219,12 +185,12 @@ class TrainStep:
 
     # --- forward and backward ---
 
-    def _run(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
+    def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
             self._observer.phase("gather")
             before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(self._divisor([batch], total, alone=last), before)
+            self._open = _Open(step, self._divisor([batch], total, alone=last), before)
             self._begin_attempt(self._open)
         elif self._open.reduced:
             self._backend.resume_accumulation()
@@ -274,7 +240,7 @@ class TrainStep:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
         size = self._plan.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
-        with self._observer.flushing():
+        with self._observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
                 self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
@@ -289,6 +255,7 @@ class TrainStep:
             tally,
             chunks=self._chunks,
             trace=self.trace,
+            seeds=self._seeds,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
@@ -325,7 +292,7 @@ class TrainStep:
         for chunk in self._chunks:
             chunk.eval()
         tally = Tally()
-        with torch.no_grad():
+        with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
@@ -335,7 +302,7 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
         any rank is raised on every rank."""
-        self._agree_on("evaluate", problem=problem, num_microbatches=len(microbatches))
+        self._agreement.on_call("evaluate", num_microbatches=len(microbatches), **self._since(problem))
         tally = self.forward(self.batch_of(microbatches))
         total, weight, *_ = self._summed(tally.sums())
         return total / (weight or 1.0), weight
@@ -349,7 +316,7 @@ class TrainStep:
         return sums.tolist()
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank adds to sums over the world: ranks of one tp group have the same, and the first counts."""
+        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     # --- the micro-batches ---
@@ -401,79 +368,11 @@ class TrainStep:
         batch = self.batch_of(filled)
         return batch.without({index: filled[index] for index in dummies})
 
-    def _agree(
-        self, step: int, microbatches: Sequence[Any], stop: bool, problem: MegaaccumError | None
-    ) -> tuple[bool, str]:
-        """Whether some rank wishes to stop, and which ranks have too few micro-batches, in words. Raises
-        RankDisagreement where ranks would not do the same thing, what short_batch.too_few raises, and a `problem` of
-        any rank."""
-        batch = self._plan.batch
-        planned = (batch.micro_batch_size, batch.seq_length)
-        shapes = [] if self._plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
-        rows, length = next((shape for shape in shapes if shape != planned), planned)
-        agreed = self._agree_on(
-            "train_step",
-            stop=stop,
-            problem=problem,
-            given=len(microbatches),
-            step=step,
-            seq_length=length,
-            micro_batch_size=rows,
-        )
-        if (rows, length) != planned:
-            raise RankDisagreement(
-                f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
-                f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
-            )
-        if not agreed.told:  # every rank has as many as are planned
-            return agreed.stop, ""
-        counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
-        return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
-
-    def _with_lengths(self, batch: Microbatches) -> tuple[Microbatches, MegaaccumError | None]:
-        """`batch` with the lengths that some stage of this pipeline knows, or why there are none. Collective over the
-        pipeline, where lengths vary."""
-        if not self._plan.config.batch.variable_seq_lengths:
-            return batch, None
-        known = [0] * len(batch) if batch.lengths is None else list(batch.lengths)
-        limits = torch.tensor([known, [-length if length else -self._LONGEST for length in known]], device=cpu.device())
-        torch.distributed.all_reduce(limits, op=torch.distributed.ReduceOp.MAX, group=self._groups.pp)
-        most, least = limits[0].tolist(), (-limits[1]).tolist()
-        longest = self._plan.batch.seq_length
-        if 0 in most:
-            return batch, ConfigError("variable_seq_lengths: no stage of the pipeline knows the lengths: give lengths=")
-        if most != least:
-            return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
-        if max(most) > longest:
-            return batch, ConfigError(f"a micro-batch has {max(most)} tokens, and seq_length is {longest}: raise it")
-        tokens = [self._plan.batch.micro_batch_size * length for length in most]
-        return replace(batch, lengths=most, tokens=tokens), None
-
-    _LONGEST = 2**40
-
-    def _agree_on(
-        self, call: str, *, stop: bool = False, problem: MegaaccumError | None = None, given: int = 0, **facts: int
-    ) -> Agreed:
-        """All ranks make the same `call`, with the same `facts`. It compares as many numbers in each of them, so that
-        ranks that make different calls disagree and do not hang. given: micro-batches that each rank has, not compared.
-        """
-        plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
-        calls = 0 if self._open is None else len(self._open.calls)
-        return check_agreement(
-            self._digest,
-            details=self._plan.facts,
-            tell={"given": given, "dp_rank": self._groups.dp.rank()},
-            usual={"given": self._plan.batch.num_microbatches if call == "train_step" else 0},
-            stop=stop,
-            problem=problem or self._problem(),
-            **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
-            **{"calls since the last optim_step": calls},
-            **(plain | facts),
-        )
-
-    def _problem(self) -> StepError | None:
-        """What was wrong with a loss function's values on this rank, in a call before."""
-        return None if self._open is None else self._open.tally.problem
+    def _since(self, problem: MegaaccumError | None) -> dict[str, Any]:
+        """Since the last optim_step: the number of calls, and what was wrong with this rank's values in one of them."""
+        if self._open is None:
+            return {"calls": 0, "problem": problem}
+        return {"calls": len(self._open.calls), "problem": problem or self._open.tally.problem}
 
     # --- the gradient ---
 
@@ -510,9 +409,9 @@ class TrainStep:
         self._reports.learn(tally)
         return self._summed(self._reports.sums(tally))
 
-    def gradient(self, microbatches: Sequence[Any]) -> Attempt:
+    def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
-        self._run(self._filled(microbatches), last=True)
+        self._run(self._filled(microbatches), step=step, last=True)
         opened, self._open = self._open, None
         assert opened is not None
         return self._reduce_and_measure(opened)
@@ -544,9 +443,6 @@ class TrainStep:
     def _go_back(self, before: _Before) -> None:
         rng.restore(before.rng)
         self._fp8.restore(before.fp8)
-
-
-_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
 
 
 def _raise(problem: MegaaccumError | None) -> None:

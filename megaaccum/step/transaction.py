@@ -1,4 +1,5 @@
-"""What commits with a step beside the weights: what a step changes, it changes everywhere and together, or nowhere.
+"""State that commits with a step beside the weights: what a step changes, it changes everywhere and together, or
+nowhere.
 
 | committed together | a step that counts | a skipped one, `consumed` | a skipped one, `retried` |
 | --- | --- | --- | --- |
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
-    from megaaccum.step.train_step import StepResult
+    from megaaccum.step.result import StepResult
     from megaaccum.training.lr_schedule import LrSchedule
 
 

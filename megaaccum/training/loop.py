@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
-    from megaaccum.step.train_step import StepResult
+    from megaaccum.step.result import StepResult
 
 
 def train(plan: Plan) -> int:

@@ -124,7 +124,7 @@ class LrSchedule:
 
 
 def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config) -> LrSchedule:
-    """The schedule that Megatron-LM builds from the same flags, in front of the first step: every group of the
+    """The schedule that Megatron-LM builds from the same flags, before the first step: every group of the
     optimizer (or of the list) has its `lr` and `weight_decay` set.
 
     `config` is a resolved one: train_iters, lr and global_batch_size are there, and the rules of
@@ -141,7 +141,7 @@ def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config
 
 
 def scheduler_arguments(config: Config) -> dict[str, Any]:
-    """What Megatron-LM 0.19 gives its scheduler for iteration-based training (get_optimizer_param_scheduler of
+    """Megatron-LM 0.19's arguments of its scheduler for iteration-based training (get_optimizer_param_scheduler of
     megatron.training): spans of steps become spans of samples."""
     optimizer, batch_size = config.optimizer, _global_batch_size(config)
     assert config.run.train_iters > 0, "the config is not resolved"

@@ -63,7 +63,8 @@ def _decoupled(plan: Plan) -> dict[str, float] | None:
 
 
 def _hidden(plan: Plan) -> dict[str, float] | None:
-    """What Adam takes for hidden matrices under the maximal update parametrization, as Megatron-core's overrides do."""
+    """Adam's arguments for hidden matrices under the maximal update parametrization, as Megatron-core's overrides
+    do."""
     keys, fields = plan.config.optimizer, plan.config.megatron
     base = fields.get("mup_base_hidden_size")
     width = plan.config.model.hidden_size / base if isinstance(base, int) else 1.0

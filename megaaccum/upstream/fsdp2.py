@@ -1,4 +1,4 @@
-"""What torch's fully_shard holds and does behind its hooks (torch 2.13)."""
+"""Internals of torch's fully_shard: what it holds, and what its hooks do (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check() -> list[str]:
 
 
 def fsdp2_units(root: torch.nn.Module) -> list[Any]:
-    """What FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last layer
-    first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
+    """Parameters that FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last
+    layer first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -127,7 +127,7 @@ def first_element(param: torch.nn.Parameter) -> int:
 
 
 def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
-    """What fully sharded modules hold now, by kind (metrics/memory.py), but for the optimizer's state."""
+    """Bytes that fully sharded modules hold now, by kind (metrics/memory.py), but for the optimizer's state."""
     groups = [unit for root in roots for unit in fsdp2_units(root)]
     params = [param for group in groups for param in group.fsdp_params]
     sharded = [param.sharded_param for param in params]

@@ -14,8 +14,8 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
 def check() -> list[str]:
-    """What `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords; and that latent
-    attention projects down where `sum_rotated_key` looks for it."""
+    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords; and that
+    latent attention projects down where `sum_rotated_key` looks for it."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
@@ -58,7 +58,7 @@ def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Ten
 
 
 def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
-    """Megatron-core's own product of a parallel linear layer. Behind a frozen weight (megatron-core 0.19:
+    """Megatron-core's own product of a parallel linear layer. After a frozen weight (megatron-core 0.19:
     LinearWithFrozenWeight) it gives a bias that is trained no gradient, so that one is added here."""
     from megatron.core.tensor_parallel import layers
 
@@ -133,7 +133,7 @@ def megatron_state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tens
 
 
 def megatron_tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
-    """What Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
+    """Bytes that Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
     parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
     buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
     params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]

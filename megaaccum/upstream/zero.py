@@ -87,7 +87,7 @@ def check() -> list[str]:
 
 
 def _check_experts() -> list[str]:
-    """What `place_experts` leans on."""
+    """Check what `place_experts` leans on."""
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.utils import groups
@@ -272,7 +272,7 @@ class Zero3:
             yield param, shard.view(-1), self._own[id(param)][0]
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """What the engine holds now, by kind. DeepSpeed's step makes the flat gradients of a sub-group that
+        """Bytes that the engine holds now, by kind. DeepSpeed's step makes the flat gradients of a sub-group that
         its optimizer reads (`flat.grad`), beside the partitions."""
         zero = self.optimizer
         flats = [*zero.fp32_partitioned_groups_flat]

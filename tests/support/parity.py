@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
-    from megaaccum.step.train_step import StepResult, TrainStep
+    from megaaccum.step.result import StepResult
+    from megaaccum.step.train_step import TrainStep
 
 SEQ, VOCAB = 16, 61
 MODEL = (

@@ -28,7 +28,7 @@ COMMANDS_FLAGS = {
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
     "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
-    "calibrate": {"like", "output"},
+    "calibrate": {"like", "output", "layers", "dp"},
     "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
 }
 
