@@ -1,8 +1,9 @@
-"""Megatron's own training loop on a CPU: its parser, model builder, DDP, distributed optimizer, datasets and train_step.
+"""Megatron's own training loop on a CPU: its parser, model builder, DDP, distributed optimizer, datasets, train_step.
 
-The reference of `megatron_train.py`. What runs is `megatron.training` of megatron-core 0.19.2; the patches below stand in
-for a GPU and for Transformer Engine's layers, and the weights are megaaccum's, drawn by name with the distributions that
-Megatron's configuration gives. pretrain_gpt.py, which is not in the wheel, is the providers and `_forward_step` here.
+The reference of `megatron_train.py`. What runs is `megatron.training` of megatron-core 0.19.2; the patches below take
+the place of a GPU and of Transformer Engine's layers, and mend two of its mistakes, each named where it is mended.
+The weights are megaaccum's, drawn by name with the distributions that Megatron's configuration gives.
+pretrain_gpt.py, which is not in the wheel, is the providers and `_forward_step` here.
 """
 
 from __future__ import annotations
@@ -107,11 +108,15 @@ def _stand_in_for_a_gpu() -> None:
 
 def _model(args: Any, pre_process: bool, post_process: bool, pg_collection: Any, vp_stage: int | None = None, **_: Any):
     """pretrain_gpt.py's model provider, by Megatron's builder."""
+    from megatron.core.models import backends
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
     from megaaccum.model import gpt
+    from megaaccum.model.attention import FusedAttention
 
+    if args.context_parallel_size > 1:  # Megatron's own attention takes a whole sequence
+        backends.DotProductAttention = FusedAttention  # type: ignore[misc]
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor  # which the conversion of 0.19 drops
     model = GPTModelBuilder(config).build_model(pg_collection, pre_process, post_process, vp_stage)
@@ -142,7 +147,7 @@ def _data(args: Any):
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=True,
+        create_attention_mask=args.reset_attention_mask,
     )
     samples = [args.train_iters * args.global_batch_size, 0, 0]
     train = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()[0]
@@ -150,9 +155,13 @@ def _data(args: Any):
 
 
 def _forward_step(data_iterator: Any, model: torch.nn.Module):
-    batch = next(data_iterator)
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = get_batch_on_this_cp_rank(next(data_iterator), False, mpu.get_context_parallel_group())
     mask = batch["loss_mask"]
-    losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], loss_mask=mask)
+    inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
+    losses = model(*inputs, labels=batch["labels"], loss_mask=mask)
     return losses, partial(_loss, mask)
 
 

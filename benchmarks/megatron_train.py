@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks import megatron_cases, megatron_reference
 from megaaccum.data.indexed import PairWriter, id_type
+from megaaccum.interop.megatron_lists import fork_flags
 from megaaccum.testing.ranks import RanksFailed, run_ranks
 
 STEPS, VOCAB, TOLERANCE = 3, 128, 1e-5
@@ -29,7 +30,7 @@ LAUNCH = Path(__file__).parents[1] / "launch" / "pretrain_gpt.py"
 
 SIZES = {
     "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 4, "num-query-groups": 2, "kv-channels": 16,
-    "seq-length": 32, "max-position-embeddings": 32, "moe-ffn-hidden-size": 32, "num-experts": 4,
+    "seq-length": 32, "max-position-embeddings": 32, "moe-ffn-hidden-size": 32,
     "moe-shared-expert-intermediate-size": 32, "q-lora-rank": 16, "kv-lora-rank": 16, "qk-head-dim": 16,
     "qk-pos-emb-head-dim": 8, "v-head-dim": 16, "moe-router-num-groups": 2, "moe-router-group-topk": 1,
     "train-iters": STEPS, "lr-decay-iters": 8, "lr-warmup-iters": 1, "lr-wsd-decay-iters": 2, "eval-iters": 1,
@@ -37,44 +38,49 @@ SIZES = {
 }  # fmt: skip
 """Flags whose number is made this."""
 
-IN_ITERS = {
+VPP = "num-virtual-stages-per-pipeline-rank"
+OTHERWISE = {
+    "num-layers-per-virtual-pipeline-stage": VPP,
     "train-samples": "train-iters", "train-tokens": "train-iters", "lr-decay-samples": "lr-decay-iters",
     "lr-decay-tokens": "lr-decay-iters", "lr-warmup-samples": "lr-warmup-iters",
     "lr-warmup-tokens": "lr-warmup-iters", "lr-wsd-decay-samples": "lr-wsd-decay-iters",
 }  # fmt: skip
+"""Flags that are written with another one, which does not depend on the sizes."""
 
 LEFT_OUT = set(
-    "bf16 fp16 fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather"
-    " grad-reduce-in-bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"
+    "bf16 fp16 fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo"
+    " fp8-param-gather grad-reduce-in-bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"
     " moe-grouped-gemm moe-permute-fusion moe-router-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl"
-    " apply-rope-fusion tp-comm-overlap moe-enable-deepep use-flash-attn use-flash-attn-v2 transformer-impl"
-    " gradient-accumulation-fusion reuse-grad-buf-for-mxfp8-param-ag mla-down-proj-fusion"
+    " tp-comm-overlap moe-enable-deepep use-flash-attn use-flash-attn-v2 transformer-impl mla-down-proj-fusion"
+    " reuse-grad-buf-for-mxfp8-param-ag overlap-moe-expert-parallel-comm delay-wgrad-compute"
+    " hierarchical-context-parallel-sizes cp-comm-type first-last-layers-bf16 num-layers-at-start-in-bf16"
+    " num-layers-at-end-in-bf16 reset-iteration no-load-lr-state"
     " mock-data data-path train-data-path valid-data-path test-data-path per-split-data-args-path data-args-path"
     " vocab-file merge-file tokenizer-type tokenizer-model vocab-size tiktoken-pattern tokenizer-hf-use-fast"
-    " save load pretrained-checkpoint exit-interval exit-duration-in-mins tensorboard-dir data-cache-path"
-    " attention-dropout hidden-dropout log-interval deepspeed-config use-torch-fsdp2-reshard"
-    " moe-router-force-load-balancing".split()
+    " save load pretrained-checkpoint finetune exit-interval exit-duration-in-mins tensorboard-dir data-cache-path"
+    " wandb-project wandb-exp-name wandb-save-dir attention-dropout hidden-dropout log-interval"
+    " deepspeed-config".split()
 )
 """Precisions, kernels, files: replaced, or not to be had on a CPU."""
 
 NOT_MEGATRONS = set(
-    "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step use-torch-fsdp2 use-megatron-fsdp"
-    " use-custom-fsdp data-parallel-sharding-strategy num-distributed-optimizer-instances attention-backend"
-    " deterministic-mode overlap-moe-expert-parallel-comm delay-wgrad-compute optimizer-cpu-offload context-parallel-size"
-    " cp-comm-type hierarchical-context-parallel-sizes distributed-backend rerun-mode async-save"
-    " use-persistent-ckpt-worker cuda-graph-impl cuda-graph-scope cuda-graph-modules enable-cuda-graph"
-    " external-cuda-graph te-rng-tracker use-te-rng-tracker use-sharp ckpt-format fp8-param init-model-with-meta-device"
+    "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step use-torch-fsdp2"
+    " use-megatron-fsdp use-custom-fsdp data-parallel-sharding-strategy num-distributed-optimizer-instances"
+    " fsdp-manual-registration fsdp-double-buffer init-model-with-meta-device keep-fp8-transpose-cache"
+    " attention-backend deterministic-mode optimizer-cpu-offload use-nccl-ub"
+    " distributed-backend rerun-mode async-save use-persistent-ckpt-worker ckpt-format cuda-graph-impl"
+    " cuda-graph-scope cuda-graph-modules enable-cuda-graph external-cuda-graph te-rng-tracker use-sharp"
     " defer-embedding-wgrad-compute wgrad-deferral-limit moe-shared-expert-overlap high-priority-stream-groups"
-    " optimizer-offload-fraction use-precision-aware-optimizer fine-grained-activation-offloading offload-modules"
-    " fsdp-double-buffer expert-tensor-parallel-size calculate-per-token-loss-unused use-transformer-engine-op-fuser"
-    " moe-flex-dispatcher-backend exit-signal-handler ddp-average-in-collective manual-gc manual-gc-interval".split()
+    " fine-grained-activation-offloading offload-modules expert-tensor-parallel-size moe-flex-dispatcher-backend"
+    " use-transformer-engine-op-fuser exit-signal-handler ddp-average-in-collective".split()
 )
 """What the reference does without: its DDP and distributed optimizer, on a CPU, shard and overlap their own way."""
 
 REFERENCE = (
-    "--use-distributed-optimizer --distributed-backend gloo --num-workers 0 --rerun-mode disabled --transformer-impl local"
-    " --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion"
-    " --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --use-cpu-initialization --disable-jit-fuser"
+    "--use-distributed-optimizer --distributed-backend gloo --num-workers 0 --rerun-mode disabled"
+    " --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion"
+    " --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm"
+    " --use-cpu-initialization --disable-jit-fuser"
 ).split()
 
 Groups = dict[str, tuple[str, list[str]]]
@@ -90,8 +96,6 @@ class Shrunk:
     megatrons: tuple[str, ...]
     """The same for Megatron's parser."""
     world_size: int
-    cp: int
-    """Ranks that share a sequence; Megatron's own attention on a CPU has none, so the reference has fewer ranks."""
 
 
 def grouped(flags: list[str]) -> Groups:
@@ -121,10 +125,11 @@ def shrunk(flags: list[str], translated: list[str]) -> Shrunk:
     world = tp * pp * cp * (2 if tp * pp * cp <= 2 else 1)
     sizes = _sizes(given, tp=tp, pp=pp, cp=cp, dp=world // (tp * pp * cp))
     ours, theirs = _resized(grouped(flags), sizes), _resized(given, sizes)
-    theirs = {name: group for name, group in theirs.items() if name not in NOT_MEGATRONS}
-    if sizes.get("expert-model-parallel-size") == ["2"]:
-        theirs["expert-tensor-parallel-size"] = ("--expert-tensor-parallel-size", ["1"])  # ours, as a note says
-    return Shrunk(_words(ours), (*_words(theirs), *REFERENCE), world, cp)
+    absent = NOT_MEGATRONS | {name.replace("_", "-") for names in fork_flags().values() for name in names}
+    theirs = {name: group for name, group in theirs.items() if name not in absent}
+    if "expert-model-parallel-size" in theirs:  # experts are whole here, as a note says
+        theirs |= grouped(["--expert-tensor-parallel-size", "1"])
+    return Shrunk(_words(ours), (*_words(theirs), *REFERENCE), world)
 
 
 def _sizes(given: Groups, *, tp: int, pp: int, cp: int, dp: int) -> dict[str, list[str]]:
@@ -135,6 +140,7 @@ def _sizes(given: Groups, *, tp: int, pp: int, cp: int, dp: int) -> dict[str, li
     )
     vpp = 2 if interleaved else 1
     counted = given.keys() & {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"}
+    _, (dispatcher,) = given.get("moe-token-dispatcher-type", ("", ["allgather"]))
     layers, size = 2 * pp * vpp - len(counted), min(2, number(given, "micro-batch-size"))
     values: dict[str, object] = SIZES | {
         "tensor-model-parallel-size": tp,
@@ -152,7 +158,10 @@ def _sizes(given: Groups, *, tp: int, pp: int, cp: int, dp: int) -> dict[str, li
         "decoder-first-pipeline-num-layers": 1,
         "decoder-last-pipeline-num-layers": 1,
         "recompute-modules": "core_attn",
-        "moe-token-dispatcher-type": "allgather" if "allgather" in str(given.get("moe-token-dispatcher-type")) else "alltoall",
+        "moe-token-dispatcher-type": dispatcher.replace("flex", "alltoall"),
+        "num-experts": min(4, number(given, "num-experts")),
+        "microbatch-group-size-per-virtual-pipeline-stage": pp,
+        "split": "949,50,1",
     }
     return {name: [str(value)] for name, value in values.items()}
 
@@ -166,19 +175,12 @@ def _layout(stages: int, *, mtp: bool) -> str:
 def _resized(groups: Groups, sizes: dict[str, list[str]]) -> Groups:
     """Flags with the small sizes; batch and data are always there."""
     made: Groups = {}
-    for name, (flag, values) in groups.items():
-        if name in IN_ITERS:
-            name = IN_ITERS[name]
-            flag = f"--{name}"
-        elif name == "num-layers-per-virtual-pipeline-stage":
-            name = "num-virtual-stages-per-pipeline-rank"
-            flag = f"--{name}"
-        if name in LEFT_OUT or name.removeprefix("no-") in LEFT_OUT or (name, sizes.get(name)) == ("num-virtual-stages-per-pipeline-rank", ["1"]):
+    for written, (flag, values) in groups.items():
+        name = OTHERWISE.get(written, written)
+        if name in LEFT_OUT or name.removeprefix("no-") in LEFT_OUT or (name == VPP and sizes[name] == ["1"]):
             continue
-        if name == "moe-layer-freq" and "[" not in values[0]:
-            made[name] = (flag, values)
-        else:
-            made[name] = (flag, sizes.get(name, values))
+        is_number = name == "moe-layer-freq" and "[" not in values[0]
+        made[name] = (flag if name == written else f"--{name}", values if is_number else sizes.get(name, values))
     for name in ("train-iters", "micro-batch-size", "global-batch-size"):
         made[name] = (f"--{name}", sizes[name])
     always = f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0"
@@ -207,7 +209,8 @@ def train_here(argv: list[str]) -> None:
     try:
         runpy.run_path(str(LAUNCH), run_name="__main__")
     except SystemExit as end:
-        assert not end.code, f"pretrain_gpt.py ended with {end.code}"
+        if end.code:
+            raise RuntimeError(f"pretrain_gpt.py ended with {end.code}") from None
 
 
 def steps_of(case: Shrunk, folder: Path) -> tuple[list[dict], list[dict]]:
@@ -218,9 +221,7 @@ def steps_of(case: Shrunk, folder: Path) -> tuple[list[dict], list[dict]]:
     own = ["--save", str(folder / "save"), "--output_dir", str(folder / "out"), "--log-interval", "1"]
     run_ranks(train_here, case.world_size, [*case.ours, *data, *own], init=False, timeout=90)
     lines = [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
-    ranks = run_ranks(
-        megatron_reference.train, case.world_size // case.cp, [*case.megatrons, *data], STEPS, timeout=90
-    )
+    ranks = run_ranks(megatron_reference.train, case.world_size, [*case.megatrons, *data], STEPS, timeout=90)
     return [line for line in lines if "grad_norm" in line], ranks[-1]
 
 
@@ -234,12 +235,11 @@ def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
 
 
 def _why(error: AssertionError) -> str:
-    """The end of what the first rank that failed raised and printed."""
-    if not isinstance(error, RanksFailed):
-        return str(error)
-    first = min((outcome for outcome in error.outcomes if outcome.failed), key=lambda outcome: outcome.order)
-    raised = first.error.traceback if first.error is not None else ""
-    return f"{str(error).splitlines()[0]}\n{raised[-600:]}\n{first.output[-600:]}"
+    """The lines that say what was wrong, of all ranks."""
+    outcomes = error.outcomes if isinstance(error, RanksFailed) else []
+    texts = [f"{outcome.error and outcome.error.text}\n{outcome.output}" for outcome in outcomes if outcome.failed]
+    lines = dict.fromkeys(line for text in texts for line in text.splitlines() if "rror:" in line)
+    return "\n    ".join([str(error).splitlines()[0], *lines])
 
 
 def main(argv: list[str] | None = None) -> int:
