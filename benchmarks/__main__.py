@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-BY_NAME = (*BENCHMARKS, "sync_modes", "planner_accuracy", "search", "fuzz", "megatron_cases", "megatron_train")
+BY_NAME = (*BENCHMARKS, "sync_modes", "planner_accuracy", "search", "fuzz", "tune", "megatron_cases", "megatron_train")
 """sync_modes takes minutes and, for its limited link, root; planner_accuracy and search need a folder of tables;
 megatron_cases and megatron_train need a file of command lines; fuzz and megatron_train measure nothing."""
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.metrics.observer import Observer
     from megaaccum.training.lr_schedule import LrSchedule
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -115,23 +117,33 @@ class Engine:
         optimizer: OptimizerFactory | None = None,
         reports: Mapping[str, str] | None = None,
     ):
-        self.plan, self.groups, self.chunks = plan, groups, chunks
+        self.groups, self.chunks = groups, chunks
         self.shape: dict[str, Any] = {"tensor_model_parallel_size": plan.layout.tp}
         """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
         self.backend = sharding.build(plan, groups, chunks, _optimizer(plan, chunks, optimizer))
-        keys = plan.config.optimizer
-        self.lr_schedule: LrSchedule | None = (
-            lr_schedule.build(self.backend, plan.config) if keys.lr and plan.config.run.train_iters else None
-        )
-        """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
         low_precision = fp8.build(plan, chunks)
         self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
         self.train_steps = TrainStep(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
         )
-        self._transaction = Transaction(plan, self.lr_schedule)
+        self._follow(plan)
         self._microbatches = self._calls = 0
         self._failed: BaseException | None = None
+
+    def _follow(self, plan: Plan) -> None:
+        """Begin at step 0 of `plan`."""
+        self.plan = plan
+        has_schedule = plan.config.optimizer.lr and plan.config.run.train_iters
+        self.lr_schedule: LrSchedule | None = (
+            lr_schedule.build(self.backend, plan.config, plan.ramp) if has_schedule else None
+        )
+        """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
+        self._transaction = Transaction(plan, self.lr_schedule)
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The batch of the next step: how many micro-batches it takes. It changes with the plan's batch warm-up."""
+        return self._transaction.batch
 
     @property
     def step(self) -> int:
@@ -149,6 +161,11 @@ class Engine:
         return self.train_steps.trace
 
     @property
+    def observer(self) -> Observer:
+        """The meter of this rank's steps: seconds by phase, bytes, memory."""
+        return self.train_steps.observer
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups; a schedule of the user's own may set their `lr` between steps."""
         return self.backend.param_groups
@@ -163,7 +180,7 @@ class Engine:
     def train_step(
         self, microbatches: Sequence[Any], *, stop: bool = False, problem: MegaaccumError | None = None
     ) -> StepResult:
-        """One optimizer step on this rank's micro-batches of it: `grad_accum_steps * pp_microbatches` of the plan.
+        """One optimizer step on this rank's micro-batches of it: `engine.batch.num_microbatches`.
 
         Args:
             microbatches: a list; each is what one `next(data_iterator)` of the forward step function gives.
@@ -194,7 +211,7 @@ class Engine:
         Args:
             data: a list of micro-batches (a bad step can then be run again), an iterator, or Megatron's list of
                 iterators, one per chunk (None where a stage reads nothing).
-            num_microbatches: how many to take from iterators; at most the plan's. The same on every rank.
+            num_microbatches: how many to take from iterators; at most the batch's. The same on every rank.
             forward_step_func: instead of the engine's.
             weights: of each micro-batch, where known before the forward.
             total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
@@ -204,7 +221,7 @@ class Engine:
             lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no
                 dicts with `tokens` or `input_ids`; needed on one stage of each pipeline.
 
-        A call that brings the step's micro-batches to the plan's number reduces gradients inside its last backward.
+        A call that brings the step's micro-batches to those of `engine.batch` reduces inside its last backward.
         """
         with self._guarded():
             batch = self.train_steps.batch_of(
@@ -212,7 +229,7 @@ class Engine:
                 lengths=lengths,
             )  # fmt: skip
             self._microbatches += len(batch)
-            last = self._microbatches == self.plan.batch.num_microbatches
+            last = self._microbatches == self.batch.num_microbatches
             self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
@@ -254,6 +271,7 @@ class Engine:
                 " start again"
                 " from a checkpoint"
             )
+        self.train_steps.batch = self.batch
         try:
             yield
         except _HARMLESS:
@@ -278,6 +296,7 @@ class Engine:
             data=data,
             shape=self.shape,
             transaction=self.state(),
+            batch_ramp=self.plan.ramp_state(),
         )
 
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
@@ -296,7 +315,11 @@ class Engine:
         return current is not None
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
-        """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up."""
+        """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up.
+        Raises ConfigError on every rank where these ranks cannot go on with its batch warm-up."""
+        plan = raise_on_all_ranks(self.plan.continued, progress.batch_ramp, progress.consumed_samples)
+        if plan is not self.plan:
+            self._follow(plan)
         if self.lr_schedule is not None and with_optimizer:
             self.lr_schedule.load_state_dict(progress.lr_schedule)
         self._transaction.load_state_dict(

@@ -23,7 +23,8 @@ FORMAT = 1
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
     lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors;
-    transaction: state of Transaction (skipped steps, loss scale, guards), empty in a checkpoint from before it."""
+    transaction: state of Transaction (skipped steps, loss scale, guards), batch_ramp: that of the batch warm-up
+    (Plan.ramp_state), each empty in a checkpoint from before it."""
 
     step: int
     consumed_samples: int
@@ -31,6 +32,7 @@ class Progress:
     data: str
     shape: dict[str, Any]
     transaction: dict[str, Any] = field(default_factory=dict)
+    batch_ramp: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_updates(self) -> int:

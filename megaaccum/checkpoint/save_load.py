@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
 
-__all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
+__all__ = ["BackgroundSave", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:

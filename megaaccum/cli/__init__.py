@@ -28,6 +28,7 @@ COMMANDS = (
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
     Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
+    Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),
     Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine, or a model's layers, for the planner"),
     Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from megaaccum import units
 from megaaccum.cli.arguments import Asked, asked, smallest_world, split_command, take_path
 from megaaccum.config import resolve
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
@@ -101,7 +102,8 @@ def describe(
         problems += error.problems
     if plan is None or problems:
         raise ConfigError(problems)
-    sections = [_layout(plan, source), _batch(plan), _schedule(plan), _model(plan), _sharding(plan), _notes(plan)]
+    parts = (_batch, _ramp, _schedule, _model, _sharding, _notes)
+    sections = [_layout(plan, source), *(part(plan) for part in parts)]
     if with_json:
         sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
@@ -159,6 +161,36 @@ def _batch(plan: Plan) -> _Section:
     ]
 
 
+def _ramp(plan: Plan) -> _Section:
+    """Every batch of the warm-up; nothing without one."""
+    if plan.ramp.is_constant:
+        return "Batch warm-up", []
+    columns = f"{'steps':<16}{'from sample':>12}{'sequences':>11}{'tokens':>12}{'micro-batches':>15}{'bubble':>9}"
+    lines = [columns]
+    for rung in plan.ramp.rungs():
+        batch = plan.ramp.batches[rung.size]
+        steps = f"{rung.first_step} on" if rung.num_steps is None else _span(rung.first_step, rung.num_steps)
+        cut = f"{batch.grad_accum_steps} * {batch.pp_microbatches} = {batch.num_microbatches}"
+        lines.append(
+            f"{steps:<16}{rung.consumed_samples:>12,}{rung.size:>11,}{batch.tokens_per_step:>12,}{cut:>15}"
+            f"{_bubble(plan, batch):>9.1%}"
+        )
+    return "Batch warm-up", [*lines, "micro-batches = grad_accum_steps * pp_microbatches; bubble with equal stages"]
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"
+
+
+def _bubble(plan: Plan, batch: BatchPlan) -> float:
+    """Share of a flush of `batch` that a rank idles, with stages of equal time."""
+    at, m = plan.layout, batch.microbatches_per_flush
+    if at.schedule in ("none", "1f1b", "interleaved"):
+        return bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m)
+    schedule = build(at.schedule, pp=at.pp, num_microbatches=m)
+    return 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
+
+
 def _schedule(plan: Plan) -> _Section:
     at, m = plan.layout, plan.batch.microbatches_per_flush
     name = _SCHEDULES.get(at.schedule, at.schedule)
@@ -171,7 +203,7 @@ def _schedule(plan: Plan) -> _Section:
     elif at.pp > 1:
         lines.append(
             f"bubble = (pp - 1) / (vpp * m + pp - 1) = {at.pp - 1} / {at.vpp * m + at.pp - 1}"
-            f" = {bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m):.1%} of a flush, with equal stages"
+            f" = {_bubble(plan, plan.batch):.1%} of a flush, with equal stages"
         )
     return "Schedule", lines
 
@@ -187,9 +219,8 @@ def _own_schedule(plan: Plan) -> list[str]:
     at = plan.layout
     schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
     proven = validate(schedule)
-    idle = 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
     lines = [
-        f"bubble = {idle:.1%} of a flush, simulated with equal stages and F = I = W",
+        f"bubble = {_bubble(plan, plan.batch):.1%} of a flush, simulated with equal stages and F = I = W",
         f"activations of {max(proven.in_flight)} chunk passes live on the fullest rank",
     ]
     if at.placement == "v":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+from megaaccum.config.batch_ramp import parse_schedule
 from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
-from megaaccum.errors import ScheduleError
+from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import entry
 
 
@@ -18,6 +20,7 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_attention(config.model)
     _derive_mlp(config.model)
     _derive_recompute(config.model)
+    _derive_batch(config)
     _derive_schedule(config, notes)
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
@@ -56,6 +59,16 @@ def _derive_recompute(model: ModelConfig) -> None:
             model.recompute_num_layers = 1
     elif model.recompute_granularity == "selective" and model.recompute_modules is None:
         model.recompute_modules = ["core_attn"]
+
+
+def _derive_batch(config: Config) -> None:
+    """The global batch that a schedule of batch sizes ends with."""
+    batch, key = config.batch, "step_batch_size_schedule"
+    if batch.step_batch_size_schedule is not None and batch.global_batch_size is None:
+        with suppress(ConfigError):  # build_ramp reports it
+            batch.global_batch_size = parse_schedule(batch.step_batch_size_schedule, config.model.seq_length)[-1][1]
+            if key in config.origin:
+                config.origin["global_batch_size"] = config.origin[key]
 
 
 def _derive_schedule(config: Config, notes: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from megaaccum.config import batch_ramp
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
@@ -25,6 +26,7 @@ RIVALS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"data_path", "train_data_path"}),
+    frozenset(batch_ramp.KEYS),
 )
 """Keys that say the same thing in different ways: one on the command line sets aside the others of a file."""
 

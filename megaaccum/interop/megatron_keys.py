@@ -121,7 +121,8 @@ def _put_defaults(given: Given, reading: Reading) -> None:
         theirs["eval_interval"] = 0
     if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):
         theirs |= {"initial_loss_scale": args.initial_loss_scale, "loss_scale_window": args.loss_scale_window}
-    if args.micro_batch_size and not {"global_batch_size", "device_batch_size", "grad_accum_steps"} & values.keys():
+    sizes = {"global_batch_size", "device_batch_size", "grad_accum_steps", "step_batch_size_schedule"}
+    if args.micro_batch_size and not sizes & values.keys():
         theirs["grad_accum_steps"] = 1
         if "pp_microbatches" not in values:
             theirs["pp_microbatches"] = 1

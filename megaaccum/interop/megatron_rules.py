@@ -1,4 +1,4 @@
-"""What becomes of Megatron's arguments that are not one key each, a rule per subject."""
+"""Rules for Megatron's arguments that are not one key each, one rule per subject."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.interop.deepspeed_json import read_json
 from megaaccum.interop.megatron_args import Given
+from megaaccum.interop.megatron_lengths import lengths
 
 
 @dataclass(slots=True)
@@ -91,44 +92,6 @@ def _uneven_stages(given: Given, reading: Reading) -> None:
     reading.put("pipeline_model_parallel_layout", "|".join(layers), given, name)
     for key in ("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size"):
         reading.values.pop(key, None)
-
-
-_SAMPLES = {
-    "train_samples": "train_iters",
-    "lr_decay_samples": "lr_decay_iters",
-    "lr_warmup_samples": "lr_warmup_iters",
-    "lr_wsd_decay_samples": "lr_wsd_decay_iters",
-    "train_tokens": "train_iters",
-    "lr_decay_tokens": "lr_decay_iters",
-    "lr_warmup_tokens": "lr_warmup_iters",
-}
-
-
-def _lengths(given: Given, reading: Reading) -> None:
-    """Lengths in samples or tokens become whole optimizer steps."""
-    for name, key in _SAMPLES.items():
-        number = getattr(given.args, name)
-        if not given.has(name) or number is None:
-            continue
-        batch, seq_length = reading.values.get("global_batch_size"), reading.values.get("seq_length")
-        per_step = (batch or 0) * ((seq_length or 0) if name.endswith("tokens") else 1)  # type: ignore[operator]
-        if not per_step:
-            needed = "--global-batch-size" + (" and --seq-length" if name.endswith("tokens") else "")
-            reading.problems.append(f"{given.written[name]}: {needed} must be given to make steps of it.")
-            continue
-        steps, rest = divmod(number, per_step)
-        if rest:
-            reading.notes.append(
-                f"{given.written[name]}: {key} {steps}, whole batches of {per_step} {name.split('_')[-1]}."
-            )
-        if key in reading.values:
-            first = min(steps, reading.values[key])  # type: ignore[type-var]
-            reading.notes.append(
-                f"{given.written[name]} beside {reading.writers[key]}: {key} {first}, the first to end."
-            )
-            reading.values[key] = first
-        else:
-            reading.put(key, steps, given, name)
 
 
 def _precision(given: Given, reading: Reading) -> None:
@@ -326,7 +289,7 @@ def _overlap(given: Given, reading: Reading) -> None:
 
 
 RULES: tuple[Callable[[Given, Reading], None], ...] = (
-    _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
+    _shape, _uneven_stages, lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
     _data_files, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """In the order in which they run: later ones look at what earlier ones put."""

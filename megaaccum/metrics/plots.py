@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ SMOOTHING_SHARE = 0.03
 """Steps that one point of the smoothed loss averages, as a share of the steps shown."""
 
 
-def draw(records: Iterable[Record], path: Path, *, tokens_per_step: int, title: str) -> None:
-    """Write a PNG to `path`, which is replaced as a whole.
+def draw(records: Iterable[Record], path: Path, *, tokens_after: Callable[[int], int], title: str) -> None:
+    """Write a PNG to `path`, which is replaced as a whole. tokens_after: tokens of the run after a number of steps.
 
     `records` are those of a journal: `kind` "train" with `step`, `loss` (nats per token), `lr`, `skipped`, or `kind`
     "valid" with `step` and `loss`; at least one of kind "train". A loss of None is left out. Needs no display and
@@ -33,7 +33,7 @@ def draw(records: Iterable[Record], path: Path, *, tokens_per_step: int, title: 
     assert train, "a picture of no steps"
     aside = path.with_name(path.name + ".new")
     with _Quiet():
-        figure = _figure(train, [record for record in records if record["kind"] == "valid"], tokens_per_step, title)
+        figure = _figure(train, [record for record in records if record["kind"] == "valid"], tokens_after, title)
         figure.savefig(aside, format="png", dpi=150)
     os.replace(aside, path)
 
@@ -51,7 +51,7 @@ class _Quiet:
         self._logger.setLevel(self._level)
 
 
-def _figure(train: list[Record], valid: list[Record], tokens_per_step: int, title: str) -> Figure:
+def _figure(train: list[Record], valid: list[Record], tokens_after: Callable[[int], int], title: str) -> Figure:
     # Figure and its Agg canvas directly, not pyplot, which would choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def _figure(train: list[Record], valid: list[Record], tokens_per_step: int, titl
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     _draw_loss(upper, train, valid)
     _draw_rate(lower, train)
-    _add_token_axis(upper, tokens_per_step, train[-1]["step"])
+    _add_token_axis(upper, tokens_after, train[-1]["step"])
     figure.suptitle(title, color=INK)
     for axes in (upper, lower):
         axes.grid(alpha=0.25)
@@ -100,15 +100,23 @@ def _draw_rate(axes: Axes, train: list[Record]) -> None:
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
 
 
-def _add_token_axis(axes: Axes, tokens_per_step: int, last_step: int) -> None:
-    unit, name = token_unit(tokens_per_step * last_step)
-    scale = tokens_per_step / unit
+def _add_token_axis(axes: Axes, tokens_after: Callable[[int], int], last_step: int) -> None:
+    """Tokens over steps, which is no straight line during batch warm-up; as steep beyond the ends as at them."""
+    import numpy as np
+
+    unit, name = token_unit(tokens_after(last_step))
+    inside = np.unique(np.linspace(0, last_step, min(last_step, 1000) + 1).astype(int))
+    tokens = np.array([tokens_after(int(step)) for step in inside]) / unit
+    first, last = tokens[1] / inside[1], (tokens_after(last_step + 1) - tokens_after(last_step)) / unit
+    beyond = last_step + 1
+    xs = np.array([-beyond, *inside, last_step + beyond])
+    ys = np.array([-beyond * first, *tokens, tokens[-1] + beyond * last])
 
     def to_tokens(steps: Any) -> Any:
-        return steps * scale
+        return np.interp(steps, xs, ys)
 
     def to_steps(tokens: Any) -> Any:
-        return tokens / scale
+        return np.interp(tokens, ys, xs)
 
     top = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
     top.set_xlabel(f"tokens ({name})" if name else "tokens", color=INK)

@@ -29,11 +29,10 @@ from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.model.param_count import expert_layers
 from megaaccum.planner.emit import set_aside
 from megaaccum.planner.footprint import chosen, state_bytes
-from megaaccum.schedule.profile import EMBEDDING, HEAD, LayerCost, Profile
+from megaaccum.schedule.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
 from megaaccum.schedule.wgrad import WeightGrads, install, put_aside
 from megaaccum.step.loss import ForwardStepFunc
 
-DENSE, EXPERTS, PREDICTION = "T", "X", "P"
 NAMES = {
     EMBEDDING: "embedding",
     DENSE: "transformer layer",
@@ -41,7 +40,6 @@ NAMES = {
     PREDICTION: "multi-token prediction",
     HEAD: "final norm, head and loss",
 }
-"""Kinds of layers."""
 Args = tuple[Any, ...]
 _COSTS = ("forward", "input_grad", "weight_grad", "activation", "deferred")
 

@@ -16,6 +16,7 @@ from megaaccum.step.microbatches import Microbatches, shapes_of
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.distributed.groups import Groups
 
 _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
@@ -29,12 +30,18 @@ class StepAgreement:
         self._plan, self._groups, self._digest = plan, groups, plan.digest()
 
     def on_step(
-        self, step: int, microbatches: Sequence[Any], *, calls: int, stop: bool, problem: MegaaccumError | None
+        self,
+        step: int,
+        microbatches: Sequence[Any],
+        batch: BatchPlan,
+        *,
+        calls: int,
+        stop: bool,
+        problem: MegaaccumError | None,
     ) -> tuple[bool, str]:
-        """Whether some rank wishes to stop, and which ranks have too few micro-batches, in words. Raises
+        """Whether some rank wishes to stop, and which ranks have fewer micro-batches than `batch`, in words. Raises
         RankDisagreement where ranks would not do the same thing, what short_batch.too_few raises, and a `problem` of
         any rank."""
-        batch = self._plan.batch
         planned = (batch.micro_batch_size, batch.seq_length)
         shapes = [] if self._plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
         rows, length = next((shape for shape in shapes if shape != planned), planned)
@@ -44,6 +51,7 @@ class StepAgreement:
             stop=stop,
             problem=problem,
             given=len(microbatches),
+            usual=batch.num_microbatches,
             step=step,
             seq_length=length,
             micro_batch_size=rows,
@@ -56,7 +64,9 @@ class StepAgreement:
         if not agreed.told:  # every rank has as many as are planned
             return agreed.stop, ""
         counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
-        return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
+        return agreed.stop, short_batch.too_few(
+            counts, dp_ranks, wanted=batch.num_microbatches, policy=self._plan.config.step.short_batch, step=step
+        )
 
     def on_call(
         self,
@@ -66,17 +76,18 @@ class StepAgreement:
         stop: bool = False,
         problem: MegaaccumError | None = None,
         given: int = 0,
+        usual: int = 0,
         **facts: int,
     ) -> Agreed:
         """All ranks make the same `call`, with the same `facts`. It compares as many numbers in each of them, so that
         ranks that make different calls disagree and do not hang. calls: of forward_backward since the last optim_step.
-        given: micro-batches that each rank has, not compared."""
+        given: micro-batches that each rank has, not compared; usual: as many as the step takes."""
         plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
         return check_agreement(
             self._digest,
             details=self._plan.facts,
             tell={"given": given, "dp_rank": self._groups.dp.rank()},
-            usual={"given": self._plan.batch.num_microbatches if call == "train_step" else 0},
+            usual={"given": usual},
             stop=stop,
             problem=problem,
             **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ class ForwardStep:
     """Takes the micro-batches of one flush through this rank's chunks.
 
     Which micro-batch runs is counted per chunk: every schedule runs a chunk's forwards in order, and a recomputed
-    forward does not come through here. look: called when a chunk's last backward begins.
+    forward does not come through here. look: called when a chunk's last backward begins. timed: around each forward.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class ForwardStep:
         low_precision: Fp8,
         probe: Probe | None,
         look: Callable[[], None],
+        timed: Callable[[], AbstractContextManager[None]],
     ):
         self._batch, self._divisor, self._tally = batch, divisor, tally
         self._trace, self._side_losses, self._fp8, self._probe = trace, side_losses, low_precision, probe
         self._seeds = seeds
-        self._look = look
+        self._look, self._timed = look, timed
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._next = [0] * len(chunks)
 
@@ -60,7 +62,7 @@ class ForwardStep:
         action = f"chunk {number} micro-batch {self._batch.first + index}"
         self._trace.action = f"F {action}"
         self._seeds.begin_forward(self._batch.first + index)
-        with self._fp8.forward(number, self._batch.first + index):
+        with self._timed(), self._fp8.forward(number, self._batch.first + index):
             output, loss_func = self._forward(data_iterator, chunk, number, index, return_schedule_plan)
         if return_schedule_plan:
             self._trace.action = f"F {action}, interleaved with a backward"

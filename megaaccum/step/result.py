@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The outcome of one step; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
+    """The outcome of one step; the same on every rank, but for `seconds`, `forward_seconds`, `traffic`, `memory` and
+    `per_microbatch`.
 
     step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
     all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
@@ -23,8 +24,8 @@ class StepResult:
     sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
     where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
     over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
-    seconds: by phase. traffic: this rank's collectives, by collective, group and dtype. memory: the most bytes that
-    this rank held, by kind.
+    seconds: by phase, and `between` it and the step before. forward_seconds: in this rank's forwards. traffic: this
+    rank's collectives, by collective, group and dtype. memory: the most bytes that this rank held, by kind.
     """
 
     step: int = 0
@@ -42,6 +43,7 @@ class StepResult:
     reports: dict[str, float] = field(default_factory=dict)
     per_microbatch: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    forward_seconds: float = 0.0
     traffic: Traffic = field(default_factory=dict)
     memory: Memory = field(default_factory=dict)
 

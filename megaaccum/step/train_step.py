@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +78,15 @@ class TrainStep:
         low_precision: fp8.Fp8 | None = None,
     ):
         self._plan, self._groups, self._chunks, self._backend = plan, groups, chunks, backend
+        self.batch = plan.batch
+        """That of the step; the engine sets it by the samples consumed."""
         self._forward_step_func = forward_step_func
         self._fp8 = low_precision or fp8.build(plan, chunks)
-        self._observer = Observer(groups, chunks, backend)
+        self.observer = Observer(groups, chunks, backend)
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
+        if isinstance(self._schedule, ForwardBackward):
+            self._schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
         self._seeds = rng.SampleSeeds(plan, groups, chunks)
@@ -94,7 +99,7 @@ class TrainStep:
     @property
     def trace(self) -> Trace:
         """This rank's notes on what it is doing."""
-        return self._observer.trace
+        return self.observer.trace
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -120,8 +125,8 @@ class TrainStep:
         anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
         step comes with its `problem`, which every rank then raises before it begins.
         """
-        with self._observer.watching():
-            stop, short = self._agreement.on_step(step, microbatches, stop=stop, **self._since(problem))
+        with self.observer.watching():
+            stop, short = self._agreement.on_step(step, microbatches, self.batch, stop=stop, **self._since(problem))
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
@@ -138,7 +143,7 @@ class TrainStep:
         """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
         where it is known. last: whether the reduction may run inside the last backward, if no further call is
         expected."""
-        with self._observer.watching():
+        with self.observer.watching():
             batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             self._agreement.on_call(
@@ -148,7 +153,7 @@ class TrainStep:
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
-        with self._observer.watching():
+        with self.observer.watching():
             agreed = self._agreement.on_call("optim_step", stop=stop, step=step, **self._since(problem))
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
@@ -160,9 +165,9 @@ class TrainStep:
         assert opened is not None
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
-        self._observer.phase("optimizer")
+        self.observer.phase("optimizer")
         self._update(verdict, opened)
-        self._observer.phase("report")
+        self.observer.phase("report")
         attempt = verdict.attempt
         return StepResult(
             step=step,
@@ -180,15 +185,16 @@ class TrainStep:
         )
 
     def _observed(self, result: StepResult) -> StepResult:
-        seconds, traffic, memory = self._observer.take()
-        return replace(result, seconds=seconds, traffic=traffic, memory=memory)
+        seconds, traffic, memory = self.observer.take()
+        forward_seconds = self.observer.forward_seconds()
+        return replace(result, seconds=seconds, forward_seconds=forward_seconds, traffic=traffic, memory=memory)
 
     # --- forward and backward ---
 
     def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self._observer.phase("gather")
+            self.observer.phase("gather")
             before = _Before(rng.snapshot(), self._fp8.snapshot())
             self._open = _Open(step, self._divisor([batch], total, alone=last), before)
             self._begin_attempt(self._open)
@@ -196,7 +202,7 @@ class TrainStep:
             self._backend.resume_accumulation()
             self._open.reduced = False
         self._open.calls.append(batch)
-        self._observer.phase("forward_backward")
+        self.observer.phase("forward_backward")
         try:
             self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
         except BaseException:
@@ -213,17 +219,17 @@ class TrainStep:
             count = sum(len(each) - len(each.dummies) for each in calls)
             total, self._num_microbatches = total_weight(known, count, self._groups.dp)
         elif total is not None:
-            self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
+            self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
         nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
         return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
 
     def _nominal_weight(self, first: Microbatches) -> float:
-        """About the weight of a step, before it is known: that of the last one, else by what is expected."""
-        batch = self._plan.batch
+        """About the weight of a step, before it is known: by that of the last one, else by what is expected."""
+        batch = self.batch
         expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
-        return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
+        return (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
 
     def _begin_attempt(self, opened: _Open) -> None:
         opened.tally = Tally()
@@ -231,16 +237,16 @@ class TrainStep:
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
         self._fp8.begin_attempt()
-        self._observer.note_held()
+        self.observer.note_held()
         router_state.begin_step(self._chunks)
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
 
     def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
-        size = self._plan.batch.microbatches_per_flush if batch.can_run_again else len(batch)
+        size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
-        with self._observer.flushing(), self._seeds.flush(opened.step):
+        with self.observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
                 self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
@@ -259,7 +265,8 @@ class TrainStep:
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
-            look=self._observer.note_held,
+            look=self.observer.note_held,
+            timed=nullcontext if forward_only else self.observer.forward,
         )
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.
@@ -274,8 +281,8 @@ class TrainStep:
             data_iterator=batch.iterators(len(self._chunks)),
             model=self._chunks,
             num_microbatches=len(batch),
-            seq_length=self._plan.batch.seq_length,
-            micro_batch_size=self._plan.batch.micro_batch_size,
+            seq_length=self.batch.seq_length,
+            micro_batch_size=self.batch.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
@@ -338,7 +345,7 @@ class TrainStep:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
             raise ConfigError("data comes from an iterator: give num_microbatches with it")
-        plan, first = self._plan.batch, 0 if self._open is None else self._open.num_microbatches
+        plan, first = self.batch, 0 if self._open is None else self._open.num_microbatches
         listed = isinstance(data, Sequence) and count is None
         count = len(data) if listed else count
         assert count is not None
@@ -364,7 +371,7 @@ class TrainStep:
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
         """With dummies up to the planned number, where a short batch is padded."""
-        filled, dummies = short_batch.filled(microbatches, self._plan)
+        filled, dummies = short_batch.filled(microbatches, self._plan, self.batch)
         batch = self.batch_of(filled)
         return batch.without({index: filled[index] for index in dummies})
 
@@ -378,14 +385,14 @@ class TrainStep:
 
     def _reduce_and_measure(self, opened: _Open) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
-        self._observer.phase("reduce")
+        self.observer.phase("reduce")
         self._backend.finish_reduction()
-        self._observer.phase("norm")
+        self.observer.phase("norm")
         tally, zero = opened.tally, self._recovery.zero
         along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
         norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
-        self._observer.phase("verdict")
+        self.observer.phase("verdict")
         total, weight, bad, problem, news, *reported = totals
         zeroed = 0 if zero is None else int(reported.pop())
         if bad or problem:
@@ -438,7 +445,7 @@ class TrainStep:
             self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         self._recovery.conclude(verdict)
-        self._last_weight = attempt.weight
+        self._last_weight = attempt.weight / self.batch.global_batch_size
 
     def _go_back(self, before: _Before) -> None:
         rng.restore(before.rng)

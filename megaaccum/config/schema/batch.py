@@ -72,6 +72,13 @@ class BatchConfig:
     """Pipeline micro-batches that one device batch is cut into (also num_chunks)."""
     grad_accum_steps: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Device batches per optimizer step (ga)."""
+    batch_warmup_steps: Annotated[int, Facts(at_least=0)] = 0
+    """Optimizer steps over which grad_accum_steps grows to its value from an eighth of it; 0 is off."""
+    rampup_batch_size: list[int] | None = None
+    """START INCREMENT SAMPLES: the global batch grows from START sequences by INCREMENT, in equal spans of samples, to
+    global_batch_size after SAMPLES."""
+    step_batch_size_schedule: str | None = None
+    """Sequences of the global batch from a number of tokens on, '0:768 250B:1536'. The last is global_batch_size."""
     variable_seq_lengths: bool = False
     """Micro-batches may have different lengths, up to seq_length; with a pipeline, every stage knows them in
     advance."""

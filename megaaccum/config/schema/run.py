@@ -188,6 +188,10 @@ class RunConfig:
     """Write the second flush, as run and as planned, to this file in Chrome's trace format (megaaccum's schedules)."""
     log_interval: Annotated[int, Facts(at_least=1)] = 10
     """Steps between progress lines."""
+    rank_report_interval: Annotated[int, Facts(at_least=0)] = 10
+    """Steps between two looks at all ranks: late ones, and bytes and memory that leave the plan; 0 is off."""
+    straggler_threshold: Annotated[float, Facts(above=0, needs="rank_report_interval")] = 0.2
+    """A rank is late that waits for data, or computes, longer than its peers by this share of a step, in every step."""
     tensorboard_dir: Annotated[str | None, Facts(per_host=True)] = None
     """Write TensorBoard events here."""
     wandb_project: Annotated[str | None, Facts(per_host=True)] = None
