@@ -82,7 +82,7 @@ def sum_rotated_key(attention: torch.nn.Module) -> None:
     project = type(attention)._qkv_down_projection  # type: ignore[attr-defined]
 
     def down_projection(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents of queries, and of keys and values with the rotated part behind them, both whole."""
+        """Latents of queries, and of keys and values with the rotated part after them, both whole."""
         queries, latent = project(attention, hidden)
         if latent.shape[-1] != sum(widths):
             latent = mappings.gather_from_tensor_model_parallel_region(latent, group=group)
