@@ -78,7 +78,7 @@ def sum_rotated_key(attention: torch.nn.Module) -> None:
     from megatron.core.tensor_parallel import mappings
 
     config, group = attention.config, attention.tp_group
-    widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]  # type: ignore[union-attr]
+    widths: list[int] = [config.kv_lora_rank, config.qk_pos_emb_head_dim]  # type: ignore[union-attr, list-item]
     project = type(attention)._qkv_down_projection  # type: ignore[attr-defined]
 
     def down_projection(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
