@@ -20,8 +20,9 @@ BASE = (
 )
 SCALED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --group-query-attention"
 SCALED += " --num-query-groups 2 --position-embedding-type rope --swiglu --normalization RMSNorm --use-rope-scaling"
-SCALED += " --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 4"
-"""Only far tokens see the scaled rotations."""
+SCALED += " --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 4"
+SCALED += " --init-method-std 0.1"
+"""Only far tokens see the scaled rotations, where attention is not the same for all of them."""
 LATENT = "--tensor-model-parallel-size 2 --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16"
 LATENT += " --qk-pos-emb-head-dim 8 --v-head-dim 12 --normalization RMSNorm --position-embedding-type rope"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --expert-model-parallel-size 2"

@@ -36,7 +36,9 @@ def start(*starts: str) -> list[str]:
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """Those of steps."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "lr" in line]
 
 
 def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):

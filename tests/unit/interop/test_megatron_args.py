@@ -129,6 +129,7 @@ def test_a_flag_sets_its_key(text, expected):
         ("--num-layers", ["--num-layers", "expected one argument"]),
         ("--num-layers four", ["--num-layers four", "invalid int value"]),
         ("--num-layers 4 5", ["unexpected 5"]),
+        ("--cuda-graph-modules attention", ["--cuda-graph-modules attention", "attention"]),
         ("4 --bf16", ["unexpected 4", "--name value"]),
         ("--grad-accum-steps few", ["grad_accum_steps must be a whole number"]),
         ("--optimizer muon", ["--optimizer muon", "AdamW"]),
