@@ -10,6 +10,7 @@ from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, Parall
 from megaaccum.config.stage_layout import parse_layout
 from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import entry
+from megaaccum.schedule.simulate import by_executor
 
 
 def derive(config: Config, notes: list[str]) -> None:
@@ -22,6 +23,7 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_recompute(config.model)
     _derive_batch(config)
     _derive_schedule(config, notes)
+    _note_kernels(config, notes)
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _derive_run(config.run)
@@ -88,6 +90,23 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
         parallel.batch_p2p_comm = not parallel.overlap_p2p_comm
     if parallel.expert_tensor_parallel_size is None:
         parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+
+
+def _note_kernels(config: Config, notes: list[str]) -> None:
+    """Note what depends on the machine of the run, and what it costs elsewhere."""
+    model, parallel = config.model, config.parallel
+    if model.moe_grouped_gemm and model.num_experts and model.transformer_impl == "auto":
+        local = max(model.num_experts // max(parallel.expert_model_parallel_size, 1), 1)
+        notes.append(
+            f"moe_grouped_gemm: one product for a rank's {local} experts where Transformer Engine's layers run; where"
+            f" none can (no GPU, or it is not installed), {local} products one after the other, to the same result."
+        )
+    if parallel.tensor_model_parallel_size > 1 and by_executor(parallel.schedule):
+        notes.append(
+            f"schedule {parallel.schedule} with tensor_model_parallel_size {parallel.tensor_model_parallel_size}: a"
+            " backward that leaves its weight gradients for W has nothing to compute while tp ranks sum an input's"
+            " gradient, so 2 of a layer's collectives per micro-batch are waited for, which 1f1b hides."
+        )
 
 
 def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -73,7 +74,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # step/loss.py divides, and nothing else: this tells Megatron's schedules not to.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        use_cpu_initialization=not on_gpu,
+        use_cpu_initialization=not on_gpu or _is_cut_before_it_moves(plan),
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
         # orders batched messages without it (pytorch#82450 is what it was for).
@@ -205,6 +206,17 @@ def _check_local_layers(plan: Plan) -> None:
         raise ConfigError(problems)
 
 
+def _check_dispatcher(plan: Plan) -> None:
+    """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
+    if plan.config.model.moe_token_dispatcher_type != "flex":
+        return
+    name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
+    needed = "transformer_engine" if name == "ncclep" else "deep_ep"
+    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
+        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, of which one is missing"
+        raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
+
+
 def _activation(model):
     if model.squared_relu:
         from megatron.core.activations import squared_relu
@@ -223,12 +235,16 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     _check_fp8(plan)
     _check_te_layers(plan)
     _check_local_layers(plan)
+    _check_dispatcher(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
     for chunk in chunks:
-        chunk.to(cpu.device())
+        if not _is_cut_before_it_moves(plan):
+            chunk.to(cpu.device())
+        for buffer in chunk.buffers():
+            buffer.data = buffer.data.to(cpu.device())
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
@@ -239,6 +255,11 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
+
+
+def _is_cut_before_it_moves(plan: Plan) -> bool:
+    """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
+    return plan.config.sharding.sync == "streaming"
 
 
 def _cross_entropy_in_float64(
@@ -466,10 +487,12 @@ def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
 
 
 def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
-    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it."""
-    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=param.device)
+    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
+    device, wherever the parameter is, since another kind of device draws other numbers."""
+    device = cpu.device()
+    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    devices = [param.device] if param.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         init(full)

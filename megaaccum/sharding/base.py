@@ -103,6 +103,10 @@ class ShardingBackend(Protocol):
     def gather(self) -> None:
         """Parameters are whole after this on every rank (evaluation)."""
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, between flushes, the chunks' parameters are whole plain tensors, for what reads or writes a model by
+        its modules. What is written there counts once it is put into `state` and adopted."""
+
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
 

@@ -7,7 +7,7 @@ schedule, divisor and sums is checked to 1e-12.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -153,6 +153,9 @@ class DdpBackend:
 
     def gather(self) -> None:
         """Nothing to do: parameters are whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last

@@ -58,10 +58,17 @@ class DeepSpeedBackend:
         self._cold = ColdExperts.of(plan, chunks)
         self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
+        model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
+        config = upstream.zero1_config(deepspeed_config(plan), dtype)
+        if plan.config.sharding.sync == "streaming":
+            # One parameter after the other comes to the device and is cut; deepspeed.initialize would bring all first.
+            deepspeed.zero.Init(
+                model, data_parallel_group=groups.dp_cp, config_dict_or_path=config, dtype=dtype, mpu=Mpu(groups)
+            )
         self.engine, *_ = deepspeed.initialize(
-            model=torch.nn.ModuleList(chunks),
+            model=model,
             optimizer=optimizer,
-            config=upstream.zero1_config(deepspeed_config(plan), next(chunks[0].parameters()).dtype),
+            config=config,
             mpu=Mpu(groups),
             dist_init_required=False,
         )
@@ -139,6 +146,15 @@ class DeepSpeedBackend:
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
         self.parts.gather(list(self.engine.module.parameters()))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        apart = self.parts.apart()
+        self.parts.gather(apart)
+        try:
+            yield
+        finally:
+            self.parts.release(apart)
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last

@@ -167,6 +167,17 @@ class Fsdp2Backend:
     def gather(self) -> None:
         """Nothing to do: a unit's first forward gathers it."""
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        units = [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
 

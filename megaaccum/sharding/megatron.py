@@ -7,7 +7,7 @@ bucket in each chunk's last backward; each rank steps its share and gathers the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -176,6 +176,9 @@ class MegatronBackend:
 
     def gather(self) -> None:
         """Nothing to do: parameters are whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last

@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megaaccum.distributed import cpu
 from megaaccum.errors import StepError
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
 
 Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
@@ -69,11 +72,14 @@ class Divisor:
         return self.reduction_divisor / (self.in_loss * (total or 1))
 
 
-def total_weight(weights: Sequence[float], count: int, group: dist.ProcessGroup) -> tuple[float, int]:
-    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over `group`, the
-    ranks with different sequences."""
-    totals = torch.tensor([math.fsum(weights), count], dtype=torch.float64).to(cpu.device())
-    dist.all_reduce(totals, group=group)
+def total_weight(weights: Sequence[float], count: int, groups: Groups) -> tuple[float, int]:
+    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over dp x cp, whose
+    ranks reduce gradients too: a group of dp alone would cost NCCL another communicator. Ranks of one cp group have the
+    same sequences, and the first counts."""
+    counts = groups.collection.cp.rank() == 0
+    mine = [math.fsum(weights), float(count)] if counts else [0.0, 0.0]
+    totals = torch.tensor(mine, dtype=torch.float64).to(cpu.device())
+    dist.all_reduce(totals, group=groups.dp_cp)
     total, num_microbatches = totals.tolist()
     return total, round(num_microbatches)
 
@@ -87,6 +93,13 @@ class Tally:
     weights: list[torch.Tensor] = field(default_factory=list)
     reports: list[Reports] = field(default_factory=list)
     problem: StepError | None = None
+
+    def add(self, weight: torch.Tensor | float) -> None:
+        """Take note of a weight alone: the losses are another loop's to report."""
+        given = torch.as_tensor(weight, device=cpu.device()).detach().double().reshape(())
+        self.losses.append(torch.zeros_like(given))
+        self.weights.append(given)
+        self.reports.append({})
 
     def sums(self) -> list[torch.Tensor]:
         """[sum of the losses, sum of the weights, weights that are negative or not numbers, 1 where there is a

@@ -25,7 +25,7 @@ from megaaccum.step import grad_norm, short_batch
 from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
-from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
+from megaaccum.step.microbatches import Microbatches, read_batch
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
@@ -105,6 +105,11 @@ class TrainStep:
     def scaler(self) -> LossScaler | None:
         """The loss scale of an FP16 run."""
         return self._recovery.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """Scale of the loss in the next backward; 1 without FP16."""
+        return self._recovery.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""
@@ -194,13 +199,8 @@ class TrainStep:
     def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self.observer.phase("gather")
-            before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(step, self._divisor([batch], total, alone=last), before)
-            self._begin_attempt(self._open)
-        elif self._open.reduced:
-            self._backend.resume_accumulation()
-            self._open.reduced = False
+            self._begin(step, self._divisor([batch], total, alone=last))
+        assert self._open is not None
         self._open.calls.append(batch)
         self.observer.phase("forward_backward")
         try:
@@ -208,6 +208,33 @@ class TrainStep:
         except BaseException:
             self._open = None
             raise
+
+    def _begin(self, step: int, divisor: Divisor) -> None:
+        self.observer.phase("gather")
+        before = _Before(rng.snapshot(), self._fp8.snapshot())
+        self._open = _Open(step, divisor, before)
+        self._begin_attempt(self._open)
+
+    # --- a flush that another loop runs, between these two ---
+
+    def begin_flush(self, step: int, expected: float | None = None) -> float:
+        """The gradients that come now add to those of step `step`; its first flush begins it. expected: the weight of a
+        micro-batch, default its tokens. Returns what losses are to be multiplied by, beside the loss scale."""
+        if self._open is None:
+            self._num_microbatches = 0
+            self._begin(step, self._divisor_at_commit(expected))
+        assert self._open is not None
+        if self._open.reduced:
+            self._backend.resume_accumulation()
+            self._open.reduced = False
+        self._backend.set_last_flush(True)
+        return self._open.divisor.in_loss
+
+    def end_flush(self, weight: torch.Tensor | float) -> None:
+        """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
+        assert self._open is not None
+        self._open.tally.add(weight)
+        self._open.reduced = True
 
     def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Divisor:
         """Of a step. total: N where the caller knows it. alone: there is this one call, so its weights are all."""
@@ -217,22 +244,24 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+            total, self._num_microbatches = total_weight(known, count, self._groups)
         elif total is not None:
             self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
-        nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
-        return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+        return self._divisor_at_commit(calls[0].expected)
 
-    def _nominal_weight(self, first: Microbatches) -> float:
-        """About the weight of a step, before it is known: by that of the last one, else by what is expected."""
-        batch = self.batch
-        expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
-        return (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+    def _divisor_at_commit(self, expected: float | None) -> Divisor:
+        """Of a step whose weight is not known before it ends: about that of the last one, else by what is `expected` of
+        a micro-batch."""
+        nominal, batch = None, self.batch
+        if self.scaler is not None:
+            expected = expected or float(batch.micro_batch_size * batch.seq_length)
+            nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+        return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
 
     def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally = Tally()
+        opened.tally, opened.reduced = Tally(), False
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
@@ -244,6 +273,8 @@ class TrainStep:
 
     def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
+        if opened.reduced:
+            self._backend.resume_accumulation()
         size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
         with self.observer.flushing(), self._seeds.flush(opened.step):
@@ -338,36 +369,15 @@ class TrainStep:
         expected: float | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Microbatches:
-        """`data` as the step takes it. What is known of its micro-batches in advance is asked of the forward step
-        function where it has `weights` and `token_weights`. Raises ConfigError for what is missing."""
+        """`data` as the step takes it (`read_batch`). Raises ConfigError for what is missing."""
         function = forward_step_func or self._forward_step_func
         if function is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
-        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
-            raise ConfigError("data comes from an iterator: give num_microbatches with it")
-        plan, first = self.batch, 0 if self._open is None else self._open.num_microbatches
-        listed = isinstance(data, Sequence) and count is None
-        count = len(data) if listed else count
-        assert count is not None
-        shapes = shapes_of(data) if listed else []
-        if self._plan.config.batch.variable_seq_lengths and lengths is None:
-            lengths = [length for _, length in shapes] or None
-        if lengths is not None:
-            shapes = [(plan.micro_batch_size, length) for length in lengths]
-        tokens = [rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count
-        if weights is None and listed and hasattr(function, "weights"):
-            weights = function.weights(data)
-        return Microbatches(
-            forward_step_func=function,
-            data=data,
-            count=count,
-            first=first,
-            tokens=tokens,
-            weights=weights,
-            token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
-            expected=expected,
-            lengths=lengths,
-        )
+        return read_batch(
+            function, data, self.batch, varies=self._plan.config.batch.variable_seq_lengths,
+            first=0 if self._open is None else self._open.num_microbatches, count=count, weights=weights,
+            expected=expected, lengths=lengths,
+        )  # fmt: skip
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
         """With dummies up to the planned number, where a short batch is padded."""
@@ -465,8 +475,8 @@ class _Again:
 
     def look(self) -> Findings | None:
         of, opened = self._of, self._opened
-        if not all(batch.can_run_again for batch in opened.calls):
-            return None
+        if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
+            return None  # they came from an iterator, or to another loop
         of._backend.discard()
         of._go_back(opened.before)
         tally = opened.tally

@@ -7,7 +7,7 @@ instead of in the middle of a step.
 
 from __future__ import annotations
 
-from megaaccum.upstream import fsdp2, megatron, pytorch, te, zero
+from megaaccum.upstream import fsdp2, megatron, megatron_training, pytorch, te, zero
 from megaaccum.upstream.adam import UpdateCount, adam_views, optimizer_tensors, set_adam_step
 from megaaccum.upstream.fsdp2 import (
     Fsdp2WeightGrads,
@@ -100,7 +100,7 @@ __all__ = [
 
 def check() -> list[str]:
     """Names that these versions of the libraries lack, as sentences; empty when all is well."""
-    problems = zero.check() + megatron.check() + fsdp2.check() + pytorch.check()
+    problems = zero.check() + megatron.check() + megatron_training.check() + fsdp2.check() + pytorch.check()
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:  # not installed, or hidden by the CPU lane

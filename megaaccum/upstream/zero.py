@@ -156,6 +156,10 @@ class Zero3:
         self._handed_over: set[int] = set()
         self._own = {id(param): _own_part(param) for param in self.params}
 
+    def apart(self) -> list[torch.nn.Parameter]:
+        """Parameters that are not whole on this rank."""
+        return [param for param in (*self.params, *self._frozen) if not self.is_whole(param)]
+
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
         self.start_gather(params).wait()
@@ -329,6 +333,13 @@ class Zero12:
             self.optimizer.use_grad_accum_attribute = True
             for param in self.params:
                 param.grad_accum = None  # type: ignore[attr-defined]
+
+    def apart(self) -> list[torch.nn.Parameter]:
+        """None: parameters are whole on every rank."""
+        return []
+
+    def release(self, params: list[torch.nn.Parameter]) -> None:
+        """Nothing to do."""
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Nothing to do: ZeRO-1 and -2 gather the new parameters at the end of the optimizer's step."""

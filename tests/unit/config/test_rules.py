@@ -155,6 +155,17 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         dict(mtp_num_layers=1, position_embedding_type="rope", context_parallel_size=2),
         ["mtp_num_layers 1", "depend on the cut", "context_parallel_size to 1"],
     ),
+    (
+        "prediction",
+        1,
+        dict(
+            mtp_num_layers=1,
+            position_embedding_type="rope",
+            recompute_granularity="full",
+            recompute_num_layers=2,
+        ),
+        ["recompute_num_layers 2", "one by one", "recompute_num_layers to 1"],
+    ),
     ("kernels", 1, dict(gradient_accumulation_fusion=True), ["backend is deepspeed", "20 bytes per parameter"]),
     (
         "kernels",
@@ -174,6 +185,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         1,
         dict(apply_rope_fusion=True, position_embedding_type="rope", transformer_impl="local"),
         ["apply_rope_fusion needs Transformer Engine's layers", "leave it out"],
+    ),
+    (
+        "kernels",
+        1,
+        EXPERTS | dict(moe_grouped_gemm=True, transformer_impl="local"),
+        ["moe_grouped_gemm needs Transformer Engine's layers", "leave it out"],
     ),
     ("schedule", 1, dict(virtual_pipeline_model_parallel_size=2), ["pipeline_model_parallel_size above 1"]),
     ("schedule", 2, PP2 | dict(schedule="none"), ["schedule none", "not 2"]),
