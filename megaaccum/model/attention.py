@@ -17,11 +17,14 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megaaccum import upstream
 from megaaccum.errors import ConfigError
 from megaaccum.model.local_norm import replaced
+from megaaccum.model.names import as_in_local_layers
 
 
 class LatentAttention(DotProductAttention):
@@ -148,3 +151,15 @@ def with_latent_attention[Block: (TransformerBlockSubmodules, MultiTokenPredicti
 ) -> Block:
     """`spec` with LatentAttention in place of Megatron's own."""
     return replaced(spec, DotProductAttention, LatentAttention)
+
+
+def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
+    """Make the gradients of latent attention whole under tp: of the rotated part of its keys, and of the norm of the
+    queries' latent, which has the name of a norm of heads though every tp rank sees all of it."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MLASelfAttention) and module.tp_group.size() > 1:
+                upstream.sum_rotated_key(module)
+                for name, param in module.named_parameters():
+                    of_queries = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")
+                    param.is_of_latent = of_queries  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -425,17 +424,6 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
     of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
     return bool(getattr(param, "sequence_parallel", False)) or of_heads
-
-
-def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
-    """Make the gradients of latent attention whole under tp: of the rotated part of its keys, and of the norm of the
-    queries' latent, which has the name of a norm of heads though every tp rank sees all of it."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, MLASelfAttention) and module.tp_group.size() > 1:
-                upstream.sum_rotated_key(module)
-                for name, param in module.named_parameters():
-                    param.is_of_latent = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")  # type: ignore[attr-defined]
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:
