@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -315,7 +315,24 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
+    if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
+        _copy_for_head(built)
     return built
+
+
+def _copy_for_head(chunk: GPTModel) -> None:
+    """Give a tied head on the embedding's own stage a copy, as it has on another stage: the gradients of the two uses
+    are then added in the same order, each over all micro-batches first."""
+    if not chunk.share_embeddings_and_output_weights:
+        return
+    weight: Any = chunk.embedding.word_embeddings.weight
+    weight.shared_embedding, weight.zero_out_wgrad = True, False
+    copy: Any = torch.nn.Parameter(weight.detach().clone())
+    vars(copy).update(vars(weight))
+    copy.shared = True
+    chunk.output_layer.weight = copy
+    head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
+    chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
 
 
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):

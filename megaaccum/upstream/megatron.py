@@ -97,15 +97,16 @@ def sum_rotated_key(attention: torch.nn.Module) -> None:
     attention._qkv_down_projection = down_projection  # type: ignore[assignment]
 
 
-def megatron_plain_reduce_scatter() -> None:
-    """Have Megatron's DDPs that are built next use torch's reduce-scatter.
+def megatron_reduce_scatter(reduce_scatter: Callable | None = None) -> None:
+    """Have Megatron's DDPs use torch's reduce-scatter, or `reduce_scatter` (of the same arguments).
 
-    One that adds in rank order (megatron-core 0.19: reduce_scatter_with_fp32_accumulation) puts its own into a global
-    of the module and leaves it there; another one without would then not wait for the sum.
+    It is a global of the module (megatron-core 0.19). One that adds in rank order
+    (reduce_scatter_with_fp32_accumulation) puts its own there when it is built, and leaves it; another one without
+    would then not wait for the sum.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
-    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+    param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter or torch.distributed.reduce_scatter_tensor
 
 
 def megatron_give_zeros(ddp) -> None:
