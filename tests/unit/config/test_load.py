@@ -20,10 +20,11 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
+from tests.support.configs import problems_of, write
+
+
 def problems(*args: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(*args)
-    return caught.value.problems
+    return problems_of(load, *args)
 
 
 def test_flat_keys_and_sections_read_alike(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("activation", 1, dict(swiglu=True, squared_relu=True), ["swiglu", "squared_relu"]),
     ("latent_attention", 1, LATENT | dict(num_query_groups=2), ["num_query_groups 2", "leave num_query_groups out"]),
     ("latent_attention", 1, LATENT | dict(qk_pos_emb_head_dim=5), ["qk_pos_emb_head_dim 5", "4 or 6"]),
-    ("latent_attention_kernel", 1, LATENT | dict(transformer_impl="local"), ["local", "auto"]),
     ("latent_keys", 1, dict(q_lora_rank=8), ["q_lora_rank", "multi_latent_attention"]),
     ("recompute", 1, dict(recompute_method="block"), ["recompute_method", "recompute_granularity"]),
     ("recompute", 1, dict(recompute_granularity="full", recompute_modules=["mlp"]), ["recompute_modules", "selective"]),
