@@ -363,7 +363,8 @@ def auto_at_the_edge(*, dry: bool) -> Found:
     flags, _ = _model("1.2B", dry=dry)
     plan = Case(1, "--pp_microbatches 8", flags, "bf16").plan()
     made_of = gpt.layers_of(plan)
-    held = min(row.held for row in sync_mode.Forecast(plan, 61, layers=made_of).every() if row.mode.zero_stage == 3)
+    rows = sync_mode.Forecast(plan, 61, layers=made_of).every()
+    held = min(row.held for row in rows if (row.mode.backend, row.mode.zero_stage) == ("deepspeed", 3))
 
     def settled(limit: float) -> bool:
         keys = f"--pp_microbatches 8 --sync auto --memory_gib {limit / 2**30:.9f} --vocab_size 61"

@@ -32,7 +32,7 @@ class ShardingConfig:
     """A run repeats to the bit: the ranks' gradients are added in rank order on any backend, and kernels are those that
     repeat (on a CPU, of one thread)."""
     reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 50_000_000
-    """Elements reduced in one collective. A step's last is under no compute, and DeepSpeed allocates as much in full."""
+    """Elements reduced in one collective. A step's last is under no compute; DeepSpeed allocates as much in full."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where DeepSpeed keeps optimizer state and runs the optimizer."""
     cold_expert_offload: bool = False
