@@ -37,8 +37,19 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
+    from megaaccum.sharding.base import StatePiece
 
-__all__ = ["BackgroundSave", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
+__all__ = [
+    "BackgroundSave",
+    "Progress",
+    "is_elsewhere",
+    "latest",
+    "load",
+    "prefix",
+    "read_progress",
+    "save",
+    "shape_of",
+]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
@@ -302,22 +313,28 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
     return _pieces(backend, groups) | whole | _rng(groups)
 
 
-def _prefix(name: str, kind: str, param, groups: Groups) -> str:
+def prefix(name: str, kind: str, param: torch.nn.Parameter, groups: Groups) -> str:
+    """Beginning of the keys of a parameter's pieces."""
     rank = groups.tp.rank() if gpt.is_sharded_over_tp(param) else 0
     return f"{name}/{kind}/tp{rank}/"
+
+
+def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
+    """Whether another rank holds the same piece, and writes it."""
+    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+    return twice or backend.replica > 0 or piece.replica > 0
 
 
 def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]:
     """This rank's pieces, without those that another rank writes too."""
     pieces = {}
     for piece in backend.state():
-        twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-        if twice or backend.replica > 0 or piece.replica > 0:
+        if is_elsewhere(piece, backend, groups):
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 stop = piece.start + tensor.numel()
-                pieces[_prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
+                pieces[prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
     return pieces
 
 
@@ -338,7 +355,7 @@ def _parts(backend: ShardingBackend, groups: Groups, only_weights: bool = False)
         for kind, tensor in piece.tensors.items():
             if only_weights and kind != "param":
                 continue
-            yield _prefix(piece.name, kind, piece.param, groups), piece.start, tensor
+            yield prefix(piece.name, kind, piece.param, groups), piece.start, tensor
 
 
 def _overlapping(

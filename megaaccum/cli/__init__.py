@@ -30,6 +30,7 @@ COMMANDS = (
     Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
     Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),
     Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine, or a model's layers, for the planner"),
+    Command(("report",), "megaaccum.cli.report", "write an HTML page of a run, or of two beside each other"),
     Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),
 )

@@ -142,6 +142,7 @@ def _derive_chunks(parallel: ParallelConfig) -> None:
 
 
 def _derive_precision(sharding: ShardingConfig) -> None:
+    sharding.deterministic = sharding.deterministic or sharding.reproducible == "layout"
     if sharding.params_dtype is None:
         sharding.params_dtype = "bf16" if sharding.bf16 else "fp16" if sharding.fp16 else "fp32"
     elif not sharding.bf16 and not sharding.fp16:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,23 +33,23 @@ def draw(records: Iterable[Record], path: Path, *, tokens_after: Callable[[int],
     train = [record for record in records if record["kind"] == "train"]
     assert train, "a picture of no steps"
     aside = path.with_name(path.name + ".new")
-    with _Quiet():
+    with quiet():
         figure = _figure(train, [record for record in records if record["kind"] == "valid"], tokens_after, title)
         figure.savefig(aside, format="png", dpi=150)
     os.replace(aside, path)
 
 
-class _Quiet:
-    """Keeps matplotlib from telling that it builds its font cache, or puts it into a temporary folder: it is neither
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps matplotlib from reporting that it builds its font cache, or puts it into a temporary folder: it is neither
     this run's business nor anything to act on."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("matplotlib")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *error: object) -> None:
-        self._logger.setLevel(self._level)
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _figure(train: list[Record], valid: list[Record], tokens_after: Callable[[int], int], title: str) -> Figure:
@@ -59,7 +60,7 @@ def _figure(train: list[Record], valid: list[Record], tokens_after: Callable[[in
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    _draw_loss(upper, train, valid)
+    draw_loss(upper, train, valid)
     _draw_rate(lower, train)
     _add_token_axis(upper, tokens_after, train[-1]["step"])
     figure.suptitle(title, color=INK)
@@ -70,7 +71,8 @@ def _figure(train: list[Record], valid: list[Record], tokens_after: Callable[[in
     return figure
 
 
-def _draw_loss(axes: Axes, train: list[Record], valid: list[Record]) -> None:
+def draw_loss(axes: Axes, train: list[Record], valid: list[Record]) -> None:
+    """Training loss of each step and smoothed, validation loss, and where steps were skipped."""
     steps, losses = _points(train, "loss")
     smooth = smoothed(losses, span=max(1, round(len(losses) * SMOOTHING_SHARE)))
     axes.plot(steps, losses, color=TRAIN, alpha=0.35, linewidth=0.8, label="training, each step")

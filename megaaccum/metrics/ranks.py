@@ -190,13 +190,14 @@ class Ranks:
                 )
 
     def _left_by_traffic(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
-        """A step that reduces or gathers for each micro-batch what it should once moves a multiple."""
+        """A step that reduces or gathers for each micro-batch what it should once moves a multiple; the least are the
+        gradients, since an evaluation may have left the parameters gathered."""
         expected = planned.gathered + planned.reduced
         ranks = self._plan.layout.dp * self._plan.layout.cp
         padding = planned.per_element * (report.tensors * max(PADDED_TO, ranks) + 256 * ranks)
         whole = self._plan.layout.ep == 1 and not report.frozen
         too_much = report.moved > (expected + padding) * (1 + TOLERANCE)
-        if too_much or (whole and report.moved < expected * (1 - TOLERANCE)):
+        if too_much or (whole and report.moved < planned.reduced * (1 - TOLERANCE)):
             yield (
                 "bytes",
                 f"received {amount(report.moved)} from data-parallel ranks in a step, and the plan says"

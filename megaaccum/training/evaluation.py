@@ -42,4 +42,5 @@ def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples:
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
+        in_runs=plan.in_runs,
     )
