@@ -12,14 +12,6 @@ from megaaccum.config.keys import ALIASES, all_keys, canonical
 from megaaccum.config.load import given
 from megaaccum.errors import ConfigError
 from tests.support import configs
-
-
-def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
-
-
 from tests.support.configs import problems_of, write
 
 
