@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -30,7 +30,7 @@ from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.model import layers, recompute
-from megaaccum.model.attention import with_fused_attention
+from megaaccum.model.attention import with_fused_attention, with_latent_attention
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
 from megaaccum.model.local_norm import with_own_norms
@@ -184,11 +184,6 @@ def _check_local_layers(plan: Plan) -> None:
         "doctor` says which)"
     )
     problems = []
-    if model.multi_latent_attention:
-        problems.append(
-            f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
-            "or set multi_latent_attention to false."
-        )
     if model.num_experts and model.add_bias_linear:
         problems.append(
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
@@ -320,7 +315,24 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
+    if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
+        _copy_for_head(built)
     return built
+
+
+def _copy_for_head(chunk: GPTModel) -> None:
+    """Give a tied head on the embedding's own stage a copy, as it has on another stage: the gradients of the two uses
+    are then added in the same order, each over all micro-batches first."""
+    if not chunk.share_embeddings_and_output_weights:
+        return
+    weight: Any = chunk.embedding.word_embeddings.weight
+    weight.shared_embedding, weight.zero_out_wgrad = True, False
+    copy: Any = torch.nn.Parameter(weight.detach().clone())
+    vars(copy).update(vars(weight))
+    copy.shared = True
+    chunk.output_layer.weight = copy
+    head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
+    chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
 
 
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
@@ -336,16 +348,18 @@ def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, 
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    return _with_own_modules(spec, made_of)
+    return _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
 def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, made_of: Layers
+    spec: Block, made_of: Layers, *, latent: bool
 ) -> Block:
     if not made_of.local:
         return spec
     spec = with_own_norms(spec)
-    return with_fused_attention(spec) if made_of.fused_attention else spec
+    if made_of.fused_attention:
+        return with_fused_attention(spec)
+    return with_latent_attention(spec) if latent else spec
 
 
 def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
@@ -354,7 +368,7 @@ def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None
     made_of = layers_of(plan)
     last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
     spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
-    return None if spec is None else _with_own_modules(spec, made_of)
+    return None if spec is None else _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -425,7 +439,8 @@ def is_same_over_tp(param: torch.nn.Parameter) -> bool:
 def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
     under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
-    return bool(getattr(param, "sequence_parallel", False)) or "q_layernorm" in name or "k_layernorm" in name
+    of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
+    return bool(getattr(param, "sequence_parallel", False)) or of_heads
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:

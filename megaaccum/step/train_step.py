@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,9 @@ from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
 from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
+from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, places_of, sums_over_ranks, total_weight
 from megaaccum.step.microbatches import Microbatches, read_batch
+from megaaccum.step.open_step import Before, OpenStep
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
@@ -35,28 +36,6 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.precision.loss_scaler import LossScaler
     from megaaccum.sharding import ShardingBackend
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """State that an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
-
-    rng: dict[str, torch.Tensor]
-    fp8: fp8.Snapshot
-
-
-@dataclass
-class _Open:
-    """A step between its first flush and its end: its divisor, what its loss functions gave, its calls so far."""
-
-    step: int
-    divisor: Divisor
-    before: _Before
-    tally: Tally = field(default_factory=Tally)
-    calls: list[Microbatches] = field(default_factory=list)
-    num_microbatches: int = 0
-    reduced: bool = False
-    short: str = ""
 
 
 class TrainStep:
@@ -94,7 +73,7 @@ class TrainStep:
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
         self._last_weight = 0.0
-        self._open: _Open | None = None
+        self._open: OpenStep | None = None
 
     @property
     def trace(self) -> Trace:
@@ -168,6 +147,9 @@ class TrainStep:
     def _end(self, step: int, stop: bool) -> StepResult:
         opened, self._open = self._open, None
         assert opened is not None
+        if self._backend.sums is not None and (problem := self._backend.sums.missing(opened.num_microbatches)):
+            self._drop(opened)
+            raise printed_once(StepError(f"step {step}: {problem}"))
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
         self.observer.phase("optimizer")
@@ -207,9 +189,9 @@ class TrainStep:
             self._open = None
             raise
 
-    def _begin(self, step: int, divisor: Divisor) -> _Open:
+    def _begin(self, step: int, divisor: Divisor) -> OpenStep:
         self.observer.phase("gather")
-        self._open = _Open(step, divisor, _Before(rng.snapshot(), self._fp8.snapshot()))
+        self._open = OpenStep(step, divisor, Before(rng.snapshot(), self._fp8.snapshot()))
         self._begin_attempt(self._open)
         return self._open
 
@@ -217,7 +199,10 @@ class TrainStep:
 
     def begin_flush(self, step: int, expected: float | None = None) -> float:
         """The gradients that come now add to those of step `step`; its first flush begins it. expected: the weight of a
-        micro-batch, default its tokens. Returns what losses are to be multiplied by, beside the loss scale."""
+        micro-batch, default its tokens. Returns what losses are to be multiplied by, beside the loss scale. Raises
+        ConfigError with `reproducible: layout`, which has to know which micro-batch runs."""
+        if self._backend.sums is not None:
+            raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
         opened = self._open or self._begin(step, self._divisor_at_commit(expected))
         if opened.reduced:
             self._backend.resume_accumulation()
@@ -237,7 +222,9 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups)
+            total, self._num_microbatches = total_weight(
+                known, count, self._groups, places_of(self._plan, self._groups, len(known))
+            )
         elif total is not None:
             self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is None:
@@ -253,8 +240,10 @@ class TrainStep:
             nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
         return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
 
-    def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally, opened.reduced = Tally(), False
+    def _begin_attempt(self, opened: OpenStep) -> None:
+        opened.tally, opened.reduced = Tally(places_of(self._plan, self._groups, self.batch.num_microbatches)), False
+        if self._backend.sums is not None:
+            self._backend.sums.count = self.batch.num_microbatches
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
@@ -264,7 +253,7 @@ class TrainStep:
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
 
-    def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
+    def _flushes(self, batch: Microbatches, opened: OpenStep, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
         if opened.reduced:
             self._backend.resume_accumulation()
@@ -286,6 +275,7 @@ class TrainStep:
             chunks=self._chunks,
             trace=self.trace,
             seeds=self._seeds,
+            sums=self._backend.sums,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
@@ -322,7 +312,7 @@ class TrainStep:
         self._fp8.begin_attempt()
         for chunk in self._chunks:
             chunk.eval()
-        tally = Tally()
+        tally = Tally(places_of(self._plan, self._groups, len(batch)))
         with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
@@ -335,16 +325,8 @@ class TrainStep:
         any rank is raised on every rank."""
         self._agreement.on_call("evaluate", num_microbatches=len(microbatches), **self._since(problem))
         tally = self.forward(self.batch_of(microbatches))
-        total, weight, *_ = self._summed(tally.sums())
+        total, weight, *_ = sums_over_ranks(self._counted(tally.sums()))
         return total / (weight or 1.0), weight
-
-    def _summed(self, mine: list[torch.Tensor]) -> list[float]:
-        """Sums over the world of what this rank has."""
-        if not mine:
-            return []
-        sums = torch.stack(self._counted(mine))
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
@@ -386,7 +368,7 @@ class TrainStep:
 
     # --- the gradient ---
 
-    def _reduce_and_measure(self, opened: _Open) -> Attempt:
+    def _reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
         self.observer.phase("reduce")
         self._backend.finish_reduction()
@@ -417,7 +399,7 @@ class TrainStep:
     def _sums_of_news(self, tally: Tally) -> list[float]:
         """Sums of all reports, where some have names that other ranks have not heard of yet: in the first step."""
         self._reports.learn(tally)
-        return self._summed(self._reports.sums(tally))
+        return sums_over_ranks(self._counted(self._reports.sums(tally)))
 
     def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
@@ -432,11 +414,11 @@ class TrainStep:
         if opened is not None:
             self._drop(opened)
 
-    def _drop(self, opened: _Open) -> None:
+    def _drop(self, opened: OpenStep) -> None:
         self._backend.discard()
         self._go_back(opened.before)
 
-    def _update(self, verdict: Verdict, opened: _Open) -> None:
+    def _update(self, verdict: Verdict, opened: OpenStep) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
         attempt = verdict.attempt
         if verdict.skip:
@@ -450,7 +432,7 @@ class TrainStep:
         self._recovery.conclude(verdict)
         self._last_weight = attempt.weight / self.batch.global_batch_size
 
-    def _go_back(self, before: _Before) -> None:
+    def _go_back(self, before: Before) -> None:
         rng.restore(before.rng)
         self._fp8.restore(before.fp8)
 
@@ -463,7 +445,7 @@ def _raise(problem: MegaaccumError | None) -> None:
 class _Again:
     """The micro-batches of an open step once more (recovery.Again)."""
 
-    def __init__(self, of: TrainStep, opened: _Open):
+    def __init__(self, of: TrainStep, opened: OpenStep):
         self._of, self._opened = of, opened
 
     def look(self) -> Findings | None:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from megaaccum.config.keys import ALIASES
+from megaaccum.distributed import cpu
 from megaaccum.interop.load import load
 
 if TYPE_CHECKING:
@@ -117,8 +118,9 @@ def stack(indices: Iterable[int]) -> dict[str, torch.Tensor]:
 
 def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one data-parallel rank, of the global batch that starts at sample `first`."""
-    size, dp = plan.batch.micro_batch_size, plan.layout.dp
-    starts = [first + (m * dp + dp_rank) * size for m in range(plan.batch.num_microbatches)]
+    size, batch = plan.batch.micro_batch_size, plan.batch
+    places = [batch.place(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
+    starts = [first + place * size for place in places]
     return [stack(range(start, start + size)) for start in starts]
 
 
@@ -178,7 +180,7 @@ class Rig:
 
         params = dict(gpt.named_parameters(self.chunks))
         mine = [
-            (s.name, s.start, s.grad.detach().clone(), gpt.is_expert(s.param))
+            (s.name, s.start, s.grad.detach().clone().cpu(), gpt.is_expert(s.param))
             for s in self.backend.shards()
             if s.grad.numel()
         ]
@@ -220,9 +222,10 @@ def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -
     global_batch: the number of its first sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
     batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
+    batch = {name: each.to(cpu.device()) for name, each in batch.items()}
     scale = LOSS_SCALE if dtype == "fp16" else 1.0
     loss = sum(scaled_backward(chunk, plan, batch, scale))
-    grads = {name: param.grad.double() / scale for name, param in named(chunk)}
+    grads = {name: param.grad.cpu().double() / scale for name, param in named(chunk)}
     gated = bool(chunk.config.gated_linear_unit)
     cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
