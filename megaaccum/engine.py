@@ -233,6 +233,11 @@ class Engine:
                 data, forward_step_func, count=num_microbatches, weights=weights, expected=expected_tokens,
                 lengths=lengths,
             )  # fmt: skip
+            if self.plan.config.batch.static_graph and len(batch) != self.batch.num_microbatches:
+                raise ConfigError(
+                    f"static_graph true: a call takes the {self.batch.num_microbatches} micro-batches of a step, not"
+                    f" {len(batch)}: give it all of them, or set static_graph to false"
+                )
             self._microbatches += len(batch)
             last = self._microbatches == self.batch.num_microbatches
             self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)

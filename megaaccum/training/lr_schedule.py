@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megaaccum.config import lr_scaling
 from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
@@ -45,15 +47,24 @@ class LrSchedule:
     The rate of the first step is `lr_warmup_init` where there is a warm-up. Same on every rank.
     """
 
-    def __init__(self, scheduler: OptimizerParamScheduler, ramp: BatchRamp, *, differing: Differing = "error"):
+    def __init__(
+        self,
+        scheduler: OptimizerParamScheduler,
+        ramp: BatchRamp,
+        *,
+        differing: Differing = "error",
+        factor_of: Callable[[int], float] = lambda size: 1.0,
+    ):
         self._scheduler = scheduler
         self._ramp = ramp
         self._differing = differing
+        self._factor_of, self._factor = factor_of, 1.0
+        self.follow(ramp.size_at(0))
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step, for groups without a rate of their own."""
-        return float(self._scheduler.get_lr({}))
+        return float(self._scheduler.get_lr({})) * self._factor
 
     @property
     def weight_decay(self) -> float:
@@ -69,6 +80,19 @@ class LrSchedule:
         """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
         group. `num_samples` is that step's global batch, default what the ramp has after as many samples."""
         self._scheduler.step(increment=self._ramp.size_at(self.num_samples) if num_samples is None else num_samples)
+
+    def follow(self, batch_size: int) -> None:
+        """The next step takes `batch_size` sequences: where the learning rate follows the batch of the step
+        (lr_scaling_follows_rampup), set every group's."""
+        factor = self._factor_of(batch_size)
+        if factor != 1.0 or self._factor != 1.0:
+            self._factor = factor
+            for group in self._scheduler.optimizer.param_groups:
+                rate = self._scheduler.get_lr(group) * factor
+                if hasattr(group["lr"], "fill_"):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     def state_dict(self) -> dict[str, int | float | str | None]:
         """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""
@@ -145,7 +169,9 @@ def build(
     run = config.run
     ours = "configuration" if run.override_opt_param_scheduler else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
-    return LrSchedule(scheduler, ramp, differing=differing)
+    whole = ramp.intervals[-1][1]
+    factor_of = partial(lr_scaling.of_step, config.optimizer, whole=whole)
+    return LrSchedule(scheduler, ramp, differing=differing, factor_of=factor_of)
 
 
 def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[str, Any]:

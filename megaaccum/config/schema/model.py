@@ -64,6 +64,8 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     recompute_granularity: Annotated[Literal["full", "selective"] | None, Facts(core=True, planned=True)] = None
     """Recompute activations in the backward pass: whole layers, or the modules of recompute_modules."""
+    gradient_checkpointing: Annotated[bool, Facts(planned=True)] = False
+    """Another way to ask for recompute_granularity full."""
     recompute_method: Annotated[
         Literal["uniform", "block"] | None, Facts(needs="recompute_granularity", core=True, planned=True)
     ] = None

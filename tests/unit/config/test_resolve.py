@@ -64,7 +64,8 @@ def test_everything_that_can_be_derived_is() -> None:
         "wandb_project", "csv_dir", "num_threads", "nproc_per_node",
         "loss_scale", "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",
-        "rampup_batch_size", "step_batch_size_schedule",
+        "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
+        "lr_reference_tokens",
     }  # fmt: skip
 
 
