@@ -12,28 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-    get_transformer_block_with_experimental_attention_variant_spec,
-)
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
-from megaaccum.model import layers, recompute
-from megaaccum.model.attention import with_fused_attention, with_latent_attention
+from megaaccum.model import layer_specs, layers, recompute
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
-from megaaccum.model.local_norm import with_own_norms
 from megaaccum.model.names import as_in_local_layers, over_stages
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
@@ -286,7 +274,7 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
 
 
 def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
-    model = plan.config.model
+    model, made_of = plan.config.model, layers_of(plan)
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
     pattern = plan.config.megatron.get("hybrid_layer_pattern")
@@ -294,8 +282,8 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     builder = GPTModelBuilder if pattern is None else HybridModelBuilder
     own_fields = {field.name for field in fields(kind)}
     with groups.seated(chunk):
-        spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
-        mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
+        spec = layer_specs.of_block(config, made_of, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = layer_specs.of_prediction(config, made_of, vp_stage) if model.mtp_num_layers else None
         whole = kind(
             transformer=config,
             **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
@@ -333,42 +321,6 @@ def _copy_for_head(chunk: GPTModel) -> None:
     chunk.output_layer.weight = copy
     head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
     chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
-
-
-def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
-    """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
-    made_of = layers_of(plan)
-    if config.experimental_attention_variant is not None:
-        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
-    spec = get_gpt_decoder_block_spec(
-        config,
-        not made_of.local,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-        vp_stage=vp_stage,
-        pp_rank=pp_rank,
-    )
-    return _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
-
-
-def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, made_of: Layers, *, latent: bool
-) -> Block:
-    if not made_of.local:
-        return spec
-    spec = with_own_norms(spec)
-    if made_of.fused_attention:
-        return with_fused_attention(spec)
-    return with_latent_attention(spec) if latent else spec
-
-
-def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
-    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
-    last layer, which may be on another stage."""
-    made_of = layers_of(plan)
-    last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
-    spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
-    return None if spec is None else _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
