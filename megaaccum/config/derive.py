@@ -47,8 +47,9 @@ def _derive_attention(model: ModelConfig) -> None:
 
 def _derive_mlp(model: ModelConfig) -> None:
     if model.ffn_hidden_size is None:
-        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments.
-        gated = int(4 * model.hidden_size * 2 / 3) // 64 * 64
+        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments,
+        # which give a toy's MLP no width at all.
+        gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
         model.ffn_hidden_size = gated if model.swiglu else 4 * model.hidden_size
     if model.num_experts is not None and model.moe_ffn_hidden_size is None:
         model.moe_ffn_hidden_size = model.ffn_hidden_size

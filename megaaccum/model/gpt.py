@@ -20,6 +20,7 @@ from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.model import layer_specs, layers, recompute
+from megaaccum.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
 from megaaccum.model.names import as_in_local_layers, over_stages
@@ -167,10 +168,7 @@ def _check_local_layers(plan: Plan) -> None:
     model = plan.config.model
     if not layers_of(plan).local:
         return
-    here = (
-        "layers here are Megatron's local ones: no GPU was found, or Transformer Engine is not installed (`megaaccum "
-        "doctor` says which)"
-    )
+    here = "layers here are Megatron's local ones (no GPU, or no Transformer Engine: `megaaccum doctor` says which)"
     problems = []
     if model.num_experts and model.add_bias_linear:
         problems.append(
@@ -197,10 +195,10 @@ def _check_dispatcher(plan: Plan) -> None:
     """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
     if plan.config.model.moe_token_dispatcher_type != "flex":
         return
-    name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
-    needed = "transformer_engine" if name == "ncclep" else "deep_ep"
+    backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
+    needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
     if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, of which one is missing"
+        text = f"moe_token_dispatcher_type flex needs GPUs and the module {needed}, of which one is missing"
         raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
 
 
@@ -240,27 +238,13 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
             if upstream.is_parallel_linear(module):
                 upstream.set_linear_forward(module, upstream.linear_forward)
         if config.params_dtype is torch.float64:
-            chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
+            chunk.compute_language_model_loss = partial(cross_entropy_in_float64, groups.tp)
     return chunks
 
 
 def _is_cut_before_it_moves(plan: Plan) -> bool:
     """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
     return plan.config.sharding.sync == "streaming"
-
-
-def _cross_entropy_in_float64(
-    tp: torch.distributed.ProcessGroup, labels: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
-    """Per-token losses [batch, sequence] of labels of that shape and logits [sequence, batch, vocabulary / tp].
-
-    Megatron's own cross entropy works in FP32 whatever it is given (megatron-core 0.19:
-    VocabParallelCrossEntropy.calculate_logits_max).
-    """
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    whole = gather_from_tensor_model_parallel_region(logits, tp)
-    return torch.nn.functional.cross_entropy(whole.permute(1, 2, 0), labels, reduction="none")
 
 
 def seed_dropout(groups: Groups, *, seed: int) -> None:
