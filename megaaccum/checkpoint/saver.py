@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,8 @@ class Saver:
 
     engine: Engine
     data: Datasets
+    notes: list[str] = field(default_factory=list)
+    """Checkpoints that `resume` found damaged, and differences that were asked for."""
     _writing: BackgroundSave | None = None
     _overdue: bool = False
     _after_bad: bool = False
@@ -140,7 +142,7 @@ class Saver:
         run = self.engine.plan.config.run
         if run.no_load:
             return
-        if not resume.first_good(run.load or self.folder, self._take_up, self.engine.print):
+        if not resume.first_good(run.load or self.folder, self._take_up, self._note):
             raise_on_all_ranks(self._without_checkpoint)
 
     def _take_up(self, checkpoint: Path) -> bool:
@@ -167,8 +169,12 @@ class Saver:
         self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=max(consumed, whole))
         engine.print(f"resumed from {checkpoint}: step {progress.step}, {progress.consumed_samples} samples")
         for note in notes:
-            engine.print(note)
+            self._note(note)
         return True
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.engine.print(text)
 
     def _without_checkpoint(self) -> None:
         """Start afresh. Raises CheckpointError where the configuration asks for a checkpoint."""

@@ -58,6 +58,8 @@ def train(plan: Plan) -> int:
     saver.resume()
     data = saver.data
     log = open_log(plan, data, start_step=engine.step)
+    for note in saver.notes:
+        log.event("resume", engine.step, note)
     log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:
         log.note(note)

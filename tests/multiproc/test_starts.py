@@ -6,6 +6,7 @@ import pytest
 
 from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.interop.load import load
+from megaaccum.metrics import receipts
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_train import losses
 
@@ -87,4 +88,8 @@ def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path
     assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
     steps = {row["step"]: row for row in rows(tmp_path / "other")}
     assert {step: row["consumed_samples"] for step, row in steps.items()} == {3: 16, 4: 24, 5: 32}
+    (noted,) = {
+        event["text"] for event in receipts.read_all(tmp_path / "other")[0]["events"] if "seed" in event["text"]
+    }
+    assert noted == "override data: seed: 1234 in the checkpoint, 5 here"
     assert steps[3]["lr"] == pytest.approx(5e-3 * (1 - 8 / 40)), "the new schedule, at the samples of the old one"
