@@ -135,7 +135,7 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
-            create_attention_mask=data.reset_attention_mask,
+            create_attention_mask=False,  # sequence length squared: the loader has where documents begin
         )
         train, valid, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
     facts = [vocabulary.size, sizes[0], plan.config.model.seq_length, run.seed, data.split]
@@ -287,7 +287,7 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.reset_attention_mask,
+        create_attention_mask=False,  # sequence length squared: the loader has where documents begin
     )
     if sources.split:
         config.split_matrix = [bounds if i == part else None for i, bounds in enumerate(config.split_matrix)]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.data.loader import MicrobatchLoader
+from megaaccum.data.shared import SharedLoader
+from megaaccum.distributed import cpu
 from megaaccum.errors import MegaaccumError
+from megaaccum.model.gpt_forward import read_by
 
 if TYPE_CHECKING:
     from megaaccum.data.dataset import Datasets
@@ -30,10 +34,13 @@ def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
         )
 
 
-def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> MicrobatchLoader:
-    """This data-parallel rank's micro-batches of `dataset`, after the samples that were consumed."""
+def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> SharedLoader:
+    """This rank's micro-batches of `dataset`, after the samples that were consumed. Collective over its model-parallel
+    group."""
     plan, groups = engine.plan, engine.groups
-    return MicrobatchLoader(
+    in_documents = plan.config.data.reset_attention_mask
+    open_loader = partial(
+        MicrobatchLoader,
         dataset,
         micro_batch_size=plan.batch.micro_batch_size,
         dp_rank=groups.dp.rank(),
@@ -42,4 +49,14 @@ def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples:
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
+        document_end=data.vocabulary.eod if in_documents else None,
+        pin_for=cpu.device() if cpu.has_accelerator() else None,
+    )
+    return SharedLoader(
+        open_loader,
+        groups,
+        read_by(engine.chunks),
+        shape=(plan.batch.micro_batch_size, plan.batch.seq_length),
+        has_documents=in_documents,
+        clock=engine.observer.stopwatch.clock,
     )
