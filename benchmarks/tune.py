@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return every[candidate.name] if verdict is None else Outcome(verdict=verdict)
 
     ladder = Ladder(candidates, top=args.top)
-    best = ladder.run(measure, ["mbs", "schedule", "sync"])
+    best = ladder.run(measure, ["tp", "pp", "sync"])
     left = [each.seconds for name, each in every.items() if each.verdict == MEASURED and name not in dropped]
     fastest = min(seconds for seconds in left if seconds is not None)
     assert best is not None

@@ -84,18 +84,23 @@ def initialize(
     """
     start_process_group(plan)
     check_agreement(plan.digest(), details=plan.facts)
-    built = raise_on_all_ranks(_groups, plan, groups) if groups is not None else _groups(plan, None)
+    built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
     raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
     return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
 
 
-def _groups(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
+def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
+    """The groups that a user gave; None: those of `parallel_state`, built from the plan where there are none.
+    Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
     if isinstance(given, Groups):
         return given
     if given is None and not parallel_state.model_parallel_is_initialized():
         return process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
-    collection = given if given is not None else process_groups.default_collection()
+    return raise_on_all_ranks(_groups, plan, process_groups.default_collection() if given is None else given)
+
+
+def _groups(plan: Plan, collection: ProcessGroupCollection) -> Groups:
     if missing := [name for name in ("tp", "pp", "dp", "cp", "dp_cp", "mp") if not hasattr(collection, name)]:
         raise ConfigError(f"the process group collection lacks {', '.join(missing)}: give it every group of the layout")
     return Groups(layout=plan.layout, collection=collection)
@@ -120,7 +125,7 @@ class Engine:
         self.groups, self.chunks = groups, chunks
         self.shape: dict[str, Any] = {"tensor_model_parallel_size": plan.layout.tp}
         """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
-        self.backend = sharding.build(plan, groups, chunks, _optimizer(plan, chunks, optimizer))
+        self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
         self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
         self.train_steps = TrainStep(
@@ -328,7 +333,9 @@ class Engine:
         self.train_steps.load_state_dict(progress.transaction.get("train_step", {}))
 
 
-def _optimizer(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+    """A torch optimizer over the chunks' parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
+    without an lr."""
     if factory is None and not plan.config.optimizer.lr:
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from megaaccum.checkpoint.folders import Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
-from megaaccum.distributed import rng
+from megaaccum.distributed import cpu, rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.model import gpt
@@ -37,8 +37,19 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
+    from megaaccum.sharding.base import StatePiece
 
-__all__ = ["BackgroundSave", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
+__all__ = [
+    "BackgroundSave",
+    "Progress",
+    "is_elsewhere",
+    "latest",
+    "load",
+    "prefix",
+    "read_progress",
+    "save",
+    "shape_of",
+]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
@@ -182,7 +193,16 @@ class _Copies(AsyncStager):
         self._synchronize_after_execute = False  # `stage` returns when the copies are made
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in state_dict.items()}
+        """From a GPU into pinned memory, which torch keeps for the next save, with one wait for all of them: copies
+        into other memory wait one by one, and go through the driver's buffer at a fraction of the speed."""
+        on_gpu = cpu.has_accelerator()
+        copies = {}
+        for key, tensor in state_dict.items():
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu and not tensor.is_cpu)
+            copies[key] = copy.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""
@@ -293,22 +313,28 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
     return _pieces(backend, groups) | whole | _rng(groups)
 
 
-def _prefix(name: str, kind: str, param, groups: Groups) -> str:
+def prefix(name: str, kind: str, param: torch.nn.Parameter, groups: Groups) -> str:
+    """Beginning of the keys of a parameter's pieces."""
     rank = groups.tp.rank() if gpt.is_sharded_over_tp(param) else 0
     return f"{name}/{kind}/tp{rank}/"
+
+
+def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
+    """Whether another rank holds the same piece, and writes it."""
+    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+    return twice or backend.replica > 0 or piece.replica > 0
 
 
 def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]:
     """This rank's pieces, without those that another rank writes too."""
     pieces = {}
     for piece in backend.state():
-        twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-        if twice or backend.replica > 0 or piece.replica > 0:
+        if is_elsewhere(piece, backend, groups):
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 stop = piece.start + tensor.numel()
-                pieces[_prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
+                pieces[prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
     return pieces
 
 
@@ -329,7 +355,7 @@ def _parts(backend: ShardingBackend, groups: Groups, only_weights: bool = False)
         for kind, tensor in piece.tensors.items():
             if only_weights and kind != "param":
                 continue
-            yield _prefix(piece.name, kind, piece.param, groups), piece.start, tensor
+            yield prefix(piece.name, kind, piece.param, groups), piece.start, tensor
 
 
 def _overlapping(

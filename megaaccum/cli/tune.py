@@ -22,7 +22,7 @@ from megaaccum.metrics.journal import replace_text
 from megaaccum.planner import emit
 from megaaccum.planner.hardware import Hardware, entry_of, load_hardware, slowed
 from megaaccum.planner.ladder import KNOBS, MEASURED, Candidate, Ladder, Outcome
-from megaaccum.planner.search import Ranked, search
+from megaaccum.planner.search import RANKINGS, Ranked, search
 from megaaccum.planner.space import Limits
 from megaaccum.planner.trial import STEPS, Trials
 from megaaccum.planner.why_not import parse_axes
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         emit.put(config, {"global_batch_size": resolve(config, world_size=world_size).batch.global_batch_size})
     hardware = _hardware(args)
     workload = make_workload(config, world_size=world_size, hardware=hardware)
-    ranked = search(workload, Limits(fixed=parse_axes(args.fix)))
+    ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
     folder = Path(args.output or Path(config.run.output_dir) / "tune")
     trials = Trials(
         workload=workload, folder=folder, command=_start(args), time_limit=args.time_limit,
@@ -96,6 +96,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     where.add_argument("--hostfile", metavar="F", help="run each layout by `deepspeed --hostfile F`")
     add("--gpu", metavar="NAME", help="kind of GPU that the planner ranks for (default: the one that is found)")
     add("--hardware", metavar="F", help="a file of hardware entries, as --calibrate writes")
+    add("--rank", choices=RANKINGS, default="default", help="the order in which layouts are tried")
     add("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
     add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
     add("--knob", type=_words, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")

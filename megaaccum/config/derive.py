@@ -10,6 +10,7 @@ from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, Parall
 from megaaccum.config.stage_layout import parse_layout
 from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import entry
+from megaaccum.schedule.simulate import by_executor
 
 
 def derive(config: Config, notes: list[str]) -> None:
@@ -22,6 +23,7 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_recompute(config.model)
     _derive_batch(config)
     _derive_schedule(config, notes)
+    _note_kernels(config, notes)
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _derive_run(config.run)
@@ -90,6 +92,23 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
         parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
 
 
+def _note_kernels(config: Config, notes: list[str]) -> None:
+    """Note what depends on the machine of the run, and what it costs elsewhere."""
+    model, parallel = config.model, config.parallel
+    if model.moe_grouped_gemm and model.num_experts and model.transformer_impl == "auto":
+        local = max(model.num_experts // max(parallel.expert_model_parallel_size, 1), 1)
+        notes.append(
+            f"moe_grouped_gemm: one product for a rank's {local} experts where Transformer Engine's layers run; where"
+            f" none can (no GPU, or it is not installed), {local} products one after the other, to the same result."
+        )
+    if parallel.tensor_model_parallel_size > 1 and by_executor(parallel.schedule):
+        notes.append(
+            f"schedule {parallel.schedule} with tensor_model_parallel_size {parallel.tensor_model_parallel_size}: a"
+            " backward that leaves its weight gradients for W has nothing to compute while tp ranks sum an input's"
+            " gradient, so 2 of a layer's collectives per micro-batch are waited for, which 1f1b hides."
+        )
+
+
 def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:
     """Model chunks per rank from whichever key says it; one chunk is said as None, as in Megatron."""
     pp = parallel.pipeline_model_parallel_size
@@ -123,6 +142,7 @@ def _derive_chunks(parallel: ParallelConfig) -> None:
 
 
 def _derive_precision(sharding: ShardingConfig) -> None:
+    sharding.deterministic = sharding.deterministic or sharding.reproducible == "layout"
     if sharding.params_dtype is None:
         sharding.params_dtype = "bf16" if sharding.bf16 else "fp16" if sharding.fp16 else "fp32"
     elif not sharding.bf16 and not sharding.fp16:

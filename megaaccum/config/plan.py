@@ -97,6 +97,13 @@ class Plan:
             raise ConfigError(problems)
         return resolve(config, world_size=_world_size(world_size), own_model=True)
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether a data-parallel rank takes micro-batches that follow each other in the global batch, and not turns
+        with the others: their gradients are then a subtree's (sharding/sum_tree.py)."""
+        sharding = self.config.sharding
+        return sharding.reproducible == "layout" and sharding.sync == "resident"
+
     def ramp_state(self) -> dict[str, Any]:
         """The ramp as a checkpoint holds it: the keys that asked for it, and what they came to on these ranks."""
         asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}

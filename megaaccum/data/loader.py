@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -47,6 +48,7 @@ class MicrobatchLoader:
         vocab_size: int | None = None,
         document_end: int | None = None,
         pin_for: torch.device | None = None,
+        in_runs: bool = False,
     ):
         """Starts to prepare micro-batches at once.
 
@@ -60,6 +62,8 @@ class MicrobatchLoader:
             vocab_size: every token id is compared with it, when given.
             document_end: the token that ends a document, where attention is kept inside documents.
             pin_for: the GPU for which tensors are put into pinned memory; None without one.
+            in_runs: a rank's micro-batches of a step follow each other (`Plan.in_runs`): micro-batch m of rank r holds
+                the samples from c + (r * micro-batches per rank + m) * b on.
 
         Raises:
             ConfigError: global_batch_size is no multiple of micro_batch_size * dp_size.
@@ -70,8 +74,11 @@ class MicrobatchLoader:
         self._consumed = consumed_samples
         self._pulled: deque[Batch] = deque()
         self._next = 0
-        start = consumed_samples + dp_rank * micro_batch_size
-        reader = _Reader(dataset, micro_batch_size, start, self._round, vocab_size, document_end, pin_for)
+        step = range(0, global_batch_size // dp_size, micro_batch_size) if in_runs else range(1)
+        first = dp_rank * micro_batch_size * len(step)
+        stride = global_batch_size if in_runs else self._round
+        starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
+        reader = _Reader(dataset, micro_batch_size, starts, vocab_size, document_end, pin_for)
         depth = max(num_workers, global_batch_size // self._round)
         self._stream = _Prefetcher(reader, depth) if num_workers else reader
 
@@ -148,22 +155,21 @@ class _Reader:
         self,
         dataset: SampleDataset,
         size: int,
-        start: int,
-        stride: int,
+        starts: Iterator[int],
         vocab_size: int | None,
         document_end: int | None,
         pin_for: torch.device | None,
     ):
+        """starts: the first sample of each micro-batch."""
         self._dataset = dataset
         self._document_end, self._pin_for = document_end, pin_for
         self._size = size
-        self._position = start
-        self._stride = stride
+        self._starts, self._start = starts, next(starts)
         self._vocab_size = vocab_size
 
     def read(self) -> Batch:
-        samples = [self._sample(index) for index in range(self._position, self._position + self._size)]
-        self._position += self._stride
+        samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
+        self._start = next(self._starts)
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
         tokens, mask = batch["tokens"], batch["loss_mask"]
         assert tokens is not None and mask is not None

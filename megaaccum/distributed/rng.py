@@ -60,7 +60,7 @@ class SampleSeeds:
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
-        self._seed, self._groups = plan.config.run.seed, groups
+        self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
         self._is_on = plan.config.run.rng == "sample"
         self._step: int | None = None
         self._forward = self._backward = 0
@@ -100,7 +100,7 @@ class SampleSeeds:
         if self._step is None:  # nothing, or a forward of the user's own
             return
         mine = self._backward if upstream.in_backward() else self._forward
-        microbatch = mine * self._groups.dp.size() + self._groups.dp.rank()
+        microbatch = self._plan.batch.place(mine, self._groups.dp.rank(), in_runs=self._plan.in_runs)
         _set_states(
             f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._groups.collection.cp.rank()}",
             stream,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -29,7 +30,7 @@ from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.model import layers, recompute
-from megaaccum.model.attention import with_fused_attention
+from megaaccum.model.attention import with_fused_attention, with_latent_attention
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
 from megaaccum.model.local_norm import with_own_norms
@@ -72,7 +73,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # step/loss.py divides, and nothing else: this tells Megatron's schedules not to.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        use_cpu_initialization=not on_gpu,
+        use_cpu_initialization=not on_gpu or _is_cut_before_it_moves(plan),
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
         # orders batched messages without it (pytorch#82450 is what it was for).
@@ -183,11 +184,6 @@ def _check_local_layers(plan: Plan) -> None:
         "doctor` says which)"
     )
     problems = []
-    if model.multi_latent_attention:
-        problems.append(
-            f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
-            "or set multi_latent_attention to false."
-        )
     if model.num_experts and model.add_bias_linear:
         problems.append(
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
@@ -209,6 +205,17 @@ def _check_local_layers(plan: Plan) -> None:
         raise ConfigError(problems)
 
 
+def _check_dispatcher(plan: Plan) -> None:
+    """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
+    if plan.config.model.moe_token_dispatcher_type != "flex":
+        return
+    name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
+    needed = "transformer_engine" if name == "ncclep" else "deep_ep"
+    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
+        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, of which one is missing"
+        raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
+
+
 def _activation(model):
     if model.squared_relu:
         from megatron.core.activations import squared_relu
@@ -227,12 +234,16 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     _check_fp8(plan)
     _check_te_layers(plan)
     _check_local_layers(plan)
+    _check_dispatcher(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
     for chunk in chunks:
-        chunk.to(cpu.device())
+        if not _is_cut_before_it_moves(plan):
+            chunk.to(cpu.device())
+        for buffer in chunk.buffers():
+            buffer.data = buffer.data.to(cpu.device())
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
@@ -243,6 +254,11 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
+
+
+def _is_cut_before_it_moves(plan: Plan) -> bool:
+    """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
+    return plan.config.sharding.sync == "streaming"
 
 
 def _cross_entropy_in_float64(
@@ -299,7 +315,24 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
+    if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
+        _copy_for_head(built)
     return built
+
+
+def _copy_for_head(chunk: GPTModel) -> None:
+    """Give a tied head on the embedding's own stage a copy, as it has on another stage: the gradients of the two uses
+    are then added in the same order, each over all micro-batches first."""
+    if not chunk.share_embeddings_and_output_weights:
+        return
+    weight: Any = chunk.embedding.word_embeddings.weight
+    weight.shared_embedding, weight.zero_out_wgrad = True, False
+    copy: Any = torch.nn.Parameter(weight.detach().clone())
+    vars(copy).update(vars(weight))
+    copy.shared = True
+    chunk.output_layer.weight = copy
+    head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
+    chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
 
 
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
@@ -315,16 +348,18 @@ def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, 
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    return _with_own_modules(spec, made_of)
+    return _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
 def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, made_of: Layers
+    spec: Block, made_of: Layers, *, latent: bool
 ) -> Block:
     if not made_of.local:
         return spec
     spec = with_own_norms(spec)
-    return with_fused_attention(spec) if made_of.fused_attention else spec
+    if made_of.fused_attention:
+        return with_fused_attention(spec)
+    return with_latent_attention(spec) if latent else spec
 
 
 def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
@@ -333,7 +368,7 @@ def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None
     made_of = layers_of(plan)
     last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
     spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
-    return None if spec is None else _with_own_modules(spec, made_of)
+    return None if spec is None else _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -404,7 +439,8 @@ def is_same_over_tp(param: torch.nn.Parameter) -> bool:
 def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
     under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
-    return bool(getattr(param, "sequence_parallel", False)) or "q_layernorm" in name or "k_layernorm" in name
+    of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
+    return bool(getattr(param, "sequence_parallel", False)) or of_heads
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:
@@ -456,10 +492,12 @@ def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
 
 
 def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
-    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it."""
-    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=param.device)
+    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
+    device, wherever the parameter is, since another kind of device draws other numbers."""
+    device = cpu.device()
+    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    devices = [param.device] if param.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         init(full)

@@ -52,7 +52,9 @@ class GptForwardStep:
         total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
         if self._per_token:
             return total, mask.count_nonzero(), {}
-        return total / max(tokens, 1.0), torch.ones(()), {"num_tokens": mask.count_nonzero()}
+        # The micro-batch's ranks of context parallelism weigh 1 together.
+        weight = mask.new_full((), 1.0 / self._cp.size(), dtype=torch.float64)
+        return total / max(tokens, 1.0), weight, {"num_tokens": mask.count_nonzero()}
 
     def weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """The weight of each micro-batch, before its forward."""

@@ -23,8 +23,8 @@ KNOBS: Mapping[str, frozenset[str]] = {
     "schedule": frozenset({"schedule", "vpp"}),
     "vpp": frozenset({"vpp", "schedule"}),
     "sync": frozenset({"sync", "zero"}),
-    "tp": frozenset({"tp", "dp", "ga", "dbs"}),
-    "pp": frozenset({"pp", "dp", "ga", "dbs", "vpp", "schedule"}),
+    "tp": frozenset({"tp", "etp", "dp", "mbs", "dbs", "ga"}),
+    "pp": frozenset({"pp", "vpp", "schedule", "dp", "mbs", "dbs", "ga"}),
 }
 """For each knob the axes of a layout that move with it: the global batch and the number of ranks stay."""
 

@@ -35,10 +35,21 @@ class _Product:
     input: torch.Tensor
     grad_output: torch.Tensor
     gather: dist.ProcessGroup | None
+    coming: tuple[torch.Tensor, dist.Work] | None = None
 
     @torch.no_grad()
-    def compute(self) -> torch.Tensor:
-        whole = self.input if self.gather is None else _gather(self.input, self.gather)
+    def begin(self) -> None:
+        """Start to gather the input: one product before its own, under which it travels."""
+        if self.gather is not None and self.coming is None:
+            self.coming = _start_gather(self.input, self.gather)
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        self.begin()
+        whole = self.input
+        if self.coming is not None:
+            whole, work = self.coming
+            work.wait()
         return _rows(self.grad_output).t().matmul(_rows(whole))
 
 
@@ -67,8 +78,10 @@ class WeightGrads:
         go on the way. A weight that several layers share is added once."""
         add = add or upstream.add_by_autograd
         sums: dict[int, torch.Tensor] = {}
+        self._begin_next()
         while self._owed:
             weight, compute = self._owed.popleft()
+            self._begin_next()
             key, grad = id(weight), compute()
             self._uses[key] -= 1
             if key in sums:
@@ -81,10 +94,13 @@ class WeightGrads:
             for weight, grad in te.delayed_gradients(*self._left.pop(0)):
                 add(weight, grad)
 
+    def _begin_next(self) -> None:
+        if self._owed and isinstance(self._owed[0][1], _Product):
+            self._owed[0][1].begin()
+
     def nbytes(self) -> int:
         """Bytes that they need until they are computed, each storage once."""
-        products = [getattr(compute, "__self__", None) for _, compute in self._owed]
-        kept = [each for at in products if isinstance(at, _Product) for each in (at.input, at.grad_output)]
+        kept = [each for _, at in self._owed if isinstance(at, _Product) for each in (at.input, at.grad_output)]
         kept += [each for _, left in self._left for each in te.kept_by(left)]
         return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
@@ -234,7 +250,7 @@ class _Linear(torch.autograd.Function):
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)
         # Where it is not put off, it is computed while the input's gradient is reduced.
-        defer(at.weight, _Product(input, grad_output, at.tp if at.sequence_parallel else None).compute)
+        defer(at.weight, _Product(input, grad_output, at.tp if at.sequence_parallel else None))
         grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias else None
         if work is not None:
             work.wait()
@@ -255,9 +271,16 @@ def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work
 def _gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole sequence of `part` [sequence / tp, ...]."""
     assert tp is not None
-    whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=tp)
+    whole, work = _start_gather(part, tp)
+    work.wait()
     return whole
+
+
+def _start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
+    work = dist.all_gather_into_tensor(whole, part.contiguous(), group=tp, async_op=True)
+    assert work is not None
+    return whole, work
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

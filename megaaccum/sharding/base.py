@@ -15,6 +15,7 @@ import torch
 
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -70,6 +71,9 @@ class ShardingBackend(Protocol):
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
+    sums: MicrobatchSums | None
+    """Where sums are made in one order in every layout: which micro-batch runs, and the gradients that wait for it."""
+
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""
 
@@ -102,6 +106,10 @@ class ShardingBackend(Protocol):
 
     def gather(self) -> None:
         """Parameters are whole after this on every rank (evaluation)."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, between flushes, the chunks' parameters are whole plain tensors, for what reads or writes a model by
+        its modules. What is written there counts once it is put into `state` and adopted."""
 
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
@@ -203,4 +211,5 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         config.grad_sync_func = backend.grad_sync_func
         config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
+        config.microbatch_sums = backend.sums
         config.follows_split = backend if isinstance(backend, FollowsSplit) else None

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,9 @@ from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
 from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
-from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
+from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, places_of, sums_over_ranks, total_weight
+from megaaccum.step.microbatches import Microbatches, read_batch
+from megaaccum.step.open_step import Before, OpenStep
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
@@ -35,28 +36,6 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.precision.loss_scaler import LossScaler
     from megaaccum.sharding import ShardingBackend
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """State that an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
-
-    rng: dict[str, torch.Tensor]
-    fp8: fp8.Snapshot
-
-
-@dataclass
-class _Open:
-    """A step between its first flush and its end: its divisor, what its loss functions gave, its calls so far."""
-
-    step: int
-    divisor: Divisor
-    before: _Before
-    tally: Tally = field(default_factory=Tally)
-    calls: list[Microbatches] = field(default_factory=list)
-    num_microbatches: int = 0
-    reduced: bool = False
-    short: str = ""
 
 
 class TrainStep:
@@ -94,7 +73,7 @@ class TrainStep:
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
         self._last_weight = 0.0
-        self._open: _Open | None = None
+        self._open: OpenStep | None = None
 
     @property
     def trace(self) -> Trace:
@@ -105,6 +84,11 @@ class TrainStep:
     def scaler(self) -> LossScaler | None:
         """The loss scale of an FP16 run."""
         return self._recovery.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """Scale of the loss in the next backward; 1 without FP16."""
+        return self._recovery.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""
@@ -163,6 +147,9 @@ class TrainStep:
     def _end(self, step: int, stop: bool) -> StepResult:
         opened, self._open = self._open, None
         assert opened is not None
+        if self._backend.sums is not None and (problem := self._backend.sums.missing(opened.num_microbatches)):
+            self._drop(opened)
+            raise printed_once(StepError(f"step {step}: {problem}"))
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
         self.observer.phase("optimizer")
@@ -194,13 +181,8 @@ class TrainStep:
     def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self.observer.phase("gather")
-            before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(step, self._divisor([batch], total, alone=last), before)
-            self._begin_attempt(self._open)
-        elif self._open.reduced:
-            self._backend.resume_accumulation()
-            self._open.reduced = False
+            self._begin(step, self._divisor([batch], total, alone=last))
+        assert self._open is not None
         self._open.calls.append(batch)
         self.observer.phase("forward_backward")
         try:
@@ -208,6 +190,36 @@ class TrainStep:
         except BaseException:
             self._open = None
             raise
+
+    def _begin(self, step: int, divisor: Divisor) -> None:
+        self.observer.phase("gather")
+        before = Before(rng.snapshot(), self._fp8.snapshot())
+        self._open = OpenStep(step, divisor, before)
+        self._begin_attempt(self._open)
+
+    # --- a flush that another loop runs, between these two ---
+
+    def begin_flush(self, step: int, expected: float | None = None) -> float:
+        """The gradients that come now add to those of step `step`; its first flush begins it. expected: the weight of a
+        micro-batch, default its tokens. Returns what losses are to be multiplied by, beside the loss scale. Raises
+        ConfigError with `reproducible: layout`, which has to know which micro-batch runs."""
+        if self._backend.sums is not None:
+            raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
+        if self._open is None:
+            self._num_microbatches = 0
+            self._begin(step, self._divisor_at_commit(expected))
+        assert self._open is not None
+        if self._open.reduced:
+            self._backend.resume_accumulation()
+            self._open.reduced = False
+        self._backend.set_last_flush(True)
+        return self._open.divisor.in_loss
+
+    def end_flush(self, weight: torch.Tensor | float) -> None:
+        """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
+        assert self._open is not None
+        self._open.tally.add(weight)
+        self._open.reduced = True
 
     def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Divisor:
         """Of a step. total: N where the caller knows it. alone: there is this one call, so its weights are all."""
@@ -217,22 +229,28 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+            total, self._num_microbatches = total_weight(
+                known, count, self._groups, places_of(self._plan, self._groups, len(known))
+            )
         elif total is not None:
             self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
-        nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
-        return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+        return self._divisor_at_commit(calls[0].expected)
 
-    def _nominal_weight(self, first: Microbatches) -> float:
-        """About the weight of a step, before it is known: by that of the last one, else by what is expected."""
-        batch = self.batch
-        expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
-        return (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+    def _divisor_at_commit(self, expected: float | None) -> Divisor:
+        """Of a step whose weight is not known before it ends: about that of the last one, else by what is `expected` of
+        a micro-batch."""
+        nominal, batch = None, self.batch
+        if self.scaler is not None:
+            expected = expected or float(batch.micro_batch_size * batch.seq_length)
+            nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+        return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
 
-    def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally = Tally()
+    def _begin_attempt(self, opened: OpenStep) -> None:
+        opened.tally, opened.reduced = Tally(places_of(self._plan, self._groups, self.batch.num_microbatches)), False
+        if self._backend.sums is not None:
+            self._backend.sums.count = self.batch.num_microbatches
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
@@ -242,8 +260,10 @@ class TrainStep:
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
 
-    def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
+    def _flushes(self, batch: Microbatches, opened: OpenStep, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
+        if opened.reduced:
+            self._backend.resume_accumulation()
         size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
         with self.observer.flushing(), self._seeds.flush(opened.step):
@@ -262,6 +282,7 @@ class TrainStep:
             chunks=self._chunks,
             trace=self.trace,
             seeds=self._seeds,
+            sums=self._backend.sums,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
@@ -298,7 +319,7 @@ class TrainStep:
         self._fp8.begin_attempt()
         for chunk in self._chunks:
             chunk.eval()
-        tally = Tally()
+        tally = Tally(places_of(self._plan, self._groups, len(batch)))
         with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
@@ -311,16 +332,8 @@ class TrainStep:
         any rank is raised on every rank."""
         self._agreement.on_call("evaluate", num_microbatches=len(microbatches), **self._since(problem))
         tally = self.forward(self.batch_of(microbatches))
-        total, weight, *_ = self._summed(tally.sums())
+        total, weight, *_ = sums_over_ranks(self._counted(tally.sums()))
         return total / (weight or 1.0), weight
-
-    def _summed(self, mine: list[torch.Tensor]) -> list[float]:
-        """Sums over the world of what this rank has."""
-        if not mine:
-            return []
-        sums = torch.stack(self._counted(mine))
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
 
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
@@ -338,36 +351,15 @@ class TrainStep:
         expected: float | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Microbatches:
-        """`data` as the step takes it. What is known of its micro-batches in advance is asked of the forward step
-        function where it has `weights` and `token_weights`. Raises ConfigError for what is missing."""
+        """`data` as the step takes it (`read_batch`). Raises ConfigError for what is missing."""
         function = forward_step_func or self._forward_step_func
         if function is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
-        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
-            raise ConfigError("data comes from an iterator: give num_microbatches with it")
-        plan, first = self.batch, 0 if self._open is None else self._open.num_microbatches
-        listed = isinstance(data, Sequence) and count is None
-        count = len(data) if listed else count
-        assert count is not None
-        shapes = shapes_of(data) if listed else []
-        if self._plan.config.batch.variable_seq_lengths and lengths is None:
-            lengths = [length for _, length in shapes] or None
-        if lengths is not None:
-            shapes = [(plan.micro_batch_size, length) for length in lengths]
-        tokens = [rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count
-        if weights is None and listed and hasattr(function, "weights"):
-            weights = function.weights(data)
-        return Microbatches(
-            forward_step_func=function,
-            data=data,
-            count=count,
-            first=first,
-            tokens=tokens,
-            weights=weights,
-            token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
-            expected=expected,
-            lengths=lengths,
-        )
+        return read_batch(
+            function, data, self.batch, varies=self._plan.config.batch.variable_seq_lengths,
+            first=0 if self._open is None else self._open.num_microbatches, count=count, weights=weights,
+            expected=expected, lengths=lengths,
+        )  # fmt: skip
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
         """With dummies up to the planned number, where a short batch is padded."""
@@ -383,7 +375,7 @@ class TrainStep:
 
     # --- the gradient ---
 
-    def _reduce_and_measure(self, opened: _Open) -> Attempt:
+    def _reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
         self.observer.phase("reduce")
         self._backend.finish_reduction()
@@ -414,7 +406,7 @@ class TrainStep:
     def _sums_of_news(self, tally: Tally) -> list[float]:
         """Sums of all reports, where some have names that other ranks have not heard of yet: in the first step."""
         self._reports.learn(tally)
-        return self._summed(self._reports.sums(tally))
+        return sums_over_ranks(self._counted(self._reports.sums(tally)))
 
     def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
@@ -429,11 +421,11 @@ class TrainStep:
         if opened is not None:
             self._drop(opened)
 
-    def _drop(self, opened: _Open) -> None:
+    def _drop(self, opened: OpenStep) -> None:
         self._backend.discard()
         self._go_back(opened.before)
 
-    def _update(self, verdict: Verdict, opened: _Open) -> None:
+    def _update(self, verdict: Verdict, opened: OpenStep) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
         attempt = verdict.attempt
         if verdict.skip:
@@ -447,7 +439,7 @@ class TrainStep:
         self._recovery.conclude(verdict)
         self._last_weight = attempt.weight / self.batch.global_batch_size
 
-    def _go_back(self, before: _Before) -> None:
+    def _go_back(self, before: Before) -> None:
         rng.restore(before.rng)
         self._fp8.restore(before.fp8)
 
@@ -460,13 +452,13 @@ def _raise(problem: MegaaccumError | None) -> None:
 class _Again:
     """The micro-batches of an open step once more (recovery.Again)."""
 
-    def __init__(self, of: TrainStep, opened: _Open):
+    def __init__(self, of: TrainStep, opened: OpenStep):
         self._of, self._opened = of, opened
 
     def look(self) -> Findings | None:
         of, opened = self._of, self._opened
-        if not all(batch.can_run_again for batch in opened.calls):
-            return None
+        if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
+            return None  # they came from an iterator, or to another loop
         of._backend.discard()
         of._go_back(opened.before)
         tally = opened.tally

@@ -49,6 +49,7 @@ def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples:
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
+        in_runs=plan.in_runs,
         document_end=data.vocabulary.eod if in_documents else None,
         pin_for=cpu.device() if cpu.has_accelerator() else None,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from megaaccum.upstream.adam import own_tensor
+from megaaccum.upstream.pytorch import on_gradient
 
 _GROUP = ("fsdp_params", "post_backward", "_partial_reduce_output")
 _PARAM = (
@@ -113,6 +115,26 @@ def drop_unreduced(root: torch.nn.Module) -> None:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
+
+
+def fsdp2_on_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
+    """Call `call(held, param)` when a backward has given `param.grad` of a whole parameter; `held` is what
+    `fsdp2_give` takes. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for unit in module._get_fsdp_state()._fsdp_param_groups:
+                for held in unit.fsdp_params:
+                    if held.sharded_param.requires_grad:
+                        on_gradient(held._unsharded_param, partial(call, held))
+            module.reshard()
+
+
+def fsdp2_give(held: Any, grad: torch.Tensor | None) -> None:
+    """Let the next reduction take `grad`, in the precision of the reduction, as the sum of all backwards."""
+    held.unsharded_accumulated_grad = grad
 
 
 def first_element(param: torch.nn.Parameter) -> int:

@@ -88,8 +88,8 @@ def without_correction(case: Case) -> Gradient:
 
     whole: list[tuple[float, int]] = []
 
-    def keeping_tokens(weights, count, group):
-        whole.append(total_weight(weights, count, group))
+    def keeping_tokens(*args):
+        whole.append(total_weight(*args))
         return whole[0]
 
     total_weight = train_step.total_weight

@@ -36,7 +36,9 @@ def start(*starts: str) -> list[str]:
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """Those of steps."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "lr" in line]
 
 
 def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
@@ -52,15 +54,17 @@ def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
             other.replace("OTHER", "fresh").replace("LR", "1e-2") + "--no_load_optim",
             other.replace("OTHER", "kept").replace("LR", "5e-3") + "--use_checkpoint_opt_param_scheduler",
             other.replace("OTHER", "new").replace("LR", "5e-3") + "--override_opt_param_scheduler",
+            f"{RUN}--lr 1e-2 --output_dir {tmp_path}/timed --exit_duration_in_mins 1e-6",
         )
-        == [""] * 7
+        == [""] * 8
     )
     (refusal,) = start(other.replace("OTHER", "refused").replace("LR", "5e-3"))
     assert "set lr to 0.01" in refusal
     kept = sorted(path.name for path in (tmp_path / "run" / "ck").glob("step_*"))
     assert kept == ["step_0000002", "step_0000004"]
-    last = {name: rows(tmp_path / name)[-1] for name in ("run", "tuned", "reset", "fresh", "kept", "new")}
-    assert {name: row["step"] for name, row in last.items()} == dict(run=4, tuned=1, reset=1, fresh=5, kept=5, new=5)
+    last = {name: rows(tmp_path / name)[-1] for name in ("run", "tuned", "reset", "fresh", "kept", "new", "timed")}
+    steps = dict(run=4, tuned=1, reset=1, fresh=5, kept=5, new=5, timed=1)
+    assert {name: row["step"] for name, row in last.items()} == steps
     assert last["kept"]["lr"] == 2 * last["new"]["lr"]
     first = losses(tmp_path / "run")["train", 1]
     for name in ("tuned", "reset"):

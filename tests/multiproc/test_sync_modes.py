@@ -194,3 +194,24 @@ def test_memory_that_is_not_given_back_is_seen(mistake, kind, seen):
     memory, *_ = run_ranks(mistake, 4, CASES["zero-3 streaming"], timeout=90)
     _, _, right, *_ = seen["zero-3 streaming"][0]
     assert memory[kind] > (1 + TOLERANCE) * right[kind]
+
+
+def whole_when_the_engine_is_made(case: Case) -> int:
+    """Elements of parameters that are there then."""
+    import deepspeed
+
+    seen = []
+    initialize = deepspeed.initialize
+
+    def noting(*, model, **keys):
+        seen.append(sum(param.numel() for param in model.parameters()))
+        return initialize(model=model, **keys)
+
+    deepspeed.initialize = noting
+    Rig.of(case)
+    return seen[0]
+
+
+def test_a_stage_that_streams_is_cut_before_deepspeed_would_bring_it_to_the_device_whole():
+    assert run_ranks(whole_when_the_engine_is_made, 4, CASES["zero-3 streaming"]) == [0] * 4
+    assert all(run_ranks(whole_when_the_engine_is_made, 4, CASES["zero-3"]))

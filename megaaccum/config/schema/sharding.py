@@ -31,6 +31,10 @@ class ShardingConfig:
     deterministic: Annotated[bool, Facts(core="deterministic_mode")] = False
     """A run repeats to the bit: the ranks' gradients are added in rank order on any backend, and kernels are those that
     repeat (on a CPU, of one thread)."""
+    reproducible: Literal["none", "layout"] = "none"
+    """layout: loss, norm, gradient and weights are the same to the bit under every pp, vpp, dp, schedule, backend and
+    sync mode with the same micro_batch_size: sums over micro-batches and ranks are made in one order. It includes
+    deterministic. With sync resident each rank takes a run of the global batch's micro-batches, not every dp-th."""
     reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 500_000_000
     """Elements reduced in one collective."""
     offload_optimizer: Literal["none", "cpu"] = "none"

@@ -72,6 +72,12 @@ def test_step_batch_size_schedule_is_megatron_s(text) -> None:
         consumed += batch.global_batch_size
 
 
+def test_a_run_may_end_in_the_middle_of_a_schedule() -> None:
+    settled = plan(1, pp_microbatches=None, step_batch_size_schedule="0:8 1M:64", train_iters=10)
+    assert settled.ramp.size_at(0) == 8
+    assert any("in the middle of the schedule" in note for note in settled.notes)
+
+
 def rampup(start: int, increment: int, samples: int, size: int, consumed: int) -> int:
     """Megatron-LM's batch while it had --rampup-batch-size (megatron-core 0.12 and before)."""
     if samples == 0 or consumed > samples:

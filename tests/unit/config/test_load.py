@@ -10,19 +10,11 @@ from megaaccum.config import load
 from megaaccum.config.coerce import NotOfType, coerce, evaluate_int_list
 from megaaccum.config.keys import ALIASES, all_keys, canonical
 from megaaccum.config.load import given
-from megaaccum.errors import ConfigError
-
-
-def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
+from tests.support.configs import problems_of, write
 
 
 def problems(*args: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(*args)
-    return caught.value.problems
+    return problems_of(load, *args)
 
 
 def test_flat_keys_and_sections_read_alike(tmp_path: Path) -> None:

@@ -125,6 +125,14 @@ def test_the_layout_multiplies_to_the_world() -> None:
     assert (at.ep, at.etp, at.edp) == (4, 1, 2)
 
 
+def test_what_costs_time_where_a_kernel_is_missing_is_noted() -> None:
+    experts = plan(num_experts=8, add_bias_linear=False, moe_grouped_gemm=True)
+    assert any("one product for a rank's 8 experts" in note for note in experts.notes)
+    split = plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1")
+    assert any("2 of a layer's collectives per micro-batch are waited for" in note for note in split.notes)
+    assert plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).notes == []
+
+
 # --- the command line over the file's batch --------------------------------------------------------------------------
 
 
