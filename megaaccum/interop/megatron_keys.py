@@ -120,7 +120,8 @@ def _put_defaults(given: Given, reading: Reading) -> None:
     if args.eval_interval is None:
         theirs["eval_interval"] = 0
     if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):
-        theirs |= {"initial_loss_scale": args.initial_loss_scale, "loss_scale_window": args.loss_scale_window}
+        names = ("initial_loss_scale", "loss_scale_window", "hysteresis")
+        theirs |= {name: getattr(args, name) for name in names}
     sizes = {"global_batch_size", "device_batch_size", "grad_accum_steps", "step_batch_size_schedule"}
     if args.micro_batch_size and not sizes & values.keys():
         theirs["grad_accum_steps"] = 1

@@ -112,6 +112,11 @@ def latent_keys(subject: Subject) -> Iterator[str]:
 
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
+    if subject.model.gradient_checkpointing and subject.model.recompute_granularity == "selective":
+        yield (
+            "gradient_checkpointing asks for recompute_granularity full, which is set to selective: leave one of them"
+            " out."
+        )
     model, written = subject.model, subject.given(*that_need("recompute_granularity"))
     if model.recompute_granularity is None:
         if written:
