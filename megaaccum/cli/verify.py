@@ -2,26 +2,26 @@
 
     megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
 
-One process takes the whole batch in float64, without pipeline, sharding or accumulation; the ranks of the layout, started
-on this machine, take the accumulated step; every number of both is compared: loss, weight, each parameter's gradient, norm,
-change of weights, moments, loss scale, router biases. More than 8 ranks or a large model are made smaller, with every axis
-of the layout kept, and the report says so. A step that differs is traced to the axis, the parameter and the factor.
+One process takes the whole batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
+started on this machine, take the accumulated step; every number of both is compared: loss, weight, each parameter's
+gradient, norm, change of weights, moments, loss scale, router biases. More than 8 ranks or a large model are made
+smaller, with every axis of the layout kept, and the report says so. A step that differs is traced to the axis, the
+parameter and the factor.
 
     --layout KEYS     other keys of the layout, as in pp=2,schedule=zbv (any key may also be given as --key value)
     --world-size N    ranks of the real layout; default: the fewest that tp, cp, pp and ep allow, twice for dp
     --shrink          make it smaller in any case; --whole never does
     --steps N         optimizer steps (default 2)
-    --json FILE       write the report as JSON;  --picture FILE.png  draw parameters and errors
-    --bank            make each documented mistake on purpose and print whether it is caught
+    --json FILE       write the report as JSON
+    --picture FILE    draw each parameter's error (.png)
+    --bank            in place of CONFIG: make each documented mistake on purpose and print whether it is caught
 
-Exit codes: 0 it is the big batch's step, 1 it is not, 2 the configuration is refused, 3 cannot be verified (the reason is
-printed).
+Exit codes: 0 it is the big batch's step, 1 it is not, 2 the configuration is refused, 3 cannot be verified (the reason
+is printed).
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.cli.arguments import asked, smallest_world, split_command
 from megaaccum.cli.train import take
+from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaaccum.verification.shrink import Shrunk
-    from megaaccum.verification.verdict import Progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,21 +41,35 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
-    from megaaccum.verification import report
-    from megaaccum.verification.verdict import Verifier
+    from megaaccum.verification import own, report
 
+    if "--bank" in argv:
+        return _bank()
     argv, command, jail = split_command(argv)
     rest, options = _options(argv)
     with asked(*_path(rest), command, jail=jail) as found:
         shrunk = _case(found.checked(), found.world_size, options)
-    verifier = Verifier(steps=int(options.get("--steps", 2)), progress=progress())
-    verdict = verifier.verify(shrunk.case)
+    verdict = own.run(shrunk.case, int(options.get("--steps", 2)), own.to_stderr())
     verdict.notes = shrunk.notes + verdict.notes
     print(report.text(verdict))
     for name in ("--json", "--picture"):
         if name in options:
             report.write(verdict, Path(options[name]))
     return verdict.exit_code
+
+
+def _bank() -> int:
+    """The self-test. Returns 1 where a mistake was missed."""
+    preload.libraries()  # a mistake names what it replaces
+    from megaaccum.verification import self_test
+    from megaaccum.verification.verdict import Verifier
+
+    found = []
+    for outcome in self_test.outcomes(Verifier()):
+        print(outcome.line(), flush=True)
+        found.append(outcome)
+    print(self_test.summary(found))
+    return 0 if all(each.caught for each in found) else 1
 
 
 _WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture")
@@ -109,13 +123,3 @@ def _world_size(config: configuration.Config) -> int:
             continue
         return world_size
     return fewest  # its errors are the ones to show
-
-
-def progress() -> Progress:
-    """Reports what is under way, with the seconds since the start, on stderr."""
-    begun = time.monotonic()
-
-    def note(text: str) -> None:
-        print(f"verify: {time.monotonic() - begun:5.1f} s  {text}", file=sys.stderr, flush=True)
-
-    return note

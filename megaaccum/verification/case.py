@@ -30,8 +30,8 @@ _FP64_BACKENDS = ("ddp", "fsdp2")
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """A model of a user's own: `megaaccum.verify` describes the fields. All functions are found by name, at the top level
-    of a module, where ranks are started for them."""
+    """A model of a user's own: `megaaccum.verify` describes the fields. All functions are found by name, at the top
+    level of a module, where ranks are started for them."""
 
     build: Callable[[int, int], Any]
     forward_step_func: Callable[..., Any]
@@ -42,12 +42,11 @@ class OwnModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one comparison is about.
+    """A model, a layout and samples: the subject of one comparison.
 
-    keys: of the configuration, flat. megatron: fields of Megatron's model configuration. own: a model of a user's own, in
-    place of the configured GPT. masks: unmasked tokens per sequence differ, or all count. overflow: the (step,
-    micro-batch), from 0, whose gradient is not finite. mistake: a name in the bank, made on every rank.
-    """
+    keys: of the configuration, flat. megatron: fields of Megatron's model configuration. own: a model of a user's own,
+    in place of the configured GPT. masks: unmasked tokens per sequence differ, or all count. overflow: the (step,
+    micro-batch), from 0, whose gradient is not finite. mistake: a name in the bank, made on every rank."""
 
     keys: Keys
     world_size: int
@@ -77,6 +76,8 @@ class Case:
 
     def in_lane(self, lane: Lane) -> Case:
         """The same in another precision. FP64 is kept by few backends: the others give way to torch DDP."""
+        if lane == self.lane and (lane != "fp64" or self.keys.get("backend") in _FP64_BACKENDS):
+            return self
         keys = {name: value for name, value in self.keys.items() if name not in _OF_PRECISION}
         if lane == "fp64" and keys.get("backend") not in _FP64_BACKENDS:
             of = all_keys()
@@ -88,6 +89,7 @@ class Case:
         return replace(self, keys={name: value for name, value in keys.items() if value is not None}, **fields)
 
     def is_legal(self) -> bool:
+        """Whether the rules of the configuration allow it."""
         try:
             self.plan()
         except ConfigError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megaaccum.verification.case import Lane
-from megaaccum.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Step, Truth, TrueStep
+from megaaccum.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Step, TrueStep, Truth
 
 EXACT = 1e-12
 """Float64: largest relative distance of a gradient."""
@@ -30,8 +30,8 @@ MODEL_UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One comparison. kind: loss, weight, norm, lr, loss_scale, skipped, router, ranks, or a kind of tensor. name: of a
-    parameter. error: relative distance, and `bound`, what rounding explains. step: from 1. got, true: of a scalar. rank:
-    the one that is farthest away. note: in words, where no number says it."""
+    parameter. error: relative distance, and `bound`, what rounding explains. step: from 1. got, true: of a scalar.
+    rank: the one that is farthest away. note: in words, where no number says it."""
 
     kind: str
     name: str = ""
@@ -83,8 +83,8 @@ def _order(row: Row) -> float:
 
 
 def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, summands: int) -> Comparison:
-    """`ranks` beside `exact`, one process in float64, and `near`, one in the precision of the lane. summands: micro-batches
-    of a step over all ranks."""
+    """`ranks` beside `exact`, one process in float64, and `near`, one in the precision of the lane. summands:
+    micro-batches of a step over all ranks."""
     compared = Comparison(lane, num_weights=sum(each.numel() for each in exact.before.values()))
     compared.rows += _initial_weights(ranks, near)
     for number, (true, like) in enumerate(zip(exact.steps, near.steps, strict=True)):
@@ -101,7 +101,8 @@ def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, sum
 def _from(
     near: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Weights `after`, had they begun at `near` and not at `exact`: 16-bit weights are rounded before the first step."""
+    """Weights `after`, had they begun at `near` and not at `exact`: 16-bit weights are rounded before the first
+    step."""
     return {name: near[name] + (each - exact[name]) for name, each in after.items()}
 
 
@@ -117,7 +118,10 @@ class _Measure:
         for name in ("skipped", "weight", "loss_scale", "lr", "loss", "norm"):
             if self.true.skipped and name in ("loss", "norm"):
                 continue
-            true, like = float(getattr(self.like if name == "loss_scale" else self.true, name)), getattr(self.like, name)
+            true, like = (
+                float(getattr(self.like if name == "loss_scale" else self.true, name)),
+                getattr(self.like, name),
+            )
             values = {rank: float(getattr(step, name)) for rank, step in steps}
             rank, got = max(values.items(), key=lambda each: _distance(each[1], true))
             slack = 0.0
@@ -141,7 +145,9 @@ class _Measure:
             for name, got in step.buffers.items():
                 true = self.true.buffers.get(name)
                 if true is not None and got.shape == true.shape:
-                    error = float((got - true).norm() / true.norm().clamp_min(1e-30)) if bool((got != true).any()) else 0.0
+                    error = (
+                        float((got - true).norm() / true.norm().clamp_min(1e-30)) if bool((got != true).any()) else 0.0
+                    )
                     yield Row(kind="router", name=name, step=self.number, error=error, bound=1e-6, rank=rank)
 
     # --- tensors ---
@@ -158,7 +164,7 @@ class _Measure:
         pieces = _by_part([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
         if not pieces:
             return
-        total = _root_mean_square(trues)
+        total = _root_mean_square({n: each - near[n] for n, each in trues.items()} if moves else trues)
         for name, true in trues.items():
             parts = [key for key in pieces if key[0] == name]
             if not parts:
@@ -169,7 +175,7 @@ class _Measure:
             distance, rank = max(errors, key=lambda each: each[0] if each[0] == each[0] else math.inf)
             size = float((true - near[name]).norm()) if moves else float(true.norm())
             # What hardly moves, or has hardly a gradient, is measured beside the others.
-            size = max(size, 1e-6 * float(true.norm()) if moves else 1e-3 * total, 1e-300)
+            size = max(size, 1e-3 * total, 1e-300)
             off = float((likes[name] - true).norm())
             error = distance / size
             bound = self._bound(kind, name, off / size, float(true.norm()) / size)
@@ -202,8 +208,8 @@ def _by_part(pieces: list[tuple[int, Piece]]) -> dict[tuple[str, int, int], list
 def _distance_of(
     true: torch.Tensor, key: tuple[str, int, int], pieces: list[tuple[int, Piece]]
 ) -> tuple[float, int | None]:
-    """(distance of what ranks hold of one tp rank's part from the truth, the rank that is farthest away). Of elements that
-    several ranks hold, the farthest counts; one that no rank holds makes it nan."""
+    """(distance of what ranks hold of one tp rank's part from the truth, the rank that is farthest away). Of elements
+    that several ranks hold, the farthest counts; one that no rank holds makes it nan."""
     mine = cut(true, pieces[0][1])
     farthest = torch.full_like(mine, float("nan"))
     worst: tuple[float, int | None] = (-1.0, None)

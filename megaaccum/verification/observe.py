@@ -67,10 +67,10 @@ class Run:
         return every[dp.rank() :: dp.size()]
 
     def model(self) -> list[Piece]:
-        """The weights that the next forward reads, whole; of parameters that a backend keeps as plain tensors."""
+        """The weights that the next forward reads; of parameters that a backend holds whole between steps."""
         self.engine.backend.gather()
         named = gpt.named_parameters(self.chunks)  # type: ignore[arg-type]
-        return [self._piece(name, param, param, 0) for name, param in named if type(param.data) is torch.Tensor]
+        return [self._piece(name, param, param, 0) for name, param in named if _is_whole(param)]
 
     def _state(self) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}
@@ -92,3 +92,8 @@ class Run:
             tp_rank=self.groups.tp.rank() if cut else 0, tp_size=self.groups.tp.size() if cut else 1,
             axis=param.partition_dim if cut else -1, gated=cut and gated,
         )  # fmt: skip
+
+
+def _is_whole(param: torch.nn.Parameter) -> bool:
+    """A plain tensor, and not what ZeRO-3 leaves of one that it has released."""
+    return type(param.data) is torch.Tensor and param.numel() == getattr(param, "ds_numel", param.numel())

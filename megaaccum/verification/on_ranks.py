@@ -1,4 +1,5 @@
-"""The functions that ranks run for a verification; the process that starts them needs neither DeepSpeed nor Megatron."""
+"""The functions that ranks run for a verification; the process that starts them needs neither DeepSpeed nor
+Megatron."""
 
 from __future__ import annotations
 
@@ -21,5 +22,5 @@ def observed(case: Case, steps: int) -> Observed:
     from megaaccum.verification import bank
     from megaaccum.verification.observe import observe
 
-    with bank.made(case.mistake) if case.mistake else contextlib.nullcontext():
+    with bank.made(case.mistake, case.plan()) if case.mistake else contextlib.nullcontext():
         return observe(case, steps)

@@ -33,8 +33,8 @@ class Piece:
 
 @dataclass(slots=True)
 class Step:
-    """One step on one rank. tensors: by kind. buffers: routers' biases by name. order: the weights of the micro-batches'
-    losses are in `weight`."""
+    """One step on one rank. tensors: by kind. buffers: routers' biases by name. order: the weights of the
+    micro-batches' losses are in `weight`."""
 
     loss: float
     weight: float
@@ -48,8 +48,8 @@ class Step:
 
 @dataclass(slots=True)
 class Observed:
-    """Steps of a layout on one rank. before: its initial weights. place: its rank in each group. random: a digest of each
-    random state after the steps."""
+    """Steps of a layout on one rank. before: its initial weights. place: its rank in each group. random: a digest of
+    each random state after the steps."""
 
     rank: int
     place: dict[str, int]
@@ -60,8 +60,8 @@ class Observed:
 
 @dataclass(slots=True)
 class TrueStep:
-    """One step of one process. tensors: by kind and name, of whole parameters, float64. amplification: by name, how much
-    larger the sum of the norms of the micro-batches' gradients is than the norm of their sum."""
+    """One step of one process. tensors: by kind and name, of whole parameters, float64. amplification: by name, how
+    much larger the sum of the norms of the micro-batches' gradients is than the norm of their sum."""
 
     loss: float
     weight: float
@@ -78,11 +78,10 @@ class TrueStep:
 class Truth:
     """Steps of one process, without pipeline, sharding or accumulation.
 
-    before: its initial weights by name, in the order of the model. whole: all samples of a step went through the model in
-    one forward, and not micro-batch by micro-batch. parts: of the first step, where asked for, each micro-batch's share of
-    the gradient, before clipping. clip: what the first step's gradient was multiplied by in clipping. problem: why nothing
-    can be verified; empty where it can. notes: what a reader of the verdict should know.
-    """
+    before: its initial weights by name, in the order of the model. whole: all samples of a step went through the model
+    in one forward, and not micro-batch by micro-batch. parts: of the first step, where asked for, each micro-batch's
+    share of the gradient, before clipping. clip: what the first step's gradient was multiplied by in clipping. problem:
+    why nothing can be verified; empty where it can. notes: what a reader of the verdict should know."""
 
     before: dict[str, torch.Tensor]
     steps: list[TrueStep] = field(default_factory=list)

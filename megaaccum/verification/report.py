@@ -43,7 +43,9 @@ def conclusion(verdict: Verdict) -> str:
     steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}"
     if verdict.ok:
         numbers = sum(len(each.rows) for each in verdict.comparisons)
-        return f"PASS: {steps}, {numbers} comparisons, all within rounding of one process on the whole batch ({seconds})"
+        return (
+            f"PASS: {steps}, {numbers} comparisons, all within rounding of one process on the whole batch ({seconds})"
+        )
     failed = sum(len(each.failed) for each in verdict.comparisons)
     return f"FAIL: {failed} numbers of {steps} are farther from one process than rounding explains ({seconds})"
 
@@ -58,7 +60,8 @@ def layout_of(verdict: Verdict) -> str:
     sharding = plan.config.sharding
     stage = f" ZeRO-{sharding.zero_stage}" if sharding.backend == "deepspeed" else ""
     return (
-        f"{axes} on {ranks}, schedule {at.schedule}, {batch.grad_accum_steps} x {batch.pp_microbatches} micro-batches of"
+        f"{axes} on {ranks}, schedule {at.schedule}, {batch.grad_accum_steps} x {batch.pp_microbatches} micro-batches"
+        f" of"
         f" {batch.micro_batch_size} x {batch.seq_length} tokens, {sharding.backend}{stage} {sharding.sync}"
     )
 
@@ -120,7 +123,9 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 def _row(row: Row) -> dict[str, Any]:
     kept = {name: each for name, each in asdict(row).items() if each not in (None, "")}
-    return {name: str(each) if isinstance(each, float) and not math.isfinite(each) else each for name, each in kept.items()}
+    return {
+        name: str(each) if isinstance(each, float) and not math.isfinite(each) else each for name, each in kept.items()
+    }
 
 
 def write(verdict: Verdict, path: Path) -> None:
@@ -148,7 +153,9 @@ def picture(verdict: Verdict, path: Path) -> None:
             at = [i for i, name in enumerate(names) if rows[name].ok == ok]
             heights = [min(max(rows[names[i]].error, 1e-18), 1e6) for i in at]
             axis.plot(at, heights, "o", color=colour, markersize=3, label="within rounding" if ok else "beyond it")
-        axis.step(range(len(names)), [max(rows[n].bound, 1e-18) for n in names], color="grey", where="mid", label="rounding")
+        axis.step(
+            range(len(names)), [max(rows[n].bound, 1e-18) for n in names], color="grey", where="mid", label="rounding"
+        )
         axis.set_yscale("log")
         axis.set_ylabel(f"relative error, {_NAMES[comparison.lane]}")
         axis.legend(loc="upper right", fontsize=7)

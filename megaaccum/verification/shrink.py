@@ -28,11 +28,13 @@ _LEFT_OUT = frozenset(
         *("global_batch_size", "device_batch_size", "memory_gib", "kv_channels", "distributed_timeout_minutes"),
         *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
         *("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "start_weight_decay", "end_weight_decay"),
-        *("weight_decay_incr_style", "transformer_impl", "attention_backend", "grad_norm_guard", "override_opt_param_scheduler"),
+        *("weight_decay_incr_style", "transformer_impl", "attention_backend", "grad_norm_guard",
+        "override_opt_param_scheduler"),
     }
 )  # fmt: skip
 _NEED_A_GPU = {
-    "multi_latent_attention": "latent attention", "moe_grouped_gemm": "grouped GEMM", "moe_permute_fusion": "fused permutation",
+    "multi_latent_attention": "latent attention", "moe_grouped_gemm": "grouped GEMM",
+    "moe_permute_fusion": "fused permutation",
     "moe_router_fusion": "fused routing", "apply_rope_fusion": "fused rotary embeddings",
     "gradient_accumulation_fusion": "fused weight gradients", "cross_entropy_loss_fusion": "fused cross entropy",
     "overlap_moe_expert_parallel_comm": "the overlap of the experts' all-to-all",
@@ -86,7 +88,9 @@ def _without_kernels(keys: Keys, notes: list[str], on_gpu: bool) -> None:
     if keys.get("recompute_granularity") == "selective" and keys.get("recompute_modules"):
         modules = [each for each in keys["recompute_modules"] if each in ("core_attn", "mlp", "moe")]
         if modules != keys["recompute_modules"]:
-            notes.append(f"recompute_modules is {modules or ['core_attn']}: the others need Transformer Engine's layers")
+            notes.append(
+                f"recompute_modules is {modules or ['core_attn']}: the others need Transformer Engine's layers"
+            )
         keys["recompute_modules"] = modules or ["core_attn"]
 
 
@@ -127,7 +131,9 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     if layout.schedule == "interleaved":
         chunks = -(-chunks // pp) * pp
     keys |= sizes | {"micro_batch_size": min(batch.micro_batch_size, 2), "grad_accum_steps": rounds}
-    keys |= {"pp_microbatches": chunks, "reduce_bucket_size": 5000}
+    keys |= {"pp_microbatches": chunks}
+    if plan.config.sharding.backend == "deepspeed":
+        keys["reduce_bucket_size"] = 5000  # several buckets per stage
     if keys.get("max_live_parameters"):
         keys["max_live_parameters"] = 20000
     world_size = tp * cp * pp * dp

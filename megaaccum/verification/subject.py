@@ -20,7 +20,8 @@ _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.
 
 
 class Subject(Protocol):
-    """What a case is about. Micro-batches are numbered over all ranks: number i of data-parallel rank r is i * dp + r."""
+    """Model, loss and samples of a case. Micro-batches are numbered over all ranks: number i of data-parallel rank r is
+    i * dp + r."""
 
     reports: dict[str, str]
 
@@ -188,5 +189,3 @@ class _Own:
                 f" data-parallel ranks: give {count}, or set grad_accum_steps lower"
             )
         return list(made[:count])
-
-

@@ -1,9 +1,8 @@
 """The truth: one process, no pipeline, no sharding, no accumulation, in float64 where the model allows.
 
 It shares the model with the layouts that are compared with it, and no line of the package's step: forward of the whole
-batch, the sum of losses / N, backward, clip, torch's optimizer. What is no sum over samples (balancing losses of experts,
-means over micro-batches) is taken micro-batch by micro-batch, and the truth says so.
-"""
+batch, the sum of losses / N, backward, clip, torch's optimizer. What is no sum over samples (balancing losses of
+experts, means over micro-batches) is taken micro-batch by micro-batch, and the truth says so."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
 from megaaccum.verification import subject as subjects
 from megaaccum.verification.case import Case, Lane
-from megaaccum.verification.records import GRADIENT, MODEL, Truth, TrueStep
+from megaaccum.verification.records import GRADIENT, MODEL, TrueStep, Truth
 
 SAME = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative distance between the gradient of the whole batch and the sum of those of its parts beyond which samples are
@@ -78,7 +77,8 @@ class OneProcess:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > free:
             return (
-                f"one process would need {needed / 2**30:.1f} GiB for the model in {self.lane}, and {free / 2**30:.1f} GiB"
+                f"one process would need {needed / 2**30:.1f} GiB for the model in {self.lane}, and"
+                f" {free / 2**30:.1f} GiB"
                 " are free: make it smaller (--shrink, or fewer layers)"
             )
         return self._what_differs_between_two_forwards()
@@ -95,8 +95,10 @@ class OneProcess:
             if any(not torch.equal(one, other) for one, other in zip(first, again, strict=False)):
                 module = self.module.get_submodule(name)
                 return (
-                    f"the model is not deterministic: {name or 'the model'} ({type(module).__name__}) gives another output"
-                    " when the same micro-batch comes again. Switch its randomness off (dropout 0), or have it depend on"
+                    f"the model is not deterministic: {name or 'the model'} ({type(module).__name__}) gives another"
+                    f" output"
+                    " when the same micro-batch comes again. Switch its randomness off (dropout 0), or have it depend"
+                    " on"
                     " the micro-batch alone"
                 )
         return ""
@@ -174,14 +176,14 @@ class OneProcess:
         if error <= limit:
             return ""
         return (
-            f"samples depend on each other: in one process the gradient of the whole batch is {error:.1e} away from the sum"
-            " over its micro-batches. A loss that is weighed by a mean over its micro-batch, or a layer that mixes samples,"
+            f"samples depend on each other: in one process the gradient of the whole batch is {error:.1e} away from"
+            f" the sum"
+            " over its micro-batches. A loss that is weighed by a mean over its micro-batch, or a layer that mixes"
+            " samples,"
             " has no accumulated step that equals the big batch: have the weights come with the data"
         )
 
-    def _backward(
-        self, batch: Any, total: float, scale: float, count: int
-    ) -> tuple[float, dict[str, torch.Tensor]]:
+    def _backward(self, batch: Any, total: float, scale: float, count: int) -> tuple[float, dict[str, torch.Tensor]]:
         """(loss / N, gradient by name) of one forward."""
         for _, param in self.named:
             param.grad = None
@@ -190,15 +192,18 @@ class OneProcess:
         self._set_side_scales(batch, weight, divisor, scale, count)
         (value / divisor * scale).backward()
         grads = {
-            name: (torch.zeros_like(self.masters[name]) if param.grad is None else param.grad.to(self.masters[name].dtype))
+            name: (
+                torch.zeros_like(self.masters[name]) if param.grad is None else param.grad.to(self.masters[name].dtype)
+            )
             / scale
             for name, param in self.trained
         }
         return float(value.detach()) / divisor, grads
 
     def _set_side_scales(self, batch: Any, weight: float, divisor: float, scale: float, count: int) -> None:
-        """Balancing losses are a mean over micro-batches where N is known before the backward, and weighed by all tokens
-        / N where not; Megatron multiplies them by the tokens. Prediction layers are sums over tokens, as the loss is."""
+        """Balancing losses are a mean over micro-batches where N is known before the backward, and weighed by all
+        tokens / N where not; Megatron multiplies them by the tokens. Prediction layers are sums over tokens, as the
+        loss is."""
         tokens = batch.get("tokens", batch.get("input_ids")) if isinstance(batch, dict) else None
         rows = tokens.numel() if isinstance(tokens, torch.Tensor) else 1
         known = self.case.own is None or hasattr(self.case.own.forward_step_func, "weights")

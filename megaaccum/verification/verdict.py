@@ -80,7 +80,9 @@ class Verifier:
             try:
                 ranks = self.observe(case)
             except RanksFailed as error:
-                verdict.problem, verdict.failure = ("", _short(error)) if not _is_refusal(error) else (_short(error), "")
+                verdict.problem, verdict.failure = (
+                    ("", _short(error)) if not _is_refusal(error) else (_short(error), "")
+                )
                 return
             summands = plan.batch.num_microbatches * plan.layout.dp
             verdict.comparisons.append(compare(lane, ranks, truths["fp64"], truths[lane], summands=summands))

@@ -27,6 +27,7 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
+    "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "bank"},
     "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
     "calibrate": {"like", "output"},
     "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
