@@ -60,7 +60,7 @@ def _ga(case: Case) -> Case | None:
 
 
 def _microbatches(case: Case) -> Case | None:
-    """One micro-batch per rank, of all its samples; only without a pipeline."""
+    """One micro-batch per rank, of all its samples; only without a pipeline, and where the samples are made here."""
     plan = case.plan()
     count = plan.batch.num_microbatches
     keys: Keys = {
@@ -69,7 +69,7 @@ def _microbatches(case: Case) -> Case | None:
         "micro_batch_size": plan.batch.micro_batch_size * count,
     }
     overflow = None if case.overflow is None else (case.overflow[0], 0)
-    return None if count == 1 or plan.layout.pp > 1 else _with(case, keys, overflow=overflow)
+    return None if count == 1 or plan.layout.pp > 1 or case.own else _with(case, keys, overflow=overflow)
 
 
 def _only(condition: str, **keys: object) -> Callable[[Case], Case | None]:

@@ -86,7 +86,7 @@ def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, sum
     """`ranks` beside `exact`, one process in float64, and `near`, one in the precision of the lane. summands:
     micro-batches of a step over all ranks."""
     compared = Comparison(lane, num_weights=sum(each.numel() for each in exact.before.values()))
-    compared.rows += _initial_weights(ranks, near)
+    compared.rows += [*_initial_weights(ranks, near), *_random_states(ranks)]
     for number, (true, like) in enumerate(zip(exact.steps, near.steps, strict=True)):
         steps = [(rank.rank, rank.steps[number]) for rank in ranks]
         measure = _Measure(lane, number + 1, summands, true, like)
@@ -240,6 +240,19 @@ def _initial_weights(ranks: list[Observed], near: Truth) -> Iterator[Row]:
             distance, rank = _distance_of(true, key, pieces[key])
             error = distance / max(float(true.norm()), 1e-300)
             yield Row(kind="initial weight", name=name, step=1, error=error, bound=0.0, rank=rank)
+
+
+def _random_states(ranks: list[Observed]) -> Iterator[Row]:
+    """Ranks with different samples, or different layers, draw different dropout; error: states too few."""
+    states = {tuple(rank.place[name] for name in ("pp", "dp", "cp", "tp")): rank.random for rank in ranks}
+    seeds = {key[:3] for key in states}
+    if "" in states.values():
+        return
+    missing = len(seeds) - len({state for key, state in states.items() if key[3] == 0})
+    yield Row(
+        kind="random", step=len(ranks[0].steps), error=float(missing), bound=0.0,
+        note=f"{len(seeds)} ranks with samples or layers of their own have {len(seeds) - missing} random states",
+    )  # fmt: skip
 
 
 def _largest(ranks: list[Observed], true: dict[str, torch.Tensor]) -> float:

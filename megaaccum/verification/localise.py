@@ -16,10 +16,26 @@ from megaaccum.verification import relations
 from megaaccum.verification.axes import axes_of
 from megaaccum.verification.case import Case, Lane
 from megaaccum.verification.compare import Comparison, compare
-from megaaccum.verification.records import GRADIENT, Observed, Truth
+from megaaccum.verification.records import GRADIENT, MODEL, Observed, Truth
 from megaaccum.verification.verdict import Progress, Verdict, Verifier
 
-_KINDS = ("initial weight", "skipped", "weight", "loss", GRADIENT, "norm", "ranks", "loss_scale", "lr", "router")
+_PHASES = {
+    "initial weight": "before the step", "weight": "in the divisor", "loss": "in the forward",
+    GRADIENT: "in the backward or the reduction", "param": "in the update", MODEL: "in the gather of new weights",
+}  # fmt: skip
+_KINDS = (
+    "initial weight",
+    "skipped",
+    "weight",
+    "loss",
+    GRADIENT,
+    "norm",
+    "ranks",
+    "loss_scale",
+    "lr",
+    "router",
+    "random",
+)
 
 
 @dataclass(slots=True)
@@ -84,7 +100,8 @@ def _describe(found: Diagnosis, failed: Comparison) -> None:
     step = min(row.step for row in failed.failed)
     rows = [row for row in failed.failed if row.step == step]
     first = min(rows, key=lambda row: _KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS))
-    found.first = f"{first.kind} of step {step}" + (f": {first.note}" if first.note else "")
+    words = first.note or _PHASES.get(first.kind, "")
+    found.first = f"{first.kind} of step {step}" + (f" ({words})" if words else "")
     tensors = [row for row in rows if row.name]
     kinds = list(dict.fromkeys(row.kind for row in tensors))
     kind = first.kind if first.name else GRADIENT if GRADIENT in kinds else kinds[0] if kinds else ""

@@ -33,8 +33,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Step:
-    """One step on one rank. tensors: by kind. buffers: routers' biases by name. order: the weights of the
-    micro-batches' losses are in `weight`."""
+    """One step on one rank. tensors: by kind. buffers: routers' biases by name."""
 
     loss: float
     weight: float
@@ -49,13 +48,13 @@ class Step:
 @dataclass(slots=True)
 class Observed:
     """Steps of a layout on one rank. before: its initial weights. place: its rank in each group. random: a digest of
-    each random state after the steps."""
+    the state that dropout draws from after the steps; empty for a model of a user's own, who seeds it."""
 
     rank: int
     place: dict[str, int]
     before: list[Piece]
     steps: list[Step] = field(default_factory=list)
-    random: dict[str, str] = field(default_factory=dict)
+    random: str = ""
 
 
 @dataclass(slots=True)
@@ -80,8 +79,9 @@ class Truth:
 
     before: its initial weights by name, in the order of the model. whole: all samples of a step went through the model
     in one forward, and not micro-batch by micro-batch. parts: of the first step, where asked for, each micro-batch's
-    share of the gradient, before clipping. clip: what the first step's gradient was multiplied by in clipping. problem:
-    why nothing can be verified; empty where it can. notes: what a reader of the verdict should know."""
+    share of the gradient, before clipping, with `weights` of their losses. clip: what the first step's gradient was
+    multiplied by in clipping. problem: why nothing can be verified; empty where it can. notes: what a reader of the
+    verdict should know."""
 
     before: dict[str, torch.Tensor]
     steps: list[TrueStep] = field(default_factory=list)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megaaccum.config import Plan
 from megaaccum.model import gpt
@@ -125,4 +126,18 @@ def weights_by_stage(plan: Plan) -> Iterator[None]:
         draw(chunk, groups, seed=seed + groups.pp.rank())
 
     with replaced(gpt, "initialize", own):
+        yield
+
+
+@mistake(
+    "every rank draws the same dropout",
+    "https://github.com/goodfire-ai/spd/pull/412",
+    base="pipeline", axes="dp", parameter="",
+)  # fmt: skip
+def dropout_equal_on_all_ranks(plan: Plan) -> Iterator[None]:
+    def same(groups: Any, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+
+    with replaced(gpt, "seed_dropout", same):
         yield

@@ -36,7 +36,7 @@ def ranks(of: Truth, dp: int = 2) -> list[Observed]:
         }
         step = Step(true.loss, true.weight, true.norm, true.lr, true.loss_scale, False, tensors=pieces)
         before = [Piece(name, value.reshape(-1).clone(), 0) for name, value in of.before.items()]
-        found.append(Observed(rank, {"pp": 0, "dp": rank, "tp": 0, "cp": 0}, before, [step]))
+        found.append(Observed(rank, {"pp": 0, "dp": rank, "tp": 0, "cp": 0}, before, [step], f"state {rank}"))
     return found
 
 
@@ -114,3 +114,9 @@ def test_parts_of_tp_ranks(gated):
     assert failed(seen, of) == set()
     seen[1].steps[0].tensors[GRADIENT][0].values[0] *= 2
     assert failed(seen, of) == {(GRADIENT, NAMES[0])}
+
+
+def test_ranks_that_draw_the_same_dropout():
+    of, seen = truth(), ranks(truth())
+    seen[1].random = seen[0].random
+    assert failed(seen, of) == {("random", "")}
