@@ -6,9 +6,9 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-BY_NAME = (*BENCHMARKS, "sync_modes", "planner_accuracy", "search", "fuzz", "verify")
-"""sync_modes takes minutes and, for its limited link, root; planner_accuracy and search need a folder of tables; fuzz
-and verify measure no time."""
+BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "planner_accuracy", "search", "fuzz", "tune", "verify")
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; planner_accuracy and search need a folder of
+tables; fuzz and verify measure no time."""
 
 
 def main(argv: list[str]) -> int:

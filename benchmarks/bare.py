@@ -1,4 +1,4 @@
-"""What somebody would write by hand to run one model on one Megatron schedule over one DeepSpeed ZeRO-3 engine.
+"""A hand-written loop that runs one model on one Megatron schedule over one DeepSpeed ZeRO-3 engine.
 
 No agreement between ranks, no token count, no verdict, no log, no learning-rate schedule: the least that makes the
 same optimizer step, so that whatever megaaccum adds shows in the ratio. ZeRO-3's own hooks do not run under a

@@ -2,15 +2,15 @@
 
     python -m benchmarks fuzz --cells N --seed S [--first I] [--cell JSON] [--json F]
 
-Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, pp, schedule and chunks, dp, ep; backend,
-ZeRO stage, sync mode, replicas, order of sums; accumulation and flushes; precision; architecture, experts, multi-token
-prediction, recompute, frozen parts; masks of unequal length, ranks without a token, ranks with too few micro-batches,
-micro-batches that are not finite, evaluations between steps, and a resume at another layout. Context parallelism and
-latent attention need a GPU.
+Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, pp, schedule and chunks, dp, ep;
+backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known or not;
+precision; architecture, experts, multi-token prediction, recompute, frozen parts; masks of unequal length, ranks
+without a token, ranks with too few micro-batches, micro-batches that are not finite, evaluations between steps and
+calls, and a resume at another layout.
 
-What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. Two things are left
-out: torch DDP in BF16, which keeps no FP32 masters to compare, and experts in 16 bits, where rounding changes which
-expert a token goes to.
+What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. Left out: torch DDP
+in BF16, which keeps no FP32 masters to compare. In 16 bits every token goes to all experts, since rounding would change
+which it goes to.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import fuzz_cell
 from benchmarks.fuzz_cell import Cell, Flags, Part, Trained
 from megaaccum.errors import ConfigError
 from megaaccum.testing import run_ranks
 from megaaccum.testing.ranks import RanksFailed
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
 
 PER_START = 8
 """Cells in one start of ranks, which takes longer than a cell."""
@@ -94,15 +97,26 @@ def is_legal(cell: Cell) -> bool:
         fuzz_cell.reference_plan(cell, cell.lane)
     except ConfigError:
         return False
+    # Megatron computes balancing losses in FP32, and adds up what the ranks that share a micro-batch have of them.
+    if cell.lane == "fp64" and "moe_aux_loss_coeff" in cell.model and any(p.layout.tp * p.layout.cp > 1 for p in plans):
+        return False
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
-    return all(plan.batch.global_batch_size == sequences for plan in plans)
+    return all(plan.batch.global_batch_size == sequences and _can_be_called(plan, cell.calls) for plan in plans)
+
+
+def _can_be_called(plan: Plan, calls: int) -> bool:
+    """Whether a step's micro-batches can be cut into as many calls, each a whole number of flushes."""
+    each, left = divmod(plan.batch.num_microbatches, calls)
+    if left or (plan.batch.flush == "per_round" and each % plan.batch.microbatches_per_flush):
+        return calls == 1
+    return calls == 1 or plan.layout.schedule != "interleaved" or each % plan.layout.pp == 0
 
 
 def _draw(chance: random.Random) -> Cell:
     world_size = chance.choice((1, 2, 2, 4, 4, 4, 4))
     lane = chance.choice(("fp64", "fp64", "fp64", "fp32", "fp32", "fp32", "bf16", "fp16"))
     microbatches = chance.choice((8, 8, 8, 16))
-    model = _draw_model(chance, experts=lane in ("fp64", "fp32") and chance.random() < 0.35)
+    model = _draw_model(chance, lane, experts=chance.random() < 0.35)
     tp = chance.choice((1, 1, 1, 2))
     layout = _draw_layout(chance, world_size, tp, lane, microbatches, experts="num_experts" in model)
     resume = None
@@ -110,6 +124,7 @@ def _draw(chance: random.Random) -> Cell:
         resume = _draw_layout(chance, world_size, tp, lane, microbatches, experts="num_experts" in model)
     bad = chance.random() < 0.2
     short = chance.random() < 0.15
+    calls = 1 if short else chance.choice((1, 1, 2, 4))
     policies: Flags = {"nonfinite": chance.choice(("skip", "drop_microbatch"))} if bad else {}
     policies |= {"short_batch": chance.choice(("pad", "pad", "drop"))} if short else {}
     return Cell(
@@ -126,10 +141,12 @@ def _draw(chance: random.Random) -> Cell:
         short=chance.choice((1, 2, microbatches)) if short else 0,
         frozen=chance.choice(("", "", "", *fuzz_cell.FROZEN)),
         evaluate=chance.random() < 0.3,
+        calls=calls,
+        told=calls == 1 or chance.random() < 0.5,
     )
 
 
-def _draw_model(chance: random.Random, *, experts: bool) -> Flags:
+def _draw_model(chance: random.Random, lane: str, *, experts: bool) -> Flags:
     def maybe(probability: float, **keys: Any) -> Flags:
         return keys if chance.random() < probability else {}
 
@@ -146,6 +163,7 @@ def _draw_model(chance: random.Random, *, experts: bool) -> Flags:
             model |= {"moe_aux_loss_coeff": 0.1}
         model |= maybe(0.5, moe_z_loss_coeff=0.01) | maybe(0.3, moe_shared_expert_intermediate_size=32)
         model |= maybe(0.3, moe_router_topk=1, moe_router_pre_softmax=True) | maybe(0.3, moe_layer_freq=2)
+        model |= {"moe_router_topk": 4} if lane in ("bf16", "fp16") else {}
         model |= maybe(0.2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     return model
 
@@ -158,12 +176,16 @@ def _draw_layout(
     layout: Flags = {}
     if tp > 1:
         layout |= {"tensor_model_parallel_size": tp, "sequence_parallel": experts or chance.random() < 0.6}
+    cp = chance.choice((1, 1, 2)) if world_size // (tp * pp) > 1 else 1
+    layout |= {"context_parallel_size": cp} if cp > 1 else {}
+    if cp == 1 and lane in ("fp64", "fp32") and chance.random() < 0.2:
+        layout |= {"attention_backend": "fused"}
     if pp > 1:
         layout |= {"pipeline_model_parallel_size": pp}
         layout |= {"schedule": chance.choice(("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"))}
         if layout["schedule"] == "interleaved":
             layout |= {"virtual_pipeline_model_parallel_size": 2}
-    per_rank = microbatches // max(world_size // (tp * pp), 1)
+    per_rank = microbatches // max(world_size // (tp * cp * pp), 1)
     rounds = chance.choice((1, 1, 2, 4))
     layout |= {"grad_accum_steps": rounds, "pp_microbatches": max(per_rank // rounds, 1)}
     if rounds > 1 and chance.random() < 0.4:
@@ -321,7 +343,7 @@ def _smaller(cell: Cell) -> Iterator[Cell]:
     change: Callable[..., Cell] = lambda **keys: dataclasses.replace(cell, **keys)  # noqa: E731
     for name, plain in (
         ("resume", None), ("bad", None), ("hollow", None), ("short", 0), ("frozen", ""), ("evaluate", False),
-        ("masks", "full"), ("lane", "fp32"), ("microbatches", 8),
+        ("calls", 1), ("told", True), ("masks", "full"), ("lane", "fp32"), ("microbatches", 8),
     ):  # fmt: skip
         if getattr(cell, name) != plain:
             yield change(**{name: plain})

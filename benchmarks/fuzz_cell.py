@@ -7,6 +7,7 @@ micro-batch by micro-batch forward, the sum of losses / N, backward, clip, torch
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from megaaccum.interop.load import load
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.step.result import StepResult
 
 Flags = dict[str, Any]
 
@@ -56,7 +58,8 @@ class Cell:
     microbatches: of a step over all ranks. layout: keys that the reference does not get. resume: the layout that goes
     on from a checkpoint. policies: keys of what happens to bad and short steps. hollow: of which data-parallel rank
     (modulo their number) all tokens are masked. bad: index of the micro-batch whose gradient is not a number. short:
-    how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN.
+    how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN. calls: of forward_backward in a
+    step; of one, train_step is called. told: the calls are given N of the whole step.
     """
 
     world_size: int
@@ -72,6 +75,8 @@ class Cell:
     short: int = 0
     frozen: str = ""
     evaluate: bool = False
+    calls: int = 1
+    told: bool = True
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -130,6 +135,12 @@ def _words(flags: Flags) -> list[str]:
     return words
 
 
+def ranks_of_a_model(layout: Flags) -> int:
+    """Ranks among which one sequence is: tp * cp * pp."""
+    keys = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(int(layout.get(key, 1)) for key in keys)
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +194,7 @@ def _train(cell: Cell, folder: Path) -> Trained:
             run.save(folder, step, num_updates=sum(not each.skipped for each in steps))
             run = _Run(cell, cell.resume)
             run.load(folder)
-        result = run.step.train(run.microbatches(step), step=step + 1)
+        result = run.take(step)
         steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped))
         if cell.evaluate:
             evaluations.append(run.step.evaluate(run.microbatches(STEPS))[0])
@@ -210,6 +221,29 @@ class _Run:
         forward_step = _Spoiled(GptForwardStep(self.groups, self.plan.batch.loss_norm))
         self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
         self.buffers = dict(gpt.named_buffers(self.chunks))
+
+    def take(self, step: int) -> StepResult:
+        """One optimizer step. With several calls, an evaluation comes between the first two."""
+        mine, cell = self.microbatches(step), self.cell
+        if cell.calls == 1:
+            return self.step.train(mine, step=step + 1)
+        size = len(mine) // cell.calls
+        total = self._total_weight(step) if cell.told else None
+        for start in range(0, len(mine), size):
+            batch = self.step.batch_of(mine[start : start + size])
+            self.step.forward_backward(batch, last=start + size == len(mine), total=total)
+            if cell.evaluate and start == 0:
+                self.step.forward(self.step.batch_of(self.microbatches(STEPS)))
+        return self.step.optim_step(step=step + 1)
+
+    def _total_weight(self, step: int) -> float:
+        """Of all micro-batches of all ranks."""
+        dp = self.groups.dp.size()
+        masks = [
+            microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp))["loss_mask"]
+            for index in range(self.cell.microbatches)
+        ]
+        return float(sum(mask.sum() for mask in masks)) if self.plan.batch.loss_norm == "token" else float(len(masks))
 
     def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """Of this rank."""
@@ -346,8 +380,7 @@ class _Loop:
         """Data-parallel ranks of the layout that takes `step`."""
         cell = self.cell
         layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
-        tp, pp = layout.get("tensor_model_parallel_size", 1), layout.get("pipeline_model_parallel_size", 1)
-        return cell.world_size // (int(tp) * int(pp))
+        return cell.world_size // ranks_of_a_model(layout)
 
     def _losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         mask = batch["loss_mask"]
@@ -361,7 +394,8 @@ class _Loop:
         return count * max(float(batch["loss_mask"].sum()), 1.0)
 
     def _backward(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> float:
-        """Sums of losses / N; balancing losses are a mean over micro-batches, which Megatron multiplies by tokens."""
+        """Sums of losses / N; balancing losses are a mean over micro-batches (by weight where the package is not given
+        N in time), which Megatron multiplies by tokens."""
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -375,8 +409,11 @@ class _Loop:
             divisor = self._divisor(batch, len(batches), tokens)
             rows = batch["tokens"].numel()
             loss = self._losses(batch) / divisor
-            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self.scale / (len(batches) * rows)))
-            MTPLossAutoScaler.set_loss_scale(torch.tensor(self.scale / divisor))
+            share = 1 / len(batches)
+            if self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token":
+                share = float(batch["loss_mask"].sum()) / tokens
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self.scale * share / rows, dtype=torch.float64))
+            MTPLossAutoScaler.set_loss_scale(torch.tensor(self.scale / divisor, dtype=torch.float64))
             (loss * self.scale).backward()
             total += float(loss)
         return total

@@ -199,9 +199,10 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     from megaaccum.engine import initialize
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.training import loop
+    from megaaccum.training.run_log import open_log
 
     parts = _Parts(plan)
-    log = loop._open_log(plan, parts.data, start_step=0)
+    log = open_log(plan, parts.data, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import sys
 import typing
 from pathlib import Path
@@ -22,7 +23,7 @@ PAGE = Path(__file__).parent / "reference" / "configuration.md"
 HEAD = """\
 # Configuration
 
-<!-- Written by docs/gen_config_reference.py from megaaccum/config/schema.py. Change that, then run it. -->
+<!-- Written by docs/gen_config_reference.py from megaaccum/config/schema/. Change that, then run it. -->
 
 A configuration is a YAML (or JSON) file of the keys below, flat or under the name of their section; a file of Megatron
 flags is read as well, and a script that holds them is recorded while it runs (`--record -- bash train.sh`). Names are
@@ -73,9 +74,9 @@ def page() -> str:
 
 def field_docs() -> dict[str, dict[str, str]]:
     """The text under each field of the schema's classes, by class and field."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(schema.__file__).parent.glob("*.py"))]
     docs: dict[str, dict[str, str]] = {}
-    for node in tree.body:
+    for node in itertools.chain.from_iterable(ast.parse(source).body for source in sources):
         if isinstance(node, ast.ClassDef):
             docs[node.name] = {
                 field.target.id: str(text.value.value)

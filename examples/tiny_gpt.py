@@ -57,3 +57,13 @@ def stages_of(plan, dtype=torch.float32):
     """This rank's chunks."""
     rank = int(os.environ.get("RANK", "0"))
     return [Stage(stage, plan.layout.num_stages, dtype=dtype) for stage in plan.layout.stages(rank)]
+
+
+LENGTH = 24
+
+
+def sample(index):
+    """Micro-batch number `index`: one document, of which the first 4 to 23 tokens count."""
+    ids = torch.randint(0, 61, (1, LENGTH + 1), generator=torch.Generator().manual_seed(index))
+    mask = torch.arange(LENGTH)[None] < 4 + index % 20
+    return {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "lengths": torch.tensor([LENGTH])}

@@ -35,7 +35,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Engine": "megaaccum.engine",
-    "StepResult": "megaaccum.step.train_step",
+    "StepResult": "megaaccum.step.result",
     "get_forward_backward_func": "megaaccum.schedule.entry",
     "initialize": "megaaccum.engine",
 }

@@ -1,4 +1,4 @@
-"""The public step: exact accumulated steps of anybody's model, loss and loop.
+"""The public step: exact accumulated steps of the user's own model, loss and loop.
 
 from megaaccum import Plan, initialize
 
@@ -33,7 +33,8 @@ from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
-from megaaccum.step.train_step import StepResult, TrainStep
+from megaaccum.step.result import StepResult
+from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
 from megaaccum.training import lr_schedule
 from megaaccum.training import optimizer as our_optimizer
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.metrics.observer import Observer
     from megaaccum.training.lr_schedule import LrSchedule
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -81,18 +84,23 @@ def initialize(
     """
     start_process_group(plan)
     check_agreement(plan.digest(), details=plan.facts)
-    built = raise_on_all_ranks(_groups, plan, groups) if groups is not None else _groups(plan, None)
+    built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
     raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
     return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
 
 
-def _groups(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
+def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
+    """The groups that a user gave; None: those of `parallel_state`, built from the plan where there are none.
+    Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
     if isinstance(given, Groups):
         return given
     if given is None and not parallel_state.model_parallel_is_initialized():
         return process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
-    collection = given if given is not None else process_groups.default_collection()
+    return raise_on_all_ranks(_groups, plan, process_groups.default_collection() if given is None else given)
+
+
+def _groups(plan: Plan, collection: ProcessGroupCollection) -> Groups:
     if missing := [name for name in ("tp", "pp", "dp", "cp", "dp_cp", "mp") if not hasattr(collection, name)]:
         raise ConfigError(f"the process group collection lacks {', '.join(missing)}: give it every group of the layout")
     return Groups(layout=plan.layout, collection=collection)
@@ -114,23 +122,33 @@ class Engine:
         optimizer: OptimizerFactory | None = None,
         reports: Mapping[str, str] | None = None,
     ):
-        self.plan, self.groups, self.chunks = plan, groups, chunks
+        self.groups, self.chunks = groups, chunks
         self.shape: dict[str, Any] = {"tensor_model_parallel_size": plan.layout.tp}
         """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
-        self.backend = sharding.build(plan, groups, chunks, _optimizer(plan, chunks, optimizer))
-        keys = plan.config.optimizer
-        self.lr_schedule: LrSchedule | None = (
-            lr_schedule.build(self.backend, plan.config) if keys.lr and plan.config.run.train_iters else None
-        )
-        """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
+        self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
         self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
         self.train_steps = TrainStep(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
         )
-        self._transaction = Transaction(plan, self.lr_schedule)
+        self._follow(plan)
         self._microbatches = self._calls = 0
         self._failed: BaseException | None = None
+
+    def _follow(self, plan: Plan) -> None:
+        """Begin at step 0 of `plan`."""
+        self.plan = plan
+        has_schedule = plan.config.optimizer.lr and plan.config.run.train_iters
+        self.lr_schedule: LrSchedule | None = (
+            lr_schedule.build(self.backend, plan.config, plan.ramp) if has_schedule else None
+        )
+        """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
+        self._transaction = Transaction(plan, self.lr_schedule)
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The batch of the next step: how many micro-batches it takes. It changes with the plan's batch warm-up."""
+        return self._transaction.batch
 
     @property
     def step(self) -> int:
@@ -144,8 +162,13 @@ class Engine:
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing, for a watchdog."""
+        """This rank's notes on what it is doing, for a watchdog."""
         return self.train_steps.trace
+
+    @property
+    def observer(self) -> Observer:
+        """The meter of this rank's steps: seconds by phase, bytes, memory."""
+        return self.train_steps.observer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -162,7 +185,7 @@ class Engine:
     def train_step(
         self, microbatches: Sequence[Any], *, stop: bool = False, problem: MegaaccumError | None = None
     ) -> StepResult:
-        """One optimizer step on this rank's micro-batches of it: `grad_accum_steps * pp_microbatches` of the plan.
+        """One optimizer step on this rank's micro-batches of it: `engine.batch.num_microbatches`.
 
         Args:
             microbatches: a list; each is what one `next(data_iterator)` of the forward step function gives.
@@ -193,7 +216,7 @@ class Engine:
         Args:
             data: a list of micro-batches (a bad step can then be run again), an iterator, or Megatron's list of
                 iterators, one per chunk (None where a stage reads nothing).
-            num_microbatches: how many to take from iterators; at most the plan's. The same on every rank.
+            num_microbatches: how many to take from iterators; at most the batch's. The same on every rank.
             forward_step_func: instead of the engine's.
             weights: of each micro-batch, where known before the forward.
             total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
@@ -203,7 +226,7 @@ class Engine:
             lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no
                 dicts with `tokens` or `input_ids`; needed on one stage of each pipeline.
 
-        A call that brings the step's micro-batches to the plan's number reduces gradients inside its last backward.
+        A call that brings the step's micro-batches to those of `engine.batch` reduces inside its last backward.
         """
         with self._guarded():
             batch = self.train_steps.batch_of(
@@ -211,8 +234,8 @@ class Engine:
                 lengths=lengths,
             )  # fmt: skip
             self._microbatches += len(batch)
-            last = self._microbatches == self.plan.batch.num_microbatches
-            self.train_steps.forward_backward(batch, last=last, total=total_weight)
+            last = self._microbatches == self.batch.num_microbatches
+            self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""
@@ -253,6 +276,7 @@ class Engine:
                 " start again"
                 " from a checkpoint"
             )
+        self.train_steps.batch = self.batch
         try:
             yield
         except _HARMLESS:
@@ -269,7 +293,7 @@ class Engine:
         return self._transaction.state_dict() | {"train_step": self.train_steps.state_dict()}
 
     def progress(self, data: str = "") -> save_load.Progress:
-        """What a checkpoint holds beside tensors. data: a digest of the dataset, for whoever loads it."""
+        """A checkpoint's record beside its tensors. data: a digest of the dataset, compared on load."""
         return save_load.Progress(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -277,6 +301,7 @@ class Engine:
             data=data,
             shape=self.shape,
             transaction=self.state(),
+            batch_ramp=self.plan.ramp_state(),
         )
 
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
@@ -295,7 +320,11 @@ class Engine:
         return current is not None
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
-        """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up."""
+        """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up.
+        Raises ConfigError on every rank where these ranks cannot go on with its batch warm-up."""
+        plan = raise_on_all_ranks(self.plan.continued, progress.batch_ramp, progress.consumed_samples)
+        if plan is not self.plan:
+            self._follow(plan)
         if self.lr_schedule is not None and with_optimizer:
             self.lr_schedule.load_state_dict(progress.lr_schedule)
         self._transaction.load_state_dict(
@@ -304,7 +333,9 @@ class Engine:
         self.train_steps.load_state_dict(progress.transaction.get("train_step", {}))
 
 
-def _optimizer(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+    """A torch optimizer over the chunks' parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
+    without an lr."""
     if factory is None and not plan.config.optimizer.lr:
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:

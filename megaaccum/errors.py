@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 
@@ -77,3 +77,11 @@ def nearest_divisors(value: int, number: int) -> list[int]:
 def either(values: list[int]) -> str:
     """'8', '8 or 12' ..., for the end of a sentence."""
     return " or ".join(str(v) for v in values)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 2, cutoff: float = 0.6) -> str:
+    """' (did you mean lr or lr_decay_iters?)', to follow an unknown name; '' where nothing is near."""
+    from difflib import get_close_matches  # a module of some size, for errors alone
+
+    near = get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

@@ -23,7 +23,8 @@ FORMAT = 1
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
     lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors;
-    transaction: state of Transaction (skipped steps, loss scale, guards), empty in a checkpoint from before it."""
+    transaction: state of Transaction (skipped steps, loss scale, guards), batch_ramp: that of the batch warm-up
+    (Plan.ramp_state), each empty in a checkpoint from before it."""
 
     step: int
     consumed_samples: int
@@ -31,6 +32,7 @@ class Progress:
     data: str
     shape: dict[str, Any]
     transaction: dict[str, Any] = field(default_factory=dict)
+    batch_ramp: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_updates(self) -> int:
@@ -54,7 +56,7 @@ def latest(folder: str | os.PathLike) -> Path | None:
 
 
 def read_progress(current: Path) -> Progress:
-    """What a checkpoint says beside its tensors. Raises CheckpointError when it is not a whole one of this format."""
+    """A checkpoint's record beside its tensors. Raises CheckpointError when it is not a whole one of this format."""
     path = current / "state.json"
     try:
         state = json.loads(path.read_text())
@@ -106,7 +108,7 @@ class Files:
         return printed_once(CheckpointError(f"{what} ({self._space()}); {still}"))
 
     def _space(self) -> str:
-        """What is free where checkpoints are written, as seen by this rank's host."""
+        """Free bytes where checkpoints are written, as seen by this rank's host."""
         try:
             free = shutil.disk_usage(self._folder).free
         except OSError as error:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from megaaccum.checkpoint.folders import Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
-from megaaccum.distributed import rng
+from megaaccum.distributed import cpu, rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.model import gpt
@@ -37,12 +37,24 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
+    from megaaccum.sharding.base import StatePiece
 
-__all__ = ["BackgroundSave", "Progress", "latest", "load", "save", "shape_of"]
+__all__ = [
+    "BackgroundSave",
+    "Progress",
+    "is_elsewhere",
+    "latest",
+    "load",
+    "prefix",
+    "read_progress",
+    "save",
+    "shape_of",
+]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
-    """What has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may differ)."""
+    """Everything that has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may
+    differ)."""
     fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
     return fixed | {"vocab_size": padded_vocab_size(plan.config, vocab_size)}
 
@@ -78,7 +90,7 @@ def save(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer; where the system refuses a write, its own error is what other ranks are told.
+    """torch's writer; where the system refuses a write, other ranks raise its own error.
 
     torch's zip format, closed over half a tensor, raises another one about offsets, and an error that crosses ranks
     comes without the one that it was raised in.
@@ -171,16 +183,26 @@ class BackgroundSave:
 
 
 class _Copies(AsyncStager):
-    """What `dcp.async_save` is to write: copies in host memory, made before training may change the tensors.
+    """The tensors that `dcp.async_save` is to write: copies in host memory, made before training may change the
+    tensors.
 
-    torch's own stager copies the whole storage behind each view; the pieces are views of one flat buffer.
+    torch's own stager copies the whole storage of each view; the pieces are views of one flat buffer.
     """
 
     def __init__(self) -> None:
         self._synchronize_after_execute = False  # `stage` returns when the copies are made
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in state_dict.items()}
+        """From a GPU into pinned memory, which torch keeps for the next save, with one wait for all of them: copies
+        into other memory wait one by one, and go through the driver's buffer at a fraction of the speed."""
+        on_gpu = cpu.has_accelerator()
+        copies = {}
+        for key, tensor in state_dict.items():
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu and not tensor.is_cpu)
+            copies[key] = copy.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""
@@ -236,7 +258,7 @@ def _open(
     buffers: Buffers,
     only_weights: bool,
 ) -> tuple[Progress, CheckpointReader, list[str]]:
-    """What stands in the checkpoint, its reader, and the keys that this rank needs. No collective."""
+    """The checkpoint's entries, its reader, and the keys that this rank needs. No collective."""
     progress = read_progress(current)
     wrong = [
         f"{key} is {progress.shape.get(key)} in {current} and {shape[key]} in the configuration"
@@ -291,22 +313,28 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
     return _pieces(backend, groups) | whole | _rng(groups)
 
 
-def _prefix(name: str, kind: str, param, groups: Groups) -> str:
+def prefix(name: str, kind: str, param: torch.nn.Parameter, groups: Groups) -> str:
+    """Beginning of the keys of a parameter's pieces."""
     rank = groups.tp.rank() if gpt.is_sharded_over_tp(param) else 0
     return f"{name}/{kind}/tp{rank}/"
 
 
+def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
+    """Whether another rank holds the same piece, and writes it."""
+    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+    return twice or backend.replica > 0 or piece.replica > 0
+
+
 def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]:
-    """What this rank writes: its pieces, without those that another rank writes too."""
+    """This rank's pieces, without those that another rank writes too."""
     pieces = {}
     for piece in backend.state():
-        twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-        if twice or backend.replica > 0 or piece.replica > 0:
+        if is_elsewhere(piece, backend, groups):
             continue
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 stop = piece.start + tensor.numel()
-                pieces[_prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
+                pieces[prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
     return pieces
 
 
@@ -327,7 +355,7 @@ def _parts(backend: ShardingBackend, groups: Groups, only_weights: bool = False)
         for kind, tensor in piece.tensors.items():
             if only_weights and kind != "param":
                 continue
-            yield _prefix(piece.name, kind, piece.param, groups), piece.start, tensor
+            yield prefix(piece.name, kind, piece.param, groups), piece.start, tensor
 
 
 def _overlapping(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from megaaccum.checkpoint.save_load import BackgroundSave
+    from megaaccum.config import Config, Plan
+    from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.engine import Engine
 
@@ -81,7 +83,7 @@ class Saver:
             writing.finish()
 
     def problem(self) -> MegaaccumError | None:
-        """What went wrong in the background, as far as this rank knows by now."""
+        """The error of a save in the background, as far as this rank knows by now."""
         return self._writing.problem() if self._writing is not None else None
 
     def saved(self, error: MegaaccumError) -> MegaaccumError:
@@ -167,20 +169,40 @@ class Saver:
 
     def _current(self) -> Path | None:
         run = self.engine.plan.config.run
-        if run.no_load:
-            return None
-        current = save_load.latest(run.load or self.folder)
-        if current is None and run.load:
-            missing = f"load: {run.load} holds no checkpoint (no file named latest)"
-            if run.exit_on_missing_checkpoint:
-                raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
-            if not _is_empty(Path(run.load)):
-                raise CheckpointError(f"{missing}, but other files: name the folder of one, or leave load out")
-            if int(os.environ["RANK"]) == 0:
-                print(f"{missing}: the run starts afresh", flush=True)
-        if current is None and (run.finetune or run.reset_iteration):
-            raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
+        current = _to_resume(self.engine.plan.config)
+        if current is None and run.load and not run.no_load and int(os.environ["RANK"]) == 0:
+            print(f"{_missing(run)}: the run starts afresh", flush=True)
         return current
+
+
+def continued(plan: Plan) -> Plan:
+    """`plan` with the batch warm-up of the checkpoint that the run goes on from, which other ranks may have laid out.
+    Raises ConfigError where these ranks cannot go on with it, CheckpointError where there is no checkpoint to read."""
+    run, current = plan.config.run, _to_resume(plan.config)
+    if current is None or run.finetune or run.reset_iteration:
+        return plan
+    progress = save_load.read_progress(current)
+    return plan.continued(progress.batch_ramp, progress.consumed_samples)
+
+
+def _to_resume(config: Config) -> Path | None:
+    """The checkpoint to begin from, if any. Raises CheckpointError where one is asked for that is not there."""
+    run = config.run
+    if run.no_load:
+        return None
+    current = save_load.latest(run.load or checkpoint_folder(config))
+    if current is None and run.load:
+        if run.exit_on_missing_checkpoint:
+            raise CheckpointError(f"{_missing(run)}, and exit_on_missing_checkpoint is true")
+        if not _is_empty(Path(run.load)):
+            raise CheckpointError(f"{_missing(run)}, but other files: name the folder of one, or leave load out")
+    if current is None and (run.finetune or run.reset_iteration):
+        raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
+    return current
+
+
+def _missing(run: RunConfig) -> str:
+    return f"load: {run.load} holds no checkpoint (no file named latest)"
 
 
 def _is_empty(folder: Path) -> bool:

@@ -28,8 +28,10 @@ COMMANDS = (
     Command(("verify",), "megaaccum.cli.verify", "prove that the accumulated step of a config is the big batch's step"),
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
-    Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on so many GPUs by memory and time"),
-    Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine for the planner's hardware table"),
+    Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
+    Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),
+    Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine, or a model's layers, for the planner"),
+    Command(("report",), "megaaccum.cli.report", "write an HTML page of a run, or of two beside each other"),
     Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),
 )
@@ -39,7 +41,7 @@ examples:
   megaaccum check configs/tiny_cpu.yaml --world-size 4
   megaaccum train configs/tiny_cpu.yaml --train_iters 50
 
-`megaaccum COMMAND --help` tells the options of a command."""
+`megaaccum COMMAND --help` lists the options of a command."""
 
 
 def usage() -> str:

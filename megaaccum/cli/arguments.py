@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: a configuration, from a file, a command line or a recorded script."""
+"""Arguments that the commands share: a configuration, from a file, a command line or a recorded script."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`megaaccum calibrate`: measure this machine and write a hardware entry for the planner.
+"""`megaaccum calibrate`: measure this machine and write a hardware entry for the planner, or with --layers measure the
+layers of a configuration and write their profile.
 
-The only module of the planner that needs torch. Matrix products over a sweep of shapes give the rate of large ones and
+Needs torch, as no other command of the planner. Matrix products over a sweep of shapes give the rate of large ones and
 how it falls for small ones; copies give the memory's bandwidth; collectives over the ranks of this start give latency
 and bandwidth. Start it alone, or under torchrun on every GPU of a node (and of several nodes) to measure the links.
 """
@@ -18,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
+from megaaccum.cli.arguments import asked, smallest_world
+from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.model.flops import peak_flops
-from megaaccum.units import GIB
+from megaaccum.schedule.profile import Profile, write_profile
+from megaaccum.units import GIB, amount
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
 
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
 """Sides of the matrices of the sweep; on a CPU only those up to 1024."""
@@ -37,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the file cannot be written, or --like names no entry.
     """
-    args = _parse(argv)
+    args, overrides = _parse(argv)
+    if args.layers is not None:
+        return _layers(args, overrides)
     entry = measure(args.like, seconds=args.seconds)
     if entry is None:  # a rank other than the first
         return 0
@@ -51,15 +58,78 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="megaaccum calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megaaccum calibrate",
+        usage="megaaccum calibrate (NAME [options] | --layers CONFIG [options] [--key value ...])",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("name", help="name of the entry, for --gpu")
+    parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")
     parser.add_argument("--like", default="h100", help="entry that says what is not measured (default h100)")
-    parser.add_argument("--output", default="hardware.yaml", metavar="F", help="file to write (default hardware.yaml)")
+    parser.add_argument("--output", metavar="F", help="file to write (default hardware.yaml, or layers.json)")
     parser.add_argument("--seconds", type=float, default=0.2, help="how long each point is repeated")
-    return parser.parse_args(list(argv))
+    layers = parser.add_argument_group("the layers of a configuration")
+    layers.add_argument("--layers", metavar="CONFIG", help="write a profile for `megaaccum schedule --profile`")
+    layers.add_argument("--repeats", type=int, default=10, metavar="N", help="micro-batches that are timed (10)")
+    layers.add_argument("--dp", type=int, default=1, metavar="N", help="ranks that share sharded state (1)")
+    args, overrides = parser.parse_known_args(list(argv))
+    if (args.name is None) == (args.layers is None):
+        parser.error("give NAME to measure this machine, or --layers CONFIG to measure a model's layers")
+    if overrides and args.layers is None:
+        parser.error(f"unknown option {overrides[0]}")
+    if args.repeats < 1 or args.dp < 1:
+        parser.error("--repeats and --dp are at least 1")
+    args.output = args.output or ("hardware.yaml" if args.layers is None else "layers.json")
+    return args, overrides
+
+
+def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Measure the layers of a configuration and write their profile."""
+    from megaaccum.distributed import preload
+
+    preload.libraries()
+    import torch
+    import torch.distributed as dist
+    from rich.console import Console
+
+    from megaaccum.distributed import cpu, start
+    from megaaccum.planner.layer_costs import measure as measure_layers
+    from megaaccum.planner.workload import vocabulary
+
+    with asked(args.layers, overrides) as found:
+        config = found.checked()
+    plan, ranks = resolve(config, world_size=smallest_world(config), own_model=True), args.dp
+    start.start_process_group(plan)
+    vocab = vocabulary(plan.config)
+    profile = measure_layers(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)
+    if dist.get_rank() == 0:
+        try:
+            device = torch.cuda.get_device_name() if cpu.has_accelerator() else "a CPU"
+            write_profile(profile, args.output, source=f"{args.layers}, measured on {device}")
+        except OSError as error:
+            raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from None
+        Console().print(describe(profile))
+        print(f"wrote {args.output}: megaaccum schedule --profile {args.output}", file=sys.stderr)
+    start.end_process_group()
+    return 0
+
+
+def describe(profile: Profile) -> Table:
+    """A line for each kind of layer: milliseconds and bytes."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE)
+    table.add_column("layers")
+    for name in ("F ms", "I ms", "W ms", "activation", "deferred", "state"):
+        table.add_column(name, justify="right")
+    for kind, cost in profile.kinds.items():
+        seconds = [f"{each * 1e3:.3f}" for each in (cost.forward, cost.input_grad, cost.weight_grad)]
+        sizes = map(amount, (cost.activation, cost.deferred, cost.state))
+        table.add_row(f"{profile.pattern.count(kind)} {kind}: {cost.name}", *seconds, *sizes)
+    return table
 
 
 def measure(like: str, *, seconds: float) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from megaaccum import units
 from megaaccum.cli.arguments import Asked, asked, smallest_world, split_command, take_path
 from megaaccum.config import resolve
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
@@ -101,14 +102,15 @@ def describe(
         problems += error.problems
     if plan is None or problems:
         raise ConfigError(problems)
-    sections = [_layout(plan, source), _batch(plan), _schedule(plan), _model(plan), _sharding(plan), _notes(plan)]
+    parts = (_batch, _ramp, _schedule, _model, _sharding, _notes)
+    sections = [_layout(plan, source), *(part(plan) for part in parts)]
     if with_json:
         sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
 
 
 def _settled(plan: Plan) -> Plan:
-    """The plan with the sync mode that fits; before there is a vocabulary nobody knows which does."""
+    """The plan with the sync mode that fits; which one does depends on the vocabulary."""
     return plan if _vocabulary(plan.config)[0] is None else sync_mode.settle(plan)
 
 
@@ -159,6 +161,36 @@ def _batch(plan: Plan) -> _Section:
     ]
 
 
+def _ramp(plan: Plan) -> _Section:
+    """Every batch of the warm-up; nothing without one."""
+    if plan.ramp.is_constant:
+        return "Batch warm-up", []
+    columns = f"{'steps':<16}{'from sample':>12}{'sequences':>11}{'tokens':>12}{'micro-batches':>15}{'bubble':>9}"
+    lines = [columns]
+    for rung in plan.ramp.rungs():
+        batch = plan.ramp.batches[rung.size]
+        steps = f"{rung.first_step} on" if rung.num_steps is None else _span(rung.first_step, rung.num_steps)
+        cut = f"{batch.grad_accum_steps} * {batch.pp_microbatches} = {batch.num_microbatches}"
+        lines.append(
+            f"{steps:<16}{rung.consumed_samples:>12,}{rung.size:>11,}{batch.tokens_per_step:>12,}{cut:>15}"
+            f"{_bubble(plan, batch):>9.1%}"
+        )
+    return "Batch warm-up", [*lines, "micro-batches = grad_accum_steps * pp_microbatches; bubble with equal stages"]
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"
+
+
+def _bubble(plan: Plan, batch: BatchPlan) -> float:
+    """Share of a flush of `batch` that a rank idles, with stages of equal time."""
+    at, m = plan.layout, batch.microbatches_per_flush
+    if at.schedule in ("none", "1f1b", "interleaved"):
+        return bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m)
+    schedule = build(at.schedule, pp=at.pp, num_microbatches=m)
+    return 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
+
+
 def _schedule(plan: Plan) -> _Section:
     at, m = plan.layout, plan.batch.microbatches_per_flush
     name = _SCHEDULES.get(at.schedule, at.schedule)
@@ -171,7 +203,7 @@ def _schedule(plan: Plan) -> _Section:
     elif at.pp > 1:
         lines.append(
             f"bubble = (pp - 1) / (vpp * m + pp - 1) = {at.pp - 1} / {at.vpp * m + at.pp - 1}"
-            f" = {bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m):.1%} of a flush, with equal stages"
+            f" = {_bubble(plan, plan.batch):.1%} of a flush, with equal stages"
         )
     return "Schedule", lines
 
@@ -183,13 +215,12 @@ _SCHEDULES = {
 
 
 def _own_schedule(plan: Plan) -> list[str]:
-    """What the simulator and the validator say of a schedule that megaaccum's executor runs."""
+    """The simulator's and the validator's findings on a schedule that megaaccum's executor runs."""
     at = plan.layout
     schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
     proven = validate(schedule)
-    idle = 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
     lines = [
-        f"bubble = {idle:.1%} of a flush, simulated with equal stages and F = I = W",
+        f"bubble = {_bubble(plan, plan.batch):.1%} of a flush, simulated with equal stages and F = I = W",
         f"activations of {max(proven.in_flight)} chunk passes live on the fullest rank",
     ]
     if at.placement == "v":
@@ -290,7 +321,7 @@ def _precisions(sharding: ShardingConfig) -> str:
 
 
 def _fp8(plan: Plan) -> list[str]:
-    """What FP8 computes in, and what its scales come from."""
+    """The numbers that FP8 computes in, and the source of its scales."""
     keys, at = plan.config.quantization, plan.layout
     if keys.fp8_format is None:
         return []
@@ -314,7 +345,7 @@ def _fp8(plan: Plan) -> list[str]:
 
 
 def _policies(plan: Plan) -> list[str]:
-    """What the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
+    """Bytes that the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
     rows, _ = _vocabulary(plan.config)
     if rows is None or plan.layout.schedule not in SCHEDULES:
         return []

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_yaml(config: Config, name: str, ranks: int | None = None) -> str:
-    """The keys that somebody wrote, by section, with the notes as comments."""
+    """The keys that were written, by section, with the notes as comments."""
     sections = as_sections(config)
     known = {key: sections[key] for key in (*SECTIONS, "deepspeed") if key in sections}
     comments = [f"Converted from {name}{'' if ranks is None else f', which starts {ranks} ranks'}.", *config.notes]

@@ -143,7 +143,7 @@ def find_apex() -> Finding:
 
 
 def check_accelerator(count: int, names: Sequence[str], has_nccl: bool, has_gloo: bool) -> list[Finding]:
-    """What is computed on, and the library by which its ranks talk."""
+    """The device that computes, and the library by which its ranks talk."""
     if count:
         listed = ", ".join(sorted(set(names))) or "CUDA"
         findings = [Finding("accelerator", "ok", f"{count} x {listed}")]

@@ -1,4 +1,4 @@
-"""`megaaccum plan`: the layouts of a configuration on so many GPUs, ranked, explained, written."""
+"""`megaaccum plan`: the layouts of a configuration on a number of GPUs, ranked, explained, written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from megaaccum.cli.arguments import asked, split_command, take_path
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
 from megaaccum.planner import emit, report
+from megaaccum.planner.cut import cut_of
 from megaaccum.planner.hardware import Hardware, load_hardware
 from megaaccum.planner.search import RANKINGS, Ranked, search
 from megaaccum.planner.space import Limits
 from megaaccum.planner.why_not import parse_axes, why_not
 from megaaccum.planner.workload import make_workload
+from megaaccum.schedule.profile import read_profile
 from megaaccum.units import GIB
 
 _DESCRIPTION = """\
@@ -79,6 +81,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
+    parser.add_argument("--profile", metavar="F", help="measured costs of the layers, by which --write cuts the stages")
+    parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")
     parser.add_argument("--picture", metavar="F", help="draw memory bars and the Pareto front as PNG")
     args, overrides = parser.parse_known_args(rest)
     args.config = config
@@ -117,7 +121,7 @@ def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds
     else:
         _print_table(args, ranked, hardware, seconds)
     if args.write:
-        _write(ranked, args.row - 1, Path(args.write))
+        _write(ranked, args.row - 1, Path(args.write), args)
         print(f"wrote {args.write}", file=sys.stderr)
     if args.picture:
         from megaaccum.planner.picture import draw
@@ -126,14 +130,18 @@ def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds
         print(f"wrote {args.picture}", file=sys.stderr)
 
 
-def _write(ranked: Ranked, index: int, path: Path) -> None:
-    """Write a row's configuration, with what is predicted for it."""
-    work = ranked.workload
+def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> None:
+    """Write a row's configuration, with its layers cut by their costs, and with what is predicted for it."""
+    work, at = ranked.workload, ranked.name_of(index)
+    if at["pp"] > 1 and not args.even:
+        found = cut_of(ranked, index, None if args.profile is None else read_profile(args.profile))
+        at["stages"] = found.layout
+        print(f"layers: {found}", file=sys.stderr)
     comment = (
         f"Planned for {work.hardware.name}: {ranked.memory.total[index] / GIB:.1f} GiB on the most loaded rank,"
         f" {ranked.time.total[index]:.3g} s per step (predicted)."
     )
-    emit.write(work, ranked.name_of(index), path, comment=comment)
+    emit.write(work, at, path, comment=comment)
 
 
 def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from megaaccum.data.sources import check_files
 from megaaccum.distributed import launch, preload
 from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
+from megaaccum.metrics.receipts import LAUNCHED
 from megaaccum.training.run_folder import check_folders, checkpoint_folder
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
+    if "RANK" not in os.environ:
+        os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
+    os.environ.setdefault(LAUNCHED, repr(time.time()))
     argv, command, jail = split_command(argv)
     argv, port = take(argv, "--master_port")
     if "RANK" in os.environ:
@@ -95,7 +100,7 @@ def _go_on(argv: Sequence[str], config: Config) -> str:
 
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file, as first argument or behind --config, and the overrides."""
+    """The configuration file, as first argument or after --config, and the overrides."""
     rest, path = take(argv, "--config")
     if path is None and rest and not rest[0].startswith("-"):
         return rest[0], rest[1:]

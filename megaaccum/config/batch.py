@@ -37,6 +37,13 @@ class BatchPlan:
     loss_norm: LossNorm = "token"
     """What the step's loss is divided by."""
 
+    def place(self, index: int, dp_rank: int, *, in_runs: bool) -> int:
+        """The number, in the global batch, of micro-batch `index` of a data-parallel rank: the ranks take turns, or
+        (in_runs) each takes `num_microbatches` in a row."""
+        if in_runs:
+            return dp_rank * self.num_microbatches + index
+        return index * self.data_parallel_size + dp_rank
+
     @property
     def device_batch_size(self) -> int:
         """Sequences that a data-parallel rank takes in per accumulation step."""

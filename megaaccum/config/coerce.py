@@ -70,7 +70,8 @@ def _coerce_list(value: object, member: object) -> list[object]:
 
 def _list_from_text(text: str, member: object) -> object:
     if member is int:
-        return evaluate_int_list(text)
+        words = text.replace(",", " ").split()
+        return words if len(words) > 1 and all(map(str.isdecimal, words)) else evaluate_int_list(text)
     return text.replace(",", " ").split() if "," in text else [text]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+from megaaccum.config.batch_ramp import parse_schedule
 from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
-from megaaccum.errors import ScheduleError
+from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import entry
+from megaaccum.schedule.simulate import by_executor
 
 
 def derive(config: Config, notes: list[str]) -> None:
@@ -18,7 +21,9 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_attention(config.model)
     _derive_mlp(config.model)
     _derive_recompute(config.model)
+    _derive_batch(config)
     _derive_schedule(config, notes)
+    _note_kernels(config, notes)
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _derive_run(config.run)
@@ -58,6 +63,16 @@ def _derive_recompute(model: ModelConfig) -> None:
         model.recompute_modules = ["core_attn"]
 
 
+def _derive_batch(config: Config) -> None:
+    """The global batch that a schedule of batch sizes ends with."""
+    batch, key = config.batch, "step_batch_size_schedule"
+    if batch.step_batch_size_schedule is not None and batch.global_batch_size is None:
+        with suppress(ConfigError):  # build_ramp reports it
+            batch.global_batch_size = parse_schedule(batch.step_batch_size_schedule, config.model.seq_length)[-1][1]
+            if key in config.origin:
+                config.origin["global_batch_size"] = config.origin[key]
+
+
 def _derive_schedule(config: Config, notes: list[str]) -> None:
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
@@ -75,6 +90,23 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
         parallel.batch_p2p_comm = not parallel.overlap_p2p_comm
     if parallel.expert_tensor_parallel_size is None:
         parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+
+
+def _note_kernels(config: Config, notes: list[str]) -> None:
+    """Note what depends on the machine of the run, and what it costs elsewhere."""
+    model, parallel = config.model, config.parallel
+    if model.moe_grouped_gemm and model.num_experts and model.transformer_impl == "auto":
+        local = max(model.num_experts // max(parallel.expert_model_parallel_size, 1), 1)
+        notes.append(
+            f"moe_grouped_gemm: one product for a rank's {local} experts where Transformer Engine's layers run; where"
+            f" none can (no GPU, or it is not installed), {local} products one after the other, to the same result."
+        )
+    if parallel.tensor_model_parallel_size > 1 and by_executor(parallel.schedule):
+        notes.append(
+            f"schedule {parallel.schedule} with tensor_model_parallel_size {parallel.tensor_model_parallel_size}: a"
+            " backward that leaves its weight gradients for W has nothing to compute while tp ranks sum an input's"
+            " gradient, so 2 of a layer's collectives per micro-batch are waited for, which 1f1b hides."
+        )
 
 
 def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:
@@ -110,6 +142,7 @@ def _derive_chunks(parallel: ParallelConfig) -> None:
 
 
 def _derive_precision(sharding: ShardingConfig) -> None:
+    sharding.deterministic = sharding.deterministic or sharding.reproducible == "layout"
     if sharding.params_dtype is None:
         sharding.params_dtype = "bf16" if sharding.bf16 else "fp16" if sharding.fp16 else "fp32"
     elif not sharding.bf16 and not sharding.fp16:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,10 +101,3 @@ def canonical(name: str) -> str | None:
         return rest
     plain = ALIASES.get(plain, plain)
     return plain if plain in all_keys() else None
-
-
-def did_you_mean(name: str, extra: Iterable[str] = ()) -> str:
-    """'; did you mean lr or lr_decay_iters?' for an unknown name, or '' when nothing is near."""
-    known = [*all_keys(), *ALIASES, *extra]
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from megaaccum.config import batch_ramp
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
@@ -25,6 +26,7 @@ RIVALS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"data_path", "train_data_path"}),
+    frozenset(batch_ramp.KEYS),
 )
 """Keys that say the same thing in different ways: one on the command line sets aside the others of a file."""
 
@@ -96,7 +98,7 @@ def _reset(config: Config, name: str) -> None:
 
 
 def given(config: Config, name: str) -> bool:
-    """Whether somebody wrote this key: `load` saw it, or the value of a Config built in code is not the default."""
+    """Whether this key was written: `load` saw it, or the value of a Config built in code is not the default."""
     if name in config.origin:
         return True
     section = getattr(config, all_keys()[name].section)

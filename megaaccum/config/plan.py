@@ -8,13 +8,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
 from megaaccum.config.layout import Layout
 from megaaccum.config.load import assemble, load
-from megaaccum.config.resolve import layout_of, settle_keys
+from megaaccum.config.resolve import flush_problems, layout_of, settle_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError
@@ -31,11 +34,13 @@ class Plan:
     config: Config
     """A copy of what was read with every key that can be derived filled in. Not to be changed any more."""
     batch: BatchPlan
-    """How the optimizer step's batch is cut."""
+    """How the optimizer step's batch is cut; with batch warm-up, that of the steps after it."""
     layout: Layout
     """How the ranks are cut."""
     notes: list[str] = field(default_factory=list)
     """What was derived or set aside in a way that a reader may want to know, one sentence each."""
+    ramp: BatchRamp
+    """The batch of each step."""
     written: Config | None = None
     """What it was made of, before anything was derived: `sync_mode.settle` makes it again with another sync mode."""
 
@@ -92,6 +97,36 @@ class Plan:
             raise ConfigError(problems)
         return resolve(config, world_size=_world_size(world_size), own_model=True)
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether a data-parallel rank takes micro-batches that follow each other in the global batch, and not turns
+        with the others: their gradients are then a subtree's (sharding/sum_tree.py)."""
+        sharding = self.config.sharding
+        return sharding.reproducible == "layout" and sharding.sync == "resident"
+
+    def ramp_state(self) -> dict[str, Any]:
+        """The ramp as a checkpoint holds it: the keys that asked for it, and what they came to on these ranks."""
+        asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}
+        return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
+
+    def continued(self, saved: Mapping[str, Any], consumed_samples: int) -> Plan:
+        """This plan with the ramp of a checkpoint (`ramp_state`), which may have been cut over other ranks, from
+        `consumed_samples` on. Raises ConfigError where another ramp is asked for, or these ranks cannot take it up."""
+        mine = self.ramp_state()
+        if not saved or saved["intervals"] == mine["intervals"]:
+            return self
+        differing = [name for name, each in saved["asked"].items() if each != mine["asked"].get(name)]
+        if differing:
+            raise ConfigError(
+                [
+                    f"{name} was {saved['asked'][name]} when the checkpoint was written, and is"
+                    f" {mine['asked'].get(name)}: set it back, or start afresh with --no_load."
+                    for name in differing
+                ]
+            )
+        ramp = recut(saved["intervals"], self.batch, partial(flush_problems, self.config), consumed_samples)
+        return dataclasses.replace(self, ramp=ramp)
+
     def digest(self) -> str:
         """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
 
@@ -106,7 +141,8 @@ class Plan:
         settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        return settled | layout | batch | theirs | self._table_facts()
+        ramp = {"batch ramp": self.ramp.intervals}
+        return settled | layout | batch | ramp | theirs | self._table_facts()
 
     def _table_facts(self) -> dict[str, object]:
         """The content of a schedule's file, which every host reads for itself."""
@@ -126,9 +162,16 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
     Raises:
         ConfigError: with one text per broken rule, all at once.
     """
-    settled, batch, notes = settle_keys(config, world_size, own_model=own_model)
-    layout = layout_of(settled, world_size, batch.data_parallel_size)
-    return Plan(config=settled, batch=batch, layout=layout, notes=notes, written=config)
+    settled = settle_keys(config, world_size, own_model=own_model)
+    layout = layout_of(settled.config, world_size, settled.batch.data_parallel_size)
+    return Plan(
+        config=settled.config,
+        batch=settled.batch,
+        ramp=settled.ramp,
+        layout=layout,
+        notes=settled.notes,
+        written=config,
+    )
 
 
 def _world_size(given: int | None) -> int:

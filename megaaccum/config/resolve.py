@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from functools import partial
 
 from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, settle
+from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
 from megaaccum.config.layout import Layout
 from megaaccum.config.rules import Subject, broken_rules
@@ -14,18 +17,37 @@ from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import build, entry, interleaved_problems
 
 
-def settle_keys(config: Config, world_size: int, *, own_model: bool) -> tuple[Config, BatchPlan, list[str]]:
-    """(a copy of `config` with every key derived, its batch, notes on what was derived). own_model: see plan.resolve.
-    Raises ConfigError with one text per broken rule."""
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Every key of a configuration derived, and its batch cut."""
+
+    config: Config
+    batch: BatchPlan
+    ramp: BatchRamp
+    notes: list[str]
+
+
+def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
+    """A copy of `config` with every key derived. own_model: see plan.resolve. Raises ConfigError with one text per
+    broken rule."""
     settled = copy.deepcopy(config)
     notes = list(config.notes)
     derive(settled, notes)
     problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
     dp = _data_parallel_size(settled, world_size)
     batch = _cut_batch(settled, dp, notes, problems) if dp else None
-    if batch is None or problems:
+    ramp = _ramp(settled, batch, notes, problems) if batch is not None and not problems else None
+    if batch is None or ramp is None or problems:
         raise ConfigError(problems)
-    return settled, batch, notes
+    return Settled(settled, batch, ramp, notes)
+
+
+def _ramp(config: Config, batch: BatchPlan, notes: list[str], problems: list[str]) -> BatchRamp | None:
+    try:
+        return build_ramp(config.batch, batch, config.run.train_iters, partial(flush_problems, config), notes)
+    except ConfigError as error:
+        problems += error.problems
+        return None
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:
@@ -50,25 +72,32 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
         notes.append(
             f"{m} micro-batches for {pp} pipeline ranks: they idle {idle:.0%} of a flush (1F1B, equal stages)."
         )
-    parallel = config.parallel
-    if parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size > 1:
-        group = parallel.microbatch_group_size_per_vp_stage
-        assert group is not None, "derive fills the group size of an interleaved schedule"
-        problems += interleaved_problems(batch.microbatches_per_flush, parallel.pipeline_model_parallel_size, group)
-    elif parallel.pipeline_model_parallel_size > 1 and not problems:
+    if not problems or config.parallel.schedule == "interleaved":
         problems += _schedule_problems(config, batch)
     problems += deepspeed_problems(config, batch, notes)
     return batch
 
 
+def flush_problems(config: Config, batch: BatchPlan) -> list[str]:
+    """The rules on the micro-batches of a flush that `batch` breaks, one text each."""
+    too_few = pipeline_fill_problem(batch)
+    if too_few and not config.batch.allow_underfilled_pipeline:
+        return [too_few]
+    return _schedule_problems(config, batch)
+
+
 def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
     """Why the schedule does not exist for this flush, or cannot end. Looked at when the rules are kept."""
+    parallel, m = config.parallel, batch.microbatches_per_flush
+    pp = parallel.pipeline_model_parallel_size
+    if pp == 1:
+        return []
+    if parallel.schedule == "interleaved":
+        group = parallel.microbatch_group_size_per_vp_stage
+        assert group is not None, "derive fills the group size of an interleaved schedule"
+        return [*interleaved_problems(m, pp, group)]
     try:
-        build(
-            config.parallel.schedule,
-            pp=config.parallel.pipeline_model_parallel_size,
-            num_microbatches=batch.microbatches_per_flush,
-        )
+        build(parallel.schedule, pp=pp, num_microbatches=m)
     except ScheduleError as error:
         return error.problems
     return []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from megaaccum.config.keys import SECTIONS, all_keys, canonical, did_you_mean
-from megaaccum.errors import ConfigError
+from megaaccum.config.keys import ALIASES, SECTIONS, all_keys, canonical
+from megaaccum.errors import ConfigError, did_you_mean
 
 COMMAND_LINE = "command line"
 
@@ -33,7 +33,13 @@ class Unknown:
 
     def problem(self) -> str:
         """The error text where no reader knows the name either."""
-        return f"{self.place}: unknown key {self.written}{did_you_mean(self.written, extra=('deepspeed',))}."
+        if self.written == "deepspeed":
+            return (
+                f"{self.place}: commands read a DeepSpeed JSON, but Plan.of and Plan.load take megaaccum's keys alone:"
+                " write those (`megaaccum convert CONFIG` translates the block)."
+            )
+        known = [*all_keys(), *ALIASES, "deepspeed"]
+        return f"{self.place}: unknown key {self.written}{did_you_mean(self.written.replace('-', '_'), known)}."
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
 
     Sample orders are built once per cache folder and kept there (data_cache_path, or data in output_dir), so that a
     later start only maps them. `train_samples` is the number of samples that training will consume; default
-    train_iters * global_batch_size. Another number is another order, as the last epoch is cut to it.
+    what train_iters steps consume. Another number is another order, as the last epoch is cut to it.
 
     Raises:
         ConfigError: data_path and its relatives contradict each other.
@@ -124,7 +124,8 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     run, data, batch = plan.config.run, plan.config.data, plan.batch.global_batch_size
     vocabulary = read_run_vocabulary(plan.config)
     valid_batches = run.eval_iters if run.eval_interval > 0 else 0
-    sizes = [run.train_iters * batch if train_samples is None else train_samples, valid_batches * batch, 0]
+    wanted = plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples
+    sizes = [wanted, valid_batches * batch, 0]
     with _no_process_group():
         config = GPTDatasetConfig(
             random_seed=run.seed,
@@ -172,7 +173,7 @@ def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
         sources=sources,
         pairs=pairs,
         vocabulary=vocabulary,
-        train_samples=config.run.train_iters * batch if train_samples is None else train_samples,
+        train_samples=plan.ramp.samples_after(config.run.train_iters) if train_samples is None else train_samples,
         valid_samples=valid_batches * batch,
         plan=plan,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -44,6 +45,7 @@ class MicrobatchLoader:
         consumed_samples: int = 0,
         num_workers: int = 2,
         vocab_size: int | None = None,
+        in_runs: bool = False,
     ):
         """Starts to prepare micro-batches at once.
 
@@ -54,6 +56,8 @@ class MicrobatchLoader:
             consumed_samples: sequences that earlier steps took, over all ranks.
             num_workers: micro-batches prepared ahead by a thread; 0 prepares each when it is asked for.
             vocab_size: every token id is compared with it, when given.
+            in_runs: a rank's micro-batches of a step follow each other (`Plan.in_runs`): micro-batch m of rank r holds
+                the samples from c + (r * micro-batches per rank + m) * b on.
 
         Raises:
             ConfigError: global_batch_size is no multiple of micro_batch_size * dp_size.
@@ -64,8 +68,11 @@ class MicrobatchLoader:
         self._consumed = consumed_samples
         self._pulled: deque[Batch] = deque()
         self._next = 0
-        start = consumed_samples + dp_rank * micro_batch_size
-        reader = _Reader(dataset, micro_batch_size, start, self._round, vocab_size)
+        step = range(0, global_batch_size // dp_size, micro_batch_size) if in_runs else range(1)
+        first = dp_rank * micro_batch_size * len(step)
+        stride = global_batch_size if in_runs else self._round
+        starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
+        reader = _Reader(dataset, micro_batch_size, starts, vocab_size)
         self._stream = _Prefetcher(reader, num_workers) if num_workers else reader
 
     @property
@@ -137,16 +144,16 @@ class MicrobatchLoader:
 class _Reader:
     """Reads one rank's micro-batches one after the other."""
 
-    def __init__(self, dataset: SampleDataset, size: int, start: int, stride: int, vocab_size: int | None):
+    def __init__(self, dataset: SampleDataset, size: int, starts: Iterator[int], vocab_size: int | None):
+        """starts: the first sample of each micro-batch."""
         self._dataset = dataset
         self._size = size
-        self._position = start
-        self._stride = stride
+        self._starts, self._start = starts, next(starts)
         self._vocab_size = vocab_size
 
     def read(self) -> Batch:
-        samples = [self._sample(index) for index in range(self._position, self._position + self._size)]
-        self._position += self._stride
+        samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
+        self._start = next(self._starts)
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
         has_mask = "attention_mask" in samples[0]
         batch["attention_mask"] = torch.stack([s["attention_mask"] for s in samples]) if has_mask else None

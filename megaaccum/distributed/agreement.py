@@ -19,8 +19,8 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of each other. stop: some rank wishes to stop after this step. told: for each name of `tell`
-    what every rank said, in rank order."""
+    """Facts that all ranks have of each other. stop: some rank wishes to stop after this step. told: for each name of
+    `tell` what every rank said, in rank order."""
 
     stop: bool
     told: dict[str, list[int]]
@@ -37,7 +37,7 @@ def check_agreement(
     **facts: int,
 ) -> Agreed:
     """Compare `digest` (of the plan) and `facts` over all ranks: one all-reduce of a few integers, however many ranks
-    there are. `tell` comes along and is not compared; `stop` neither, since a signal may reach ranks in different
+    there are. `tell` is sent too, but not compared, and neither is `stop`, since a signal may reach ranks in different
     steps. Every rank's numbers are gathered where facts differ, and where one of `tell` is not what `usual` says on
     every rank; `told` is empty elsewhere.
 

@@ -1,4 +1,4 @@
-"""What a rank is doing, noted as it goes, for whoever asks when it no longer goes: one assignment for each note."""
+"""Notes of a rank on what it is doing, for the watchdog of a rank that hangs: one assignment for each note."""
 
 from __future__ import annotations
 

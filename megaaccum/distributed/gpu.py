@@ -1,4 +1,4 @@
-"""What a rank on a GPU settles before CUDA starts: its device, and CUDA's variables where the user has set none."""
+"""Settings of a rank on a GPU before CUDA starts: its device, and CUDA's variables where the user has set none."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Groups:
         return place(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
 
     def collection_of(self, chunk: int) -> ProcessGroupCollection:
-        """What Megatron's model takes as `pg_collection` to build this chunk.
+        """The `pg_collection` with which Megatron's model builds this chunk.
 
         Megatron numbers the layers of chunk v on rank r as stage v * pp + r. In a V chunk 1 of rank r is stage
         2 * pp - 1 - r = pp + (pp - 1 - r), so it is built as if by rank pp - 1 - r; and no ranks share an embedding.
@@ -195,6 +195,12 @@ def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> A
     return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
 
 
+def in_turn(channels: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Channels in an order in which neighbours connect side by side: pairs that begin with an even rank, then those
+    that begin with an odd one. Rank by rank, each pair would wait for the one before it, through the whole pipeline."""
+    return sorted(channels, key=lambda at: (min(at[:2]) % 2, min(at[:2]), max(at[:2]), at))
+
+
 class PipelineChannels:
     """Point-to-point traffic within one pipeline, in four lanes: activations (F) and gradients (B), to higher and to
     lower ranks.
@@ -218,12 +224,12 @@ class PipelineChannels:
         self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True))}
 
     def connect(self, channels: Iterable[tuple[int, int, str]], device: torch.device) -> None:
-        """Send one element over every channel (source, target, kind), one after the other, in one order on all ranks.
+        """Send one element over every channel (source, target, kind), each rank one after the other, in `in_turn`.
 
         NCCL connects two ranks at their first message, and both wait for it: ranks that post receives ahead, each on
         another lane first, would wait for each other. Collective over the pipeline, once per set of channels.
         """
-        for source, target, kind in sorted(set(channels) - self._connected):
+        for source, target, kind in in_turn(set(channels) - self._connected):
             element = torch.zeros(1, device=device)
             if self.rank == source:
                 self.send(element, target, kind).wait()

@@ -6,7 +6,7 @@ Rank 0 writes to the terminal; the other ranks write to files, whose last lines 
 
 torch.distributed.elastic is not used: it ends all other ranks as soon as it sees one that failed (PContext.wait), so
 of ranks that fail together it reports the one that it polls first, not the cause; and after a signal a rank that is
-writing a checkpoint has 30 seconds. Here the others have `grace` seconds to report and end by themselves, what all of
+writing a checkpoint has 30 seconds. Here the others have `grace` seconds to report and end, what all of
 them report is printed once, and a second signal ends them.
 """
 
@@ -29,7 +29,7 @@ from megaaccum.distributed.processes import RankError, RankProcess, describe_sta
 from megaaccum.errors import LaunchError
 
 GRACE_SECONDS = 10.0
-"""After one rank failed: time for the others to end by themselves before they are ended."""
+"""After one rank failed: time for the others to end before they are ended."""
 TAIL_LINES = 20
 """Lines of a failed rank's output that are shown."""
 WORKER = "megaaccum.cli.train:main"
@@ -88,7 +88,7 @@ def threads_per_rank(nproc: int) -> int:
 
 
 def _body(argv: Sequence[str], worker: str, threads: int, fork: bool | None) -> Callable[[Path], None]:
-    """What a rank runs, given the file for its error."""
+    """The command that a rank runs, given the file for its error."""
     preload.prepare()
     if fork is None:
         fork = not _has_gpu()
@@ -233,7 +233,7 @@ class _Job:
         return error is not None and error.traceback is not None and any(word in error.text for word in _PEER_GONE)
 
     def _failure(self, process: RankProcess, *, detailed: bool) -> str | None:
-        """What to print about a rank that failed; None when there is nothing to add.
+        """The text to print about a rank that failed; None when there is nothing to add.
 
         A text without a traceback is for the user and does not name the rank: ranks that failed alike share one line.
         """

@@ -1,4 +1,4 @@
-"""What a process does before its first line of training: find its tools, keep calm, import the libraries."""
+"""A process before its first line of training: it finds its tools, quiets their logs, imports the libraries."""
 
 from __future__ import annotations
 

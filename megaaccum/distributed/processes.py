@@ -64,7 +64,7 @@ class RankProcess:
 
 @dataclass(slots=True)
 class RankError:
-    """What a rank wrote about the exception that ended it.
+    """The record that a rank wrote about the exception that ended it.
 
     `kind` is the class name, `text` what a user reads, `traceback` None when `text` says it all (MegaaccumError).
     """
@@ -114,7 +114,7 @@ def describe_status(status: int) -> str:
 def listen(port: int = 0) -> socket.socket:
     """A listening socket on the loopback address; port 0 takes a free one.
 
-    The ranks' store is given this very socket, so nobody can take the port between the choice and its use.
+    The ranks' store is given this very socket, so no other program can take the port between the choice and its use.
     Raises LaunchError when the port cannot be had.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

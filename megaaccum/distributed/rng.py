@@ -1,10 +1,28 @@
-"""The random states of this process: taken before a step, put back when it did not count, kept in checkpoints."""
+"""The random states of this process: set for each sample, or taken before a step and put back when it did not count.
+
+`rng: sample` draws everything from (seed, step, micro-batch of the global batch, layer, stream). A micro-batch then has
+the same masks wherever and whenever it runs: under every pipeline, schedule and number of ranks, when its forward is
+recomputed, when a step is attempted again, and after a resume. `rng: megatron` draws on from states that each rank has
+of its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from megaaccum import upstream
 from megaaccum.distributed import cpu
+from megaaccum.model.names import over_stages
+from megaaccum.model.torch_chunk import layers_of
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
 
 
 def snapshot() -> dict[str, torch.Tensor]:
@@ -30,3 +48,103 @@ def restore(states: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(cuda)
     torch.set_rng_state(own.pop("cpu"))
     get_cuda_rng_tracker().set_states(own)
+
+
+class SampleSeeds:
+    """Seeds the forwards of a flush by sample, where `rng` is `sample`; does nothing where it is `megatron`.
+
+    A forward is seeded where it begins, and again at its embedding and at each layer, so that what a layer draws does
+    not depend on which layers its stage holds. Streams are those of Megatron's tracker: the default and
+    `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of a cp group,
+    which hold parts of one sample, all differ.
+    """
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
+        self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
+        self._is_on = plan.config.run.rng == "sample"
+        self._step: int | None = None
+        self._forward = self._backward = 0
+        for chunk in chunks if self._is_on else ():
+            # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
+            # recomputes them outside.
+            config: Any = chunk.config
+            stream = "model-parallel-rng" if getattr(config, "sequence_parallel", False) else "default"
+            for name, module in _seeded_modules(chunk):
+                module.register_forward_pre_hook(lambda *_, at=(name, stream): self._seed_at(*at))
+
+    @contextmanager
+    def flush(self, step: int) -> Iterator[None]:
+        """Around the flushes of step `step` (0: an evaluation). The process' own random states are as before after
+        it."""
+        if not self._is_on:
+            yield
+            return
+        before, self._step = snapshot(), step
+        try:
+            yield
+        finally:
+            self._step = None
+            restore(before)
+
+    def begin_forward(self, microbatch: int) -> None:
+        """The forward of this rank's micro-batch number `microbatch` of the step begins."""
+        self._forward = microbatch
+        self._seed_at("", "default")
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Its backward begins, which may run forwards again (activation recompute)."""
+        self._backward = microbatch
+
+    def _seed_at(self, layer: str, stream: str) -> None:
+        """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
+        if self._step is None:  # nothing, or a forward of the user's own
+            return
+        mine = self._backward if upstream.in_backward() else self._forward
+        microbatch = self._plan.batch.place(mine, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+        _set_states(
+            f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._groups.collection.cp.rank()}",
+            stream,
+            tp_rank=self._groups.tp.rank(),
+        )
+
+
+def _seeded_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """(name in the whole model, module) of what a stage may begin with: the embedding, the attention of each
+    transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole), and
+    every layer of another kind."""
+    predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
+    layers = {id(layer) for layer in (*layers_of(chunk), *(layer.mtp_model_layer for layer in predicting))}
+    for name, module in chunk.named_modules():
+        if name == "embedding":
+            yield name, module
+        elif id(module) in layers:
+            inner = getattr(module, "self_attention", module)
+            yield over_stages(chunk, f"{name}.forward"), inner
+
+
+def _set_states(key: str, current: str, *, tp_rank: int) -> None:
+    """Let torch's own generator draw from the stream `current`, and those of Megatron's tracker each from its own. A
+    stream begins as a generator that is seeded by `key` and the stream's name."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    if names := tracker.get_states().keys():
+        tracker.set_states({name: _state(_number(key, name, tp_rank)) for name in names})
+    seed = _number(key, current, tp_rank)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed is slow where there is no GPU
+    if cpu.has_accelerator():
+        torch.cuda.manual_seed(seed)
+
+
+_SAME_OVER_TP = ("default", "data-parallel-rng")
+
+
+def _number(key: str, stream: str, tp_rank: int) -> int:
+    """A seed of 63 bits."""
+    text = f"{key}/{stream}/{0 if stream in _SAME_OVER_TP else tp_rank}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _state(seed: int) -> torch.Tensor:
+    """The state of a generator of this rank's device that has just been seeded."""
+    return torch.Generator(cpu.device()).manual_seed(seed).get_state()

@@ -1,7 +1,7 @@
 """A limit on a step's time: past it every rank says what it was doing, and the run ends.
 
 A collective that one rank does not reach makes all others wait, so the limit passes on every rank within a moment, and
-each tells of itself: the phase, the action, the last message between stages and the stack of every thread.
+each reports the phase, the action, the last message between stages and the stack of every thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def report(self, number: int, seconds: float) -> str:
-        """What this rank has to say about step `number` after so many seconds."""
+        """This rank's report on step `number` after `seconds`."""
         head = (
             f"rank {self._rank}: step {number} takes {seconds:.0f} s, more than step_timeout_seconds {self._limit:g}."
             f" {self._trace}. Stacks:\n"

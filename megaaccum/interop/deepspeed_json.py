@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from megaaccum.config.load import given
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
+from megaaccum.errors import did_you_mean
 from megaaccum.interop import deepspeed_keys as keys
 from megaaccum.interop.deepspeed_training import read_optimizer, read_scheduler
 
@@ -26,7 +26,7 @@ ORIGIN = "deepspeed block"
 
 @dataclass(slots=True)
 class Reconciler:
-    """Holds values of the JSON against keys: takes over what nobody wrote, names what disagrees."""
+    """Holds values of the JSON against keys: takes over what was not written, names what disagrees."""
 
     config: Config
     notes: list[str]
@@ -142,7 +142,7 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
     zero: dict[str, object] = {name: value for name, value in user_zero.items() if name in keys.ZERO_PASSED}
     zero |= {"stage": sharding.zero_stage, "reduce_bucket_size": sharding.reduce_bucket_size}
     if sharding.zero_stage == 3:
-        # By default DeepSpeed gathers every parameter of up to 100,000 elements by itself, one collective for each, at
+        # By default DeepSpeed gathers every parameter of up to 100,000 elements alone, one collective for each, at
         # the end of its step. The backend gathers all of them in one, at the start of the next.
         zero["stage3_param_persistence_threshold"] = 0
     if sharding.offload_optimizer != "none":
@@ -168,9 +168,8 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
 
 
 def _unknown(path: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=2, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{hint}."
+    near = did_you_mean(name, sorted(known))
+    return f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{near}."
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of each key of a user's DeepSpeed JSON (deepspeed 0.19), other than those that are reconciled."""
+"""The treatment of each key of a user's DeepSpeed JSON (deepspeed 0.19), other than those that are reconciled."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_s
 
 
 class Holder(Protocol):
-    """What holds a value of the JSON against a key (`deepspeed_json.Reconciler`)."""
+    """Holds a value of the JSON against a key (`deepspeed_json.Reconciler`)."""
 
     def same(self, path: str, value: object, key: str) -> None: ...
     def refuse(self, path: str, value: object, instead: str) -> None: ...

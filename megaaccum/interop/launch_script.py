@@ -249,7 +249,7 @@ def _the_launch(records: list[_Record], script: Path, shown: _Places, output: st
 
 
 def _as_launch(record: _Record, script: Path, shown: _Places) -> Launch:
-    """The launch behind a recorded command: the program is the first word that ends in .py."""
+    """The launch of a recorded command: the program is the first word that ends in .py."""
     words = record.words
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:

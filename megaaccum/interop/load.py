@@ -106,7 +106,7 @@ def words_of(text: str) -> list[str]:
 
 @dataclass(slots=True)
 class _Found:
-    """What the sources of one configuration hold."""
+    """The contents of one configuration's sources."""
 
     sources: list[Source] = field(default_factory=list)
     blocks: list[tuple[dict[str, object], str]] = field(default_factory=list)

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import difflib
 import io
 import os
 import traceback
@@ -29,7 +28,7 @@ import yaml
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.source import Source, read_command_line
 from megaaccum.distributed import cpu, quiet
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.interop.megatron_lists import fork_flags, listed
 
 _ABSENT: Any = object()
@@ -182,7 +181,7 @@ _RENAMED = {
 
 
 def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
-    """What a flag of the fork is called today, as groups; None stands for the group as it is."""
+    """Today's name of a flag of the fork, as groups; None for a group that is unchanged."""
     if flag in _RENAMED:
         return [(_RENAMED[flag], values)]
     if flag == "--num-key-value-heads":
@@ -215,7 +214,7 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
         own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
         if own is not None:
             return [flag, *values]
-        given.problems.append(f"unknown flag {flag}{_did_you_mean(flag)} (megatron-core {version('megatron-core')}).")
+        given.problems.append(f"unknown flag {flag}{_nearest(flag)} (megatron-core {version('megatron-core')}).")
         return []
     if rest:
         given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
@@ -271,12 +270,9 @@ def _take_key(name: str, value: object, given: Given) -> None:
         given.written[name] = f"{name}: {value}"
 
 
-def _did_you_mean(flag: str) -> str:
+def _nearest(flag: str) -> str:
     known = [option for action in parser()._actions for option in action.option_strings]
-    near = difflib.get_close_matches(
-        flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], n=2, cutoff=0.7
-    )
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return did_you_mean(flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], cutoff=0.7)
 
 
 # --- Megatron's own check ------------------------------------------------------------------------------------------

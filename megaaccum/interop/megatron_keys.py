@@ -1,4 +1,4 @@
-"""What Megatron's arguments are in megaaccum's keys. Most have the same name; the rest have a rule here each."""
+"""Megatron's arguments in megaaccum's keys. Most have the same name; the rest have a rule here each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.interop.deepspeed_json import read_json
 from megaaccum.interop.megatron_args import Given, built_fields, is_default, model_fields, parse, sort_into_lists
+from megaaccum.interop.megatron_lengths import lengths
 from megaaccum.interop.megatron_lists import listed
 
 LEFT_TO_RULES = frozenset(
@@ -70,19 +71,19 @@ ALONE = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""The fields behind some of those."""
+"""The fields of some of those."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """What a list of flags says in megaaccum's terms."""
+    """A list of flags in megaaccum's terms."""
 
     values: dict[str, object] = field(default_factory=dict)
     """Typed values by key."""
     writers: dict[str, str] = field(default_factory=dict)
     """What set each key: a flag as written, or Megatron's default."""
     sources: dict[str, str] = field(default_factory=dict)
-    """The destination behind each key that a flag set."""
+    """The destination of each key that a flag set."""
     megatron: dict[str, object] = field(default_factory=dict)
     """Fields of Megatron's model configuration without a key."""
     deepspeed: dict[str, object] | None = None
@@ -158,7 +159,8 @@ def _put_defaults(given: Given, reading: Reading) -> None:
         theirs["eval_interval"] = 0
     if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):
         theirs |= {"initial_loss_scale": args.initial_loss_scale, "loss_scale_window": args.loss_scale_window}
-    if args.micro_batch_size and not {"global_batch_size", "device_batch_size", "grad_accum_steps"} & values.keys():
+    sizes = {"global_batch_size", "device_batch_size", "grad_accum_steps", "step_batch_size_schedule"}
+    if args.micro_batch_size and not sizes & values.keys():
         theirs["grad_accum_steps"] = 1
         if "pp_microbatches" not in values:
             theirs["pp_microbatches"] = 1
@@ -253,44 +255,6 @@ def _uneven_stages(given: Given, reading: Reading) -> None:
     reading.put("pipeline_model_parallel_layout", "|".join(layers), given, name)
     for key in ("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size"):
         reading.values.pop(key, None)
-
-
-_SAMPLES = {
-    "train_samples": "train_iters",
-    "lr_decay_samples": "lr_decay_iters",
-    "lr_warmup_samples": "lr_warmup_iters",
-    "lr_wsd_decay_samples": "lr_wsd_decay_iters",
-    "train_tokens": "train_iters",
-    "lr_decay_tokens": "lr_decay_iters",
-    "lr_warmup_tokens": "lr_warmup_iters",
-}
-
-
-def _lengths(given: Given, reading: Reading) -> None:
-    """Lengths in samples or tokens become whole optimizer steps."""
-    for name, key in _SAMPLES.items():
-        number = getattr(given.args, name)
-        if not given.has(name) or number is None:
-            continue
-        batch, seq_length = reading.values.get("global_batch_size"), reading.values.get("seq_length")
-        per_step = (batch or 0) * ((seq_length or 0) if name.endswith("tokens") else 1)  # type: ignore[operator]
-        if not per_step:
-            needed = "--global-batch-size" + (" and --seq-length" if name.endswith("tokens") else "")
-            reading.problems.append(f"{given.written[name]}: {needed} must be given to make steps of it.")
-            continue
-        steps, rest = divmod(number, per_step)
-        if rest:
-            reading.notes.append(
-                f"{given.written[name]}: {key} {steps}, whole batches of {per_step} {name.split('_')[-1]}."
-            )
-        if key in reading.values:
-            first = min(steps, reading.values[key])  # type: ignore[type-var]
-            reading.notes.append(
-                f"{given.written[name]} beside {reading.writers[key]}: {key} {first}, the first to end."
-            )
-            reading.values[key] = first
-        else:
-            reading.put(key, steps, given, name)
 
 
 def _precision(given: Given, reading: Reading) -> None:
@@ -481,7 +445,7 @@ def _starting_over(given: Given, reading: Reading) -> None:
 
 
 def _overlap(given: Given, reading: Reading) -> None:
-    """What only hides traffic is left out where it cannot be had."""
+    """Leave out what only hides traffic, where it cannot be had."""
     if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
         if reading.values.get("loss_norm") != "token":
             reading.values["overlap_moe_expert_parallel_comm"] = False
@@ -491,7 +455,7 @@ def _overlap(given: Given, reading: Reading) -> None:
 
 
 RULES: tuple[Callable[[Given, Reading], None], ...] = (
-    _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
+    _shape, _uneven_stages, lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
     _data_files, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """In the order in which they run: later ones look at what earlier ones put."""

@@ -1,10 +1,11 @@
-"""log.jsonl: one JSON object per line, one line per optimizer step and one per evaluation."""
+"""log.jsonl: one JSON object per line: one for each start of the run, optimizer step, evaluation, and end."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from megaaccum.errors import MegaaccumError
 
 Record = dict[str, Any]
 
-KINDS = ("train", "valid", "restart")
-"""Values of a record's `kind`: an optimizer step, an evaluation, a start that goes on after `step`."""
+KINDS = ("train", "valid", "start", "end")
+"""Values of a record's `kind`: an optimizer step, an evaluation, a start that goes on after `step` (0: a fresh one),
+the end of a start that was not killed."""
 
 
 class Journal:
@@ -23,34 +25,32 @@ class Journal:
     machine that dies tears at most the end of the file, which the next start cuts off.
     """
 
-    def __init__(self, path: Path, *, start_step: int):
+    def __init__(self, path: Path, *, start_step: int, start: Record | None = None):
         """Open the journal of a run that goes on after step `start_step`; 0 is a run that starts afresh.
 
-        A resume appends, first a line of kind `restart`: what the file has of steps after `start_step` before that
-        line was taken again, and is still there. An earlier run's journal that a fresh start finds in its place is
-        moved aside (`log.1.jsonl`, ...), never overwritten. Raises MegaaccumError when a line in the middle is no
-        record, or the file cannot be written.
+        The first line of each start is of kind `start`, with what `start` has to say of it. A resume appends: what the
+        file has of steps after `start_step` before that line was taken again, and is still there. An earlier run's
+        journal that a fresh start finds in its place is moved aside (`log.1.jsonl`, ...), never overwritten. Raises
+        MegaaccumError when a line in the middle is no record, or the file cannot be written.
         """
         self.path = path
         try:
             if path.exists() and start_step == 0:
                 set_aside(path)
-            goes_on = path.exists()
-            if goes_on:
+            if path.exists():
                 _cut_torn_end(path)
             # Line buffering: each record reaches the operating system in one write.
             self._file = path.open("a", buffering=1, encoding="utf-8")
-            if goes_on:
-                self.append({"kind": "restart", "step": start_step})
+            self.append({"kind": "start", "step": start_step, **(start or {})})
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
 
     def append(self, record: Record) -> None:
         """Add one line. Raises MegaaccumError where it cannot be written, e.g. on a full disk."""
         try:
             self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
     def close(self) -> None:
         """Close the file. Closing twice is harmless. Raises MegaaccumError where a line that could not be written
@@ -58,7 +58,7 @@ class Journal:
         try:
             self._file.close()
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
 
 def read(path: Path) -> list[Record]:
@@ -67,16 +67,22 @@ def read(path: Path) -> list[Record]:
 
     Raises MegaaccumError, with the line's number, when an unreadable line is before a good one.
     """
-    records: list[Record] = []
-    for record in _lines(path):
-        if record["kind"] == "restart":
-            records = [each for each in records if each["step"] <= record["step"]]
-        else:
-            records.append(record)
-    return records
+    return kept(lines(path))
 
 
-def _lines(path: Path) -> list[Record]:
+def kept(records: Iterable[Record]) -> list[Record]:
+    """Those of `lines` that `read` returns."""
+    found: list[Record] = []
+    for record in records:
+        if record["kind"] == "start":
+            found = [each for each in found if each["step"] <= record["step"]]
+        elif record["kind"] != "end":
+            found.append(record)
+    return found
+
+
+def lines(path: Path) -> list[Record]:
+    """Every record of a journal, in order: starts and ends, and steps that were taken again, too. Raises as `read`."""
     records: list[Record] = []
     unreadable: tuple[int, bytes] | None = None
     with path.open("rb") as file:
@@ -122,7 +128,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def _cut_torn_end(path: Path) -> None:
     """Leave the file at the end of its last good line."""
-    _lines(path)  # raises where it is damaged in the middle
+    lines(path)  # raises where it is damaged in the middle
     end = position = 0
     with path.open("rb") as file:
         for line in file:
@@ -148,7 +154,8 @@ def _is_nonfinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _unwritable(path: Path, error: OSError) -> MegaaccumError:
+def unwritable(path: Path, error: OSError) -> MegaaccumError:
+    """The error of a run whose file `path` cannot be written."""
     return MegaaccumError(
         f"{path} cannot be written: {error.strerror or error}. Free the place or set output_dir to another folder; "
         f"the run resumes from its last checkpoint."

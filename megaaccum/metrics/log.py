@@ -6,12 +6,14 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megaaccum.config import Config, Plan
 from megaaccum.errors import ConfigError, MegaaccumError
-from megaaccum.metrics import journal, plots
+from megaaccum.metrics import journal, plots, receipts
+from megaaccum.metrics.goodput import Goodput
 from megaaccum.metrics.journal import Journal, Record
 from megaaccum.metrics.progress import Progress, evaluation_line
 from megaaccum.metrics.services import Services, missing_packages
@@ -20,8 +22,8 @@ from megaaccum.metrics.summary import summarize
 
 
 class RunLog:
-    """Journal (output_dir/log.jsonl), progress line on standard output, TensorBoard / W&B / CSV, and at the end a
-    picture (output_dir/loss.png) and a summary.
+    """Journal (output_dir/log.jsonl), receipt (output_dir/receipts), progress line on standard output, TensorBoard /
+    W&B / CSV, and at the end a picture (output_dir/loss.png) and a summary.
 
     One rank writes, `is_writer`; a pipeline has to bring the loss there. On every other rank all methods do nothing.
     Nothing here communicates.
@@ -39,13 +41,16 @@ class RunLog:
         flops_per_step: float,
         peak_flops: float | None,
         start_step: int = 0,
+        opening: Record | None = None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ):
         """Open the files of a run that goes on after step `start_step` (0: a fresh one).
 
         `flops_per_step` comes from `model.flops.step_flops`, `peak_flops` (FLOP/s of one device, None where
-        unknown) from `model.flops.peak_flops`; `clock` gives seconds. Raises MegaaccumError where a file cannot be
-        written or the journal of an earlier start is damaged, and ConfigError as `check` does.
+        unknown) from `model.flops.peak_flops`; `opening` is what the receipt holds at the start (`receipts.opening`);
+        `clock` gives seconds, `now` those since 1970. Raises MegaaccumError where a file cannot be written or the
+        journal of an earlier start is damaged, and ConfigError as `check` does.
         """
         self._is_writer = is_writer
         self._repeated = ("", 0, 0)
@@ -61,27 +66,37 @@ class RunLog:
             flops_per_step=flops_per_step,
             world_size=plan.layout.world_size,
             peak_flops=peak_flops,
+            sequences_per_step=plan.batch.global_batch_size,
         )
-        self._first_step = start_step + 1
+        self._first_step, self._last_seen = start_step + 1, start_step
         self._last_step = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
         self._progress = Progress(
             self._speed, start_step=start_step, last_step=self._last_step, total_steps=run.train_iters, clock=clock
         )
-        self._journal = Journal(Path(run.output_dir) / "log.jsonl", start_step=start_step)
+        folder, self._now = Path(run.output_dir), now
+        stamp = {"launched": (opening or {}).get("launched", now()), "time": round(now(), 3)}
+        self._journal = Journal(folder / "log.jsonl", start_step=start_step, start=stamp)
+        self._goodput = Goodput(journal.lines(self._journal.path))
+        self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
+        if start_step:
+            self.event("restart", start_step, f"goes on after step {start_step}")
         self._services = Services(plan.config, start_step=start_step)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Record an optimizer step, taken or skipped; called once for each, in order.
 
-        Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`. Known:
-        `grad_norm` (before clipping), `consumed_samples`, `skipped` (bool), `num_tokens` (unmasked), `loss_scale`. Any
-        other number may be there, under a name with its unit. Rates are added here: `tokens_per_second` (all
-        ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the peak is known).
+        Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`, the wait for
+        data included. Known: `grad_norm` (before clipping), `consumed_samples`, `global_batch_size` (of this step),
+        `skipped` (bool), `note` (what was wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so
+        on (`phases.by_phase`). Any other number may be there, under a name with its unit. Added here:
+        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the
+        peak is known), `goodput` (0 to 1, of the whole run so far), and `time`, in seconds since 1970.
         """
         if not self._is_writer:
             return
         full = {"kind": "train", **_read(record)}
-        full |= self._speed.rates(full["seconds_per_step"])
+        full |= self._speed.rates(full["seconds_per_step"], self._speed.share(full))
+        self._last_seen = full["step"]
         self._write(full)
         self._progress.add(full)
         if self._is_due(full["step"]):
@@ -112,14 +127,26 @@ class RunLog:
         if text:
             self.note(f"step {step}: {text}")
 
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Note in the receipt that something happened in `step` (`Receipt.event`)."""
+        if self._is_writer:
+            self._receipt.event(kind, step, text)
+
     def note(self, text: str) -> None:
         """Print a line on the writing rank."""
         if self._is_writer:
             print(text, flush=True)
 
-    def close(self, outcome: str = "Done", *, checkpoint: str = "") -> None:
+    def failed(self, error: BaseException) -> None:
+        """Note in journal and receipt that the run ends with `error`, as far as they can be written."""
+        if self._is_writer and not self._closed:
+            with suppress(MegaaccumError):
+                self._end(f"{type(error).__name__}: {error}", {})
+
+    def close(self, outcome: str = "Done", *, checkpoint: str = "", seconds: Mapping[str, float] | None = None) -> None:
         """Write what is left, draw the picture, print the summary after `outcome`. Closing twice is harmless. Raises
-        MegaaccumError when a record is missing because it could not be written.
+        MegaaccumError when a record is missing because it could not be written. seconds: beside the steps
+        (`phases.between_steps`), since the last one.
 
         A picture that cannot be written is noted in the summary and ends nothing: the run is over, and log.jsonl, from
         which it can be drawn again, is whole.
@@ -129,32 +156,60 @@ class RunLog:
         self._closed = True
         self.step_note(0, "")
         self._services.close()
+        if self.problem is None:
+            self._end(outcome, dict(seconds or {}))
         self._journal.close()
         if self.problem is not None:
             raise self.problem
         records = journal.read(self._journal.path)
         files: dict[str, Path | str] = {"checkpoint": checkpoint} if checkpoint else {}
         files |= {"log": self._journal.path} | self._draw(records)
-        self.note(summarize(records, outcome=outcome, seconds=self._clock() - self._started, files=files))
+        self.note(
+            summarize(
+                records,
+                outcome=outcome,
+                seconds=self._clock() - self._started,
+                goodput=self._goodput.line(),
+                files=files | {"receipt": self._receipt.path},
+            )
+        )
 
     def _write(self, record: Record) -> None:
+        record["time"] = round(self._now(), 3)
+        self._goodput.add(record)
         try:
+            if record["kind"] == "train":
+                record["goodput"] = self._goodput.share
+                self._receipt.step(record, self._goodput)
             self._journal.append(record)
         except MegaaccumError as error:
             self.problem = self.problem or error
             raise
-        self._services.add(record)
+        if record["kind"] != "end":
+            self._services.add(record)
+
+    def _end(self, outcome: str, seconds: Record) -> None:
+        """The last record of this start, and its receipt as it stays."""
+        record = {"kind": "end", "step": self._last_seen, "outcome": outcome, **seconds}
+        self._write(record)
+        try:
+            self._receipt.close(outcome, self._last_seen, record["time"])
+        except MegaaccumError as error:
+            self.problem = error
 
     def _is_due(self, step: int) -> bool:
         interval = self._plan.config.run.log_interval
         return step in (self._first_step, self._last_step) or (interval > 0 and step % interval == 0)
+
+    def _tokens_after(self, step: int) -> int:
+        return self._plan.ramp.samples_after(step) * self._plan.batch.seq_length
 
     def _draw(self, records: list[Record]) -> dict[str, Path | str]:
         if not any(record["kind"] == "train" for record in records):
             return {}
         path = self._journal.path.with_name("loss.png")
         try:
-            plots.draw(records, path, tokens_per_step=self._plan.batch.tokens_per_step, title=_title(self._plan))
+            plots.draw(records, path, tokens_after=self._tokens_after, title=_title(self._plan))
         except OSError as error:
             return {"picture": f"not drawn, {path} cannot be written: {error.strerror or error}"}
         return {"picture": path}

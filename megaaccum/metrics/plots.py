@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ SMOOTHING_SHARE = 0.03
 """Steps that one point of the smoothed loss averages, as a share of the steps shown."""
 
 
-def draw(records: Iterable[Record], path: Path, *, tokens_per_step: int, title: str) -> None:
-    """Write a PNG to `path`, which is replaced as a whole.
+def draw(records: Iterable[Record], path: Path, *, tokens_after: Callable[[int], int], title: str) -> None:
+    """Write a PNG to `path`, which is replaced as a whole. tokens_after: tokens of the run after a number of steps.
 
     `records` are those of a journal: `kind` "train" with `step`, `loss` (nats per token), `lr`, `skipped`, or `kind`
     "valid" with `step` and `loss`; at least one of kind "train". A loss of None is left out. Needs no display and
@@ -32,26 +33,26 @@ def draw(records: Iterable[Record], path: Path, *, tokens_per_step: int, title: 
     train = [record for record in records if record["kind"] == "train"]
     assert train, "a picture of no steps"
     aside = path.with_name(path.name + ".new")
-    with _Quiet():
-        figure = _figure(train, [record for record in records if record["kind"] == "valid"], tokens_per_step, title)
+    with quiet():
+        figure = _figure(train, [record for record in records if record["kind"] == "valid"], tokens_after, title)
         figure.savefig(aside, format="png", dpi=150)
     os.replace(aside, path)
 
 
-class _Quiet:
-    """Keeps matplotlib from telling that it builds its font cache, or puts it into a temporary folder: it is neither
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps matplotlib from reporting that it builds its font cache, or puts it into a temporary folder: it is neither
     this run's business nor anything to act on."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("matplotlib")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
 
-    def __exit__(self, *error: object) -> None:
-        self._logger.setLevel(self._level)
-
-
-def _figure(train: list[Record], valid: list[Record], tokens_per_step: int, title: str) -> Figure:
+def _figure(train: list[Record], valid: list[Record], tokens_after: Callable[[int], int], title: str) -> Figure:
     # Figure and its Agg canvas directly, not pyplot, which would choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -59,9 +60,9 @@ def _figure(train: list[Record], valid: list[Record], tokens_per_step: int, titl
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    _draw_loss(upper, train, valid)
+    draw_loss(upper, train, valid)
     _draw_rate(lower, train)
-    _add_token_axis(upper, tokens_per_step, train[-1]["step"])
+    _add_token_axis(upper, tokens_after, train[-1]["step"])
     figure.suptitle(title, color=INK)
     for axes in (upper, lower):
         axes.grid(alpha=0.25)
@@ -70,7 +71,8 @@ def _figure(train: list[Record], valid: list[Record], tokens_per_step: int, titl
     return figure
 
 
-def _draw_loss(axes: Axes, train: list[Record], valid: list[Record]) -> None:
+def draw_loss(axes: Axes, train: list[Record], valid: list[Record]) -> None:
+    """Training loss of each step and smoothed, validation loss, and where steps were skipped."""
     steps, losses = _points(train, "loss")
     smooth = smoothed(losses, span=max(1, round(len(losses) * SMOOTHING_SHARE)))
     axes.plot(steps, losses, color=TRAIN, alpha=0.35, linewidth=0.8, label="training, each step")
@@ -100,15 +102,23 @@ def _draw_rate(axes: Axes, train: list[Record]) -> None:
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
 
 
-def _add_token_axis(axes: Axes, tokens_per_step: int, last_step: int) -> None:
-    unit, name = token_unit(tokens_per_step * last_step)
-    scale = tokens_per_step / unit
+def _add_token_axis(axes: Axes, tokens_after: Callable[[int], int], last_step: int) -> None:
+    """Tokens over steps, which is no straight line during batch warm-up; as steep beyond the ends as at them."""
+    import numpy as np
+
+    unit, name = token_unit(tokens_after(last_step))
+    inside = np.unique(np.linspace(0, last_step, min(last_step, 1000) + 1).astype(int))
+    tokens = np.array([tokens_after(int(step)) for step in inside]) / unit
+    first, last = tokens[1] / inside[1], (tokens_after(last_step + 1) - tokens_after(last_step)) / unit
+    beyond = last_step + 1
+    xs = np.array([-beyond, *inside, last_step + beyond])
+    ys = np.array([-beyond * first, *tokens, tokens[-1] + beyond * last])
 
     def to_tokens(steps: Any) -> Any:
-        return steps * scale
+        return np.interp(steps, xs, ys)
 
     def to_steps(tokens: Any) -> Any:
-        return tokens / scale
+        return np.interp(tokens, ys, xs)
 
     top = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
     top.set_xlabel(f"tokens ({name})" if name else "tokens", color=INK)

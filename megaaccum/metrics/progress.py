@@ -9,6 +9,9 @@ from megaaccum.metrics.journal import Record
 from megaaccum.metrics.speed import Speed
 from megaaccum.units import duration
 
+SHOWN_WAIT = 0.05
+"""Share of the time at which the wait for data is worth a word."""
+
 
 class Progress:
     """Gathers the steps since the last line and words the next one. Plain text, as good in a file as on a terminal."""
@@ -30,6 +33,8 @@ class Progress:
         self._num_steps += 1
         self._num_skipped += bool(record.get("skipped"))
         self._seconds += record["seconds_per_step"]
+        self._batches += self._speed.share(record)
+        self._data += record.get("seconds_data", 0.0)
 
     def line(self, record: Record) -> str:
         """The line for `record`, the step added last: its loss, norm and learning rate; rates over all steps since
@@ -39,7 +44,9 @@ class Progress:
         if "grad_norm" in record:
             parts.append(f"grad norm {_number(record['grad_norm'], '.3g')}")
         parts.append(f"lr {_number(record['lr'], '.2e')}")
-        parts += _rates(self._speed.rates(self._seconds / self._num_steps))
+        parts += _rates(self._speed.rates(self._seconds, self._batches))
+        if self._data >= SHOWN_WAIT * self._seconds:
+            parts.append(f"{self._data / self._seconds:.0%} waiting for data")
         if self._num_skipped:
             parts.append(f"{self._num_skipped} skipped")
         parts += self._time_left(record["step"])
@@ -60,7 +67,7 @@ class Progress:
 
     def _clear(self) -> None:
         self._num_steps = self._num_skipped = 0
-        self._seconds = 0.0
+        self._seconds = self._data = self._batches = 0.0
 
 
 def evaluation_line(position: str, loss: float) -> str:

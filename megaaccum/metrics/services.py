@@ -40,7 +40,7 @@ class Services:
         values = {
             f"{record['kind']}/{name}": float(value)
             for name, value in record.items()
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+            if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
         }
         for service in self._open:
             service.write(record["step"], values)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """The work of one optimizer step, from which its seconds make rates."""
+    """The work of one optimizer step on the configured batch, from which its seconds make rates."""
 
     tokens_per_step: int
     """Tokens of the global batch, masked ones included."""
@@ -18,12 +20,20 @@ class Speed:
     peak_flops: float | None
     """FLOP/s of one device at best (`model.flops.peak_flops`); None where unknown, and then there is no MFU."""
 
-    def rates(self, seconds_per_step: float) -> dict[str, float]:
-        """`tokens_per_second` over all ranks, `tflops_per_second_per_rank`, and `mfu` between 0 and 1."""
+    sequences_per_step: int = 1
+    """Of the configured batch."""
+
+    def share(self, record: Mapping[str, Any]) -> float:
+        """Of the configured batch that the step of `record` took: less than 1 during batch warm-up."""
+        return float(record.get("global_batch_size", self.sequences_per_step) / self.sequences_per_step)
+
+    def rates(self, seconds_per_step: float, share: float = 1.0) -> dict[str, float]:
+        """`tokens_per_second` over all ranks, `tflops_per_second_per_rank`, and `mfu` between 0 and 1. share: of the
+        configured batch, that these seconds took."""
         assert seconds_per_step > 0, f"a step took {seconds_per_step} seconds"
-        flops_per_rank = self.flops_per_step / seconds_per_step / self.world_size
+        flops_per_rank = share * self.flops_per_step / seconds_per_step / self.world_size
         rates = {
-            "tokens_per_second": self.tokens_per_step / seconds_per_step,
+            "tokens_per_second": share * self.tokens_per_step / seconds_per_step,
             "tflops_per_second_per_rank": flops_per_rank / 1e12,
         }
         if self.peak_flops is not None:

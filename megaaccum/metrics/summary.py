@@ -8,9 +8,11 @@ from megaaccum.metrics.journal import Record
 from megaaccum.units import duration
 
 
-def summarize(records: list[Record], *, outcome: str, seconds: float, files: dict[str, Path | str]) -> str:
-    """`outcome` in front; losses of the whole run, all starts together, as `records` of its journal have them;
-    `seconds` of this start; `files` by what they are."""
+def summarize(
+    records: list[Record], *, outcome: str, seconds: float, goodput: str, files: dict[str, Path | str]
+) -> str:
+    """`outcome` in front; losses and goodput of the whole run, all starts together, as `records` of its journal have
+    them; `seconds` of this start; `files` by what they are."""
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return f"{outcome}: no step was taken."
@@ -21,6 +23,7 @@ def summarize(records: list[Record], *, outcome: str, seconds: float, files: dic
     if valid:
         rows["validation loss"] = _from_to(valid) + _share(valid)
     rows["time"] = f"{duration(seconds)} in this start"
+    rows["goodput"] = goodput
     rows |= {name: str(path) for name, path in files.items()}
     width = max(map(len, rows))
     return "\n".join([f"{outcome}:", *(f"  {name:{width}}  {text}" for name, text in rows.items())])

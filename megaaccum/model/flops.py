@@ -50,7 +50,7 @@ PEAKS: tuple[tuple[frozenset[str], float], ...] = (
 
 
 class Batch(Protocol):
-    """What is needed of a BatchPlan."""
+    """The part of a BatchPlan that is needed here."""
 
     @property
     def global_batch_size(self) -> int: ...

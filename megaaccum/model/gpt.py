@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -72,10 +73,10 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # step/loss.py divides, and nothing else: this tells Megatron's schedules not to.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        use_cpu_initialization=not on_gpu,
+        use_cpu_initialization=not on_gpu or _is_cut_before_it_moves(plan),
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
-        # orders batched messages by themselves (pytorch#82450 is what it was for).
+        # orders batched messages without it (pytorch#82450 is what it was for).
         batch_p2p_sync=False,
         persist_layer_norm=on_gpu and not made_of.local,
         # Megatron puts it into the environment, for Transformer Engine.
@@ -97,7 +98,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
-    # Transformer Engine's layers then leave weight gradients for later. Set behind Megatron's check, which knows only
+    # Transformer Engine's layers then leave weight gradients for later. Set after Megatron's check, which knows only
     # its own schedules (it wants overlap_moe_expert_parallel_comm).
     built.delay_wgrad_compute = made_of.delays_wgrad
     for name, each in plan.config.megatron.items():
@@ -108,7 +109,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
 
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
     """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
-    somebody set and that cannot be honoured is refused by `_check_local_layers`."""
+    was set and that cannot be honoured is refused by `_check_local_layers`."""
     model = plan.config.model
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
@@ -141,7 +142,7 @@ def _core_keys(plan: Plan) -> dict[str, object]:
 
 
 def _check_fp8(plan: Plan) -> None:
-    """What only this machine can tell of FP8: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
+    """Check what FP8 needs of this machine: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
     keys = plan.config.quantization
     if keys.fp8_format is None:
         return
@@ -156,12 +157,12 @@ def _check_fp8(plan: Plan) -> None:
 
 
 def _check_te_layers(plan: Plan) -> None:
-    """What Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
+    """Refuse what Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
     if layers_of(plan).local:
         return
     if not upstream.has_transformer_engine():
         raise ConfigError(
-            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, and one is missing here"
+            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
             " (`megaaccum doctor` says which): set transformer_impl to auto."
         )
     if plan.config.data.reset_attention_mask:
@@ -173,7 +174,8 @@ def _check_te_layers(plan: Plan) -> None:
 
 
 def _check_local_layers(plan: Plan) -> None:
-    """What Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first run."""
+    """Refuse what Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first
+    run."""
     model = plan.config.model
     if not layers_of(plan).local:
         return
@@ -208,6 +210,17 @@ def _check_local_layers(plan: Plan) -> None:
         raise ConfigError(problems)
 
 
+def _check_dispatcher(plan: Plan) -> None:
+    """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
+    if plan.config.model.moe_token_dispatcher_type != "flex":
+        return
+    name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
+    needed = "transformer_engine" if name == "ncclep" else "deep_ep"
+    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
+        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, of which one is missing"
+        raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
+
+
 def _activation(model):
     if model.squared_relu:
         from megatron.core.activations import squared_relu
@@ -226,12 +239,16 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     _check_fp8(plan)
     _check_te_layers(plan)
     _check_local_layers(plan)
+    _check_dispatcher(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
     for chunk in chunks:
-        chunk.to(cpu.device())
+        if not _is_cut_before_it_moves(plan):
+            chunk.to(cpu.device())
+        for buffer in chunk.buffers():
+            buffer.data = buffer.data.to(cpu.device())
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
@@ -242,6 +259,11 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
+
+
+def _is_cut_before_it_moves(plan: Plan) -> bool:
+    """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
+    return plan.config.sharding.sync == "streaming"
 
 
 def _cross_entropy_in_float64(
@@ -298,7 +320,24 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
+    if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
+        _copy_for_head(built)
     return built
+
+
+def _copy_for_head(chunk: GPTModel) -> None:
+    """Give a tied head on the embedding's own stage a copy, as it has on another stage: the gradients of the two uses
+    are then added in the same order, each over all micro-batches first."""
+    if not chunk.share_embeddings_and_output_weights:
+        return
+    weight: Any = chunk.embedding.word_embeddings.weight
+    weight.shared_embedding, weight.zero_out_wgrad = True, False
+    copy: Any = torch.nn.Parameter(weight.detach().clone())
+    vars(copy).update(vars(weight))
+    copy.shared = True
+    chunk.output_layer.weight = copy
+    head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
+    chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
 
 
 def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
@@ -455,10 +494,12 @@ def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
 
 
 def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
-    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it."""
-    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=param.device)
+    """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
+    device, wherever the parameter is, since another kind of device draws other numbers."""
+    device = cpu.device()
+    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    devices = [param.device] if param.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         init(full)

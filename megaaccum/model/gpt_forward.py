@@ -48,14 +48,16 @@ class GptForwardStep:
         total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
         if self._per_token:
             return total, mask.count_nonzero(), {}
-        return total / max(tokens, 1.0), torch.ones(()), {"num_tokens": mask.count_nonzero()}
+        # The micro-batch's ranks of context parallelism weigh 1 together.
+        weight = mask.new_full((), 1.0 / self._cp.size(), dtype=torch.float64)
+        return total / max(tokens, 1.0), weight, {"num_tokens": mask.count_nonzero()}
 
     def weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """The weight of each micro-batch, before its forward."""
         return _counts(microbatches) if self._per_token else [1.0] * len(microbatches)
 
     def token_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
-        """What the loss of a token is multiplied by in its micro-batch's sum."""
+        """The factor on the loss of a token in its micro-batch's sum."""
         return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
     def _own_part(self, batch: Microbatch) -> Microbatch:
@@ -68,7 +70,8 @@ class GptForwardStep:
 
 
 def _read_by(chunk: Any) -> list[str]:
-    """What a chunk needs of a micro-batch on its device: of a stage between the first and the last, no tokens."""
+    """The part of a micro-batch that a chunk needs on its device: of a stage between the first and the last, no
+    tokens."""
     predicts = getattr(chunk, "mtp_process", False)
     names = ["attention_mask"]
     names += ["tokens", "position_ids"] if chunk.pre_process or predicts else []

@@ -16,8 +16,8 @@ _IN_LOCAL_LAYERS = {
     r"mlp\.linear_fc1\.layer_norm_": "pre_mlp_layernorm.",
     r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$": r"experts.local_experts.\3.\1.\2",
 }
-"""What Transformer Engine's layers fuse, a norm with the matrix behind it and the experts of a rank, by the names that
-the parts have in Megatron's local layers."""
+"""Parameters that Transformer Engine's layers fuse, a norm with the matrix after it and the experts of a rank, by the
+names that the parts have in Megatron's local layers."""
 
 
 def as_in_local_layers(name: str) -> str:

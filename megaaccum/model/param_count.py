@@ -127,5 +127,5 @@ def _experts(model: ModelConfig, count: int) -> int:
 
 
 def _prediction_extra(model: ModelConfig) -> int:
-    """What a multi-token-prediction layer has beside a transformer layer: three norms, and a 2h x h matrix."""
+    """Parameters of a multi-token-prediction layer beside a transformer layer: three norms, and a 2h x h matrix."""
     return 3 * _norm(model, model.hidden_size) + 2 * model.hidden_size**2

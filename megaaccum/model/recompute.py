@@ -15,7 +15,7 @@ even without FP8: its own layers cannot."""
 
 
 def prepare(chunk: GPTModel) -> None:
-    """Make the gradients of what `chunk` recomputes right: behind frozen layers, and of an MLP's bias."""
+    """Make the gradients of what `chunk` recomputes right: after frozen layers, and of an MLP's bias."""
     config = chunk.config
     if config.recompute_granularity is None:
         return
@@ -34,7 +34,7 @@ def _need_input_gradient(decoder: torch.nn.Module, args: tuple, kwargs: dict[str
 
 
 def _copy_bias(mlp: torch.nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple:
-    """An MLP leaves its last bias to whoever adds it. A checkpoint that returns the parameter itself becomes the
+    """An MLP leaves its last bias to its caller to add. A checkpoint that returns the parameter itself becomes the
     origin of it, and a backward of the bias then recomputes the MLP for ever."""
     hidden, bias = output
     return hidden, None if bias is None else bias.clone()

@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts keep between steps, apart from their weights.
+"""State that the routers of a mixture of experts keep between steps, apart from their weights.
 
 Aux-loss-free balancing (arXiv 2408.15664) gives each expert a bias that moves by a fixed rate towards the experts that
 had too few tokens in the last global batch. No gradient does that: Megatron's `finalize_model_grads` does, and a

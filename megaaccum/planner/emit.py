@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     model, stages = workload.model, at["pp"] * at["vpp"]
     if at["pp"] == 1:
         return {}
+    if at.get("stages"):
+        return dict(pipeline_model_parallel_layout=at["stages"])
     layers = split_layers(model.num_layers, stages)
     assert layers is not None, "space.py plans only layers that have a split"
     if len(set(layers)) > 1:
@@ -66,17 +68,22 @@ def set_aside(config: Config, names: Iterable[str]) -> None:
 
 
 def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
-    """The workload's configuration with one layout's keys, as if somebody had written them."""
+    """The workload's configuration with one layout's keys, as if a user had written them."""
     config = copy.deepcopy(workload.config)
     set_aside(config, names_where(lambda facts: facts.planned))
     keys = planned_keys(workload, at)
     if keys.get("recompute_granularity") != "selective":
         config.model.recompute_modules = None
         config.origin.pop("recompute_modules", None)
+    put(config, keys)
+    return config
+
+
+def put(config: Config, keys: Mapping[str, Any]) -> None:
+    """Set these keys, as written by the plan."""
     for name, value in keys.items():
         setattr(getattr(config, all_keys()[name].section), name, value)
         config.origin[name] = "the plan"
-    return config
 
 
 def checked(workload: Workload, at: dict[str, Any]) -> Plan:
@@ -98,7 +105,8 @@ def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
 
 
 def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
-    """Write one layout's configuration, with the number of ranks and `comment` in the first lines.
+    """Write one layout's configuration, with the number of ranks and `comment` in the first lines. at: as
+    `planned_keys` takes it; `stages`, in Megatron's notation, replaces the even split of the layers.
 
     Raises:
         ConfigError: it breaks a rule of `check` (nothing is written).
@@ -111,7 +119,7 @@ def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -
 
 
 def as_sections(config: Config) -> dict[str, Any]:
-    """The keys that somebody wrote, by section, as a YAML file holds them."""
+    """The keys that were written, by section, as a YAML file holds them."""
     sections: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)

@@ -66,9 +66,37 @@ def load_hardware(
     return _make(wanted, _merged(wanted, entries), gpus_per_node)
 
 
+_RATES = ("gemm", "gemm_fp8", "gemm_fp4", "attention", "scores", "memory")
+_DELAYS = ("launch", "step", "microbatch")
+
+
+def slowed(name: str, factor: float, *, source: str, file: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """The entry `name`, whole, of a machine on which everything takes `factor` times as long: rates and bandwidths
+    divided by it, latencies multiplied. source: why, for its `source`. Raises ConfigError as `load_hardware`."""
+    entries = dict(_packaged()) | ({} if file is None else _read(str(file)))
+    entry = _merged(name.lower().replace("-", "_"), entries)
+    efficiency = {key: float(value) for key, value in entry["efficiency"].items()}
+    now = Efficiency(**efficiency)
+    efficiency |= {key: getattr(now, key) / factor for key in _RATES}
+    efficiency |= {key: getattr(now, key) * factor for key in _DELAYS}
+    scaled = {key: entry[key] / factor for key in ("node_gb_per_s", "net_gb_per_s")}
+    scaled |= {key: entry[key] * factor for key in ("node_latency_us", "net_latency_us")}
+    return entry | scaled | {"efficiency": efficiency, "source": f"{entry['source']}; {source}"}
+
+
 def usual_usage() -> Usage:
     """Memory that a device keeps beside tensors where nothing was measured: the table's entry that others take over."""
     return load_hardware(names()[0]).usage
+
+
+def entry_of(device: str, num_bytes: float | None) -> str | None:
+    """The entry of a GPU by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), of several the one whose
+    memory is nearest to `num_bytes`; None where the table has none."""
+    words = device.lower().replace("-", " ").split()
+    found = [name for name in names() if name.split("_")[0] in words]
+    if num_bytes is None:
+        return found[0] if found else None
+    return min(found, key=lambda name: abs(load_hardware(name).hbm_bytes - num_bytes), default=None)
 
 
 def names() -> list[str]:

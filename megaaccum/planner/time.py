@@ -132,7 +132,7 @@ class TimeModel:
 
     def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
-        passes = self._passes(at)
+        passes = self.passes(at)
         kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
         slowest = _slowest([_rank_pass(passes, chunks, len(at)) for chunks in kinds])
         mean = self._mean_pass(passes, at, pp)
@@ -172,7 +172,7 @@ class TimeModel:
 
     # --- compute -----------------------------------------------------------------------------------------------
 
-    def _passes(self, at: Layouts) -> dict[str, Pass]:
+    def passes(self, at: Layouts) -> dict[str, Pass]:
         """One micro-batch through one layer of each kind, and through the head."""
         passes = {"dense": self._layer(at, moe=False), "head": self._head(at)}
         if self.model.num_experts is not None:

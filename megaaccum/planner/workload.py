@@ -126,14 +126,15 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         config=config,
         model=model,
         sharding=settled.sharding,
-        vocab_size=_vocabulary(settled),
+        vocab_size=vocabulary(settled),
         world_size=world_size,
         hardware=hardware,
         global_batch_size=batch,
     )
 
 
-def _vocabulary(config: Config) -> int:
+def vocabulary(config: Config) -> int:
+    """Entries of the vocabulary before padding. Raises ConfigError where neither a key nor the data says."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:

@@ -1,1 +1,1 @@
-"""What a precision asks for beside its dtype: the loss scale of FP16, values that are not finite, FP8."""
+"""A precision's needs beside its dtype: the loss scale of FP16, values that are not finite, FP8."""

@@ -1,11 +1,11 @@
-"""FP8 under Transformer Engine (TE): what a step quantizes anew, when histories move, and what a skipped step leaves.
+"""FP8 under Transformer Engine (TE): what a step quantizes again, when histories move, and what a skipped step leaves.
 
 TE owns every scale: it computes, applies and updates them, and megaaccum only says when, and copies them (back when a
 step is skipped, and to and from checkpoints). The rules that hold, whatever the schedule:
 
 - A weight is quantized at a chunk's first micro-batch of a step, and the copy serves the step's other micro-batches:
   the weight does not change in between, and under delayed scaling another scale would make another weight. The next
-  attempt quantizes anew, whether weights were updated, loaded, gathered again or left as they were by a skipped step.
+  attempt quantizes again, whether weights were updated, loaded, gathered again or left as they were by a skipped step.
 - Delayed scaling takes a scale from the history of a tensor's largest values. A chunk's forward histories get one row
   per micro-batch when its forward has ended, its backward histories one when its backward has; other chunks' get none.
   So the scales of a chunk depend on the order of its own micro-batches alone, and where that is the order of the

@@ -120,7 +120,7 @@ class Probe:
         self._found.setdefault((chunk, microbatch, backward, tokens_of), finding)
 
     def gather(self) -> Findings:
-        """What all ranks found, the same on each; collective over the world."""
+        """The finds of all ranks, the same on each; collective over the world."""
         everyone: list[list[Finding] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(self._found.values()))
         return Findings([finding for findings in everyone for finding in findings or []])
@@ -151,7 +151,7 @@ def _whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Par
 
 
 class Findings:
-    """What a probe found on all ranks."""
+    """The finds of a probe on all ranks."""
 
     def __init__(self, found: Iterable[Finding]):
         self.found = sorted(found)
@@ -229,7 +229,7 @@ class ZeroNonFinite:
 
 
 def describe(zero: ZeroNonFinite) -> str:
-    """What was replaced where on all ranks, the same text on each; collective over the world."""
+    """A text on what was replaced where on all ranks, the same text on each; collective over the world."""
     everyone: list[dict[str, int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, zero.names())
     places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in (names or {}).items()]

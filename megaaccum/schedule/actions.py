@@ -127,7 +127,7 @@ class Schedule:
         return any(action.kind == "W" for rank in range(self.pp) for action in self.actions(rank))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """What the rank does, fused pairs taken apart, forward first."""
+        """The rank's passes, fused pairs taken apart, forward first."""
         for item in self.items[rank]:
             if len(item) == 2:
                 yield from item

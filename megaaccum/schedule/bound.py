@@ -1,4 +1,4 @@
-"""What no order can be faster than: lower bounds of the makespan, for one cut and for all cuts.
+"""Times that no order can be faster than: lower bounds of the makespan, for one cut and for all cuts.
 
 All of them count one rank's time. Let rank r hold the stages s in S, a flush have m micro-batches, and F, I, W be the
 durations of a stage's passes. `enter(s)`, the sum of F of the stages before s (and hops), is the earliest that s can
@@ -152,7 +152,7 @@ class Bound:
         return _knapsack([(forward[s], self.memory.activation[s]) for s in stages], self._room(rank), m)
 
     def _room(self, rank: int) -> float:
-        """What the rank's limit leaves for activations."""
+        """Bytes that the rank's limit leaves for activations."""
         assert self.memory is not None and self.limit is not None
         room = self.limit[rank] - sum(self.memory.state[s] for s in self.stages[rank])
         return room * (1 + TINY)
@@ -241,7 +241,8 @@ def bound(schedule: Schedule, costs: Costs, *, memory: Memory | None = None, lim
 
 
 def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placement, num_microbatches: int) -> float:
-    """What no cut of the layers into pp * chunks stages can be faster than, in any order, however much it holds.
+    """The time that no cut of the layers into pp * chunks stages can be faster than, in any order, however much it
+    holds.
 
     The least, over all cuts, of the busiest rank's work and of how long its first forward has to wait (of a loop of
     several chunks: the average rank's work, and the longest layer's). Stages may be empty in it. Time is halved until

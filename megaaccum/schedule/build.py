@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from megaaccum.errors import ScheduleError, either, nearest
+from megaaccum.errors import ScheduleError, did_you_mean, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
 from megaaccum.schedule.controllable import v_half, v_min
 from megaaccum.schedule.table import read_csv
@@ -55,18 +55,15 @@ def names() -> list[str]:
 
 
 def entry(name: str) -> Entry:
-    """What is known about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, where there
+    """Facts about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, where there
     is none, or the file is no table."""
     if name.endswith(".csv"):
         return _entry_of_file(name)
     if name not in _REGISTRY:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, _REGISTRY, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        known = ", ".join(_REGISTRY)
+        near = did_you_mean(name, _REGISTRY, most=1)
         raise ScheduleError(
-            f"there is no schedule {name!r}{meant} (known: {known}, or a CSV file's path ending in .csv)"
+            f"there is no schedule {name!r}{near}. Known are {', '.join(_REGISTRY)}, and the path of a CSV file, which"
+            " ends in .csv."
         )
     return _REGISTRY[name]
 
@@ -355,7 +352,7 @@ def _dualpipev_rank(pp: int, rank: int, m: int) -> list[Item]:
         at.forward(1)
     for i in range(m - 2 * pp + rank + 1):  # nF0B1-F1B0
         if i == 0 and rank == pp - 1:
-            # The tip of the V feeds itself: its first backward waits for nobody, so the forward goes ahead.
+            # The tip of the V feeds itself: its first backward waits for no other rank, so the forward goes ahead.
             at.forward(0)
             at.backward(1)
         else:
@@ -406,7 +403,7 @@ BUILT_IN = frozenset(_REGISTRY)
 
 
 def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) -> Iterator[str]:
-    """What Megatron-core's interleaved schedule would refuse (megatron.core.pipeline_parallel.schedules).
+    """Counts that Megatron-core's interleaved schedule would refuse (megatron.core.pipeline_parallel.schedules).
 
     With m micro-batches in a flush and groups of N consecutive micro-batches per model chunk, pp <= N <= m, and the
     last group (m % N) is either whole or at least pp long; otherwise stages would wait for each other inside it.

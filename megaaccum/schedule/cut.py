@@ -56,7 +56,7 @@ def tune_cut(
 
 
 def price(profile: Profile, cut: Cut, order: Order, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
-    """What `cut` comes to in `order`."""
+    """The price of `cut` in `order`."""
     costs = profile.costs(cut, p2p=p2p)
     schedule = order(costs)
     memory = profile.memory(cut, chunks=schedule.chunks)

@@ -166,6 +166,14 @@ class ForwardBackward:
             )
         return call.reports
 
+    def prepare(self, flush_sizes: Sequence[int], pp: torch.distributed.ProcessGroup, chunks: int) -> None:
+        """Build and prove the schedule of every flush that a run takes, before the first. flush_sizes: micro-batches of
+        each; chunks: of the model on this rank. Raises ScheduleError where one cannot run."""
+        for num_microbatches in flush_sizes:
+            schedule = self._schedule(pp.size(), num_microbatches, chunks)
+            if groups.carries_by_nccl(pp):
+                check_queues(schedule)
+
     def _schedule(self, pp: int, num_microbatches: int, chunks: int) -> Schedule:
         """The schedule of this size, proven once."""
         wanted = chunks if self.name == "interleaved" else None

@@ -119,7 +119,7 @@ class _Model:
         )
 
     def _room(self, rank: int, horizon: int) -> None:
-        """What a micro-batch holds: from its forward to its input gradient, and from there to its weight gradient."""
+        """Bytes of a micro-batch: from its forward to its input gradient, and from there to its weight gradient."""
         p, memory = self.problem, self.problem.memory
         part = p.room[rank] / _PARTS
         spans: list[Any] = []

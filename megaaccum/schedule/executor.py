@@ -25,7 +25,7 @@ from megaaccum.schedule.wgrad import WeightGrads, put_aside
 
 @dataclass(slots=True, kw_only=True)
 class FlushRecord:
-    """What one rank did in a flush. spans: (start, end) of each action in seconds of time.perf_counter, in the order of
+    """A rank's record of a flush. spans: (start, end) of each action in seconds of time.perf_counter, in the order of
     `schedule.actions(rank)`, without what it waited for its input; on a GPU that is when it was launched. The peaks are
     counted as `validate` counts."""
 
@@ -61,7 +61,7 @@ class Flush:
             except Exception as error:
                 raise self._failure(error) from error
         self.mail.finish()
-        assert not (self._saved or self._owed or self._passed_on), "a valid schedule leaves nothing behind"
+        assert not (self._saved or self._owed or self._passed_on), "a valid schedule leaves nothing open"
 
     def _items(self) -> Iterator[Item]:
         if not self.call.forward_only:
@@ -144,7 +144,7 @@ class Flush:
             self._let_go(saved.output)
 
     def _let_go(self, output: torch.Tensor) -> None:
-        """Of an output that was sent only the place in the graph is needed: whoever sends it holds its content.
+        """Of an output that was sent only the place in the graph is needed: its sender holds the content.
         Megatron-core's deallocate_output_tensor does so with a new tensor each time, and raises for a view."""
         if output._base is None:  # else others hold the content too
             self._nothing = output.new_empty(1) if self._nothing is None else self._nothing

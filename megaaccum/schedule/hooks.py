@@ -27,6 +27,7 @@ class Hooks:
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
         self._split = getattr(config, "follows_split", None)  # ours, so a plain Megatron configuration has none
+        self._sums = getattr(config, "microbatch_sums", None)
         self.add_weight_grad = upstream.add_by_autograd if self._split is None else self._split.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
@@ -54,6 +55,8 @@ class Hooks:
 
     def before_weight_grad(self, action: Action) -> None:
         last = self._last_weight_grad[action.chunk] == action.microbatch
+        if self._sums is not None:
+            self._sums.begin_weight_grad(action.microbatch)
         self._expect(final=last)
         if self._split is not None:
             self._split.before_weight_grad(action.chunk, last)

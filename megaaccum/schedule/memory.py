@@ -1,4 +1,4 @@
-"""What stages hold, in bytes or in passes, and the most that a schedule makes of it on each rank."""
+"""Holdings of stages, in bytes or in passes, and the most that a schedule makes of it on each rank."""
 
 from __future__ import annotations
 

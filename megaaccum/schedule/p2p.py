@@ -2,7 +2,7 @@
 
 A channel carries one kind of message (activations F, or their gradients B) from one rank to another, in the order of
 the sender, which both ends know; a message that its receiver needs later is kept until then. Channels of a pair of
-ranks are kept apart by tags on gloo and by process groups on NCCL, so that no activation queues behind a gradient.
+ranks are kept apart by tags on gloo and by process groups on NCCL, so that no activation queues after a gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megaaccum.schedule.validate import Channel, Message, receives, sends
 AHEAD = 2
 """Receives that are posted on a channel before they are needed, over gloo."""
 AHEAD_ON_NCCL = 1
-"""The same over NCCL. A second one would wait on the device behind the first, and where streams share a hardware queue
-everything launched later would wait behind both, among it the send that the first one's sender waits for."""
+"""The same over NCCL. A second one would wait on the device for the first, and where streams share a hardware queue
+everything launched later would wait for both, among it the send that the first one's sender waits for."""
 
 QUEUES_BY_DEFAULT = 8
 """Hardware queues of a GPU that CUDA uses where CUDA_DEVICE_MAX_CONNECTIONS is not set."""
@@ -58,7 +58,7 @@ def check_queues(schedule: Schedule) -> None:
 
 
 class Mail:
-    """What one rank sends and receives in one flush. Used by one thread.
+    """Sends and receives of one rank in one flush. Used by one thread.
 
     members: global ranks of the pipeline. new_buffer: an empty tensor of a message's shape.
     forward_only: activations alone.

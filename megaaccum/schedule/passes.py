@@ -70,7 +70,7 @@ class Forward:
 
 @dataclass(slots=True, kw_only=True)
 class Saved:
-    """What the backward needs of its forward. plan, loss: of PlanPasses, the
+    """Whatever the backward needs of its forward. plan, loss: of PlanPasses, the
     schedule plan and a node that the loss was computed in."""
 
     received: torch.Tensor | None
@@ -219,7 +219,8 @@ def _is_first(call: Call, at: Forward) -> bool | None:
 
 
 def _unwrapped(model: Any) -> Any:
-    """What has the schedule plan, inside what wraps it (Megatron's Float16Module, DistributedDataParallel)."""
+    """The module that has the schedule plan, inside its wrappers (Megatron's Float16Module,
+    DistributedDataParallel)."""
     while not hasattr(model, "build_schedule_plan") and hasattr(model, "module"):
         model = model.module
     return model

@@ -28,8 +28,9 @@ from megaaccum.errors import ScheduleError
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.simulate import Costs
 
-EMBEDDING, HEAD = "E", "L"
-"""Kinds of the first and of the last layer: embedding; final norm, head and loss."""
+EMBEDDING, DENSE, EXPERTS, PREDICTION, HEAD = "E", "T", "X", "P", "L"
+"""Kinds of layers: the embedding, first; with an MLP; with experts; multi-token prediction; final norm, head and loss,
+last. A profile may have others."""
 Cut = tuple[int, ...]
 """Layers of each stage, in model order."""
 _SECONDS, _BYTES = ("forward", "input_grad", "weight_grad"), ("activation", "deferred", "state")
@@ -81,7 +82,7 @@ class Profile:
         return Costs(**{name: self._sums(cut, name) for name in _SECONDS}, p2p=p2p)
 
     def memory(self, cut: Cut, *, chunks: int) -> Memory:
-        """What the stages of `cut`, `chunks` of them on a rank, hold: bytes, or (where the profile knows none)
+        """Holdings of the stages of `cut`, `chunks` of them on a rank: bytes, or (where the profile knows none)
         micro-batches of a whole rank (`Memory.counted`)."""
         self.check_cut(cut)
         if not self.has_bytes:

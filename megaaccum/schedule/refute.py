@@ -122,7 +122,7 @@ class _Proof:
         return False
 
     def _along(self, heads: Array, tails: Array) -> None:
-        """What passes need, and what needs them."""
+        """Needs of each pass, and the passes that need it."""
         p, last = self.problem, self.problem.num_stages - 1
         seconds = self.seconds.reshape(self.shape)
         way = [(F, s) for s in range(last + 1)] + [(I, s) for s in reversed(range(last + 1))]

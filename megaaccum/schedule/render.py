@@ -13,6 +13,7 @@ from megaaccum.schedule.simulate import Simulation, held
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {"F": "#4f83cc", "I": "#e0a030", "W": "#5fa55a", "B": "#d9804a"}
 """Of chunk 0; later chunks are drawn lighter."""
@@ -79,14 +80,30 @@ def draw(
     Raises ScheduleError for another ending, OSError where the file cannot be written.
     """
     check_format(path)
+    drawn = figure(schedule, simulation, activation=activation, deferred=deferred, beside=beside, bound=bound)
+    aside = path.with_name(path.name + ".new")
+    drawn.savefig(aside, format=path.suffix[1:], dpi=150)
+    os.replace(aside, path)
+
+
+def figure(
+    schedule: Schedule,
+    simulation: Simulation,
+    *,
+    activation: float = 1.0,
+    deferred: float = 0.0,
+    beside: Sequence[tuple[Schedule, Simulation]] = (),
+    bound: float | None = None,
+) -> Figure:
+    """The picture that `draw` writes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [(schedule, simulation), *beside]
     heights = [0.42 * min(each.pp, 32) + 0.6 for each, _ in shown] + [2.2]
-    figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    drawn = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for lanes, (each, its) in zip(axes, shown, strict=False):
         _draw_lanes(lanes, each, its)
         if beside:
@@ -96,13 +113,11 @@ def draw(
             lanes.annotate(f"bound {bound:g}", (bound, 1.0), xycoords=("data", "axes fraction"), fontsize=8, ha="right")
     _draw_memory(axes[-1], schedule, simulation, activation, deferred)
     ratio = 1 - simulation.utilisation
-    figure.suptitle(
+    drawn.suptitle(
         f"{schedule.name}: pp {schedule.pp}, {schedule.num_microbatches} micro-batches,"
         f" makespan {simulation.makespan:g}, {ratio:.1%} idle"
     )
-    aside = path.with_name(path.name + ".new")
-    figure.savefig(aside, format=path.suffix[1:], dpi=150)
-    os.replace(aside, path)
+    return drawn
 
 
 def _draw_lanes(axes: Axes, schedule: Schedule, simulation: Simulation) -> None:

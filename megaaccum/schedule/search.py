@@ -28,7 +28,7 @@ LEAST_GAIN, LEAST_WINS = 0.01, 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search ends with. seconds: its makespan. bound: no order of these stages within the limit takes less.
+    """The result of a search. seconds: its makespan. bound: no order of these stages within the limit takes less.
     peaks: of memory, per rank. tried: orders that were timed."""
 
     schedule: Schedule
@@ -223,7 +223,7 @@ class _Search:
             i = high = order[rank].index(needed)
 
     def _moved_at_edge(self, order: Order, blocks: Sequence[tuple[int, int, int]]) -> tuple[int, list[int]] | None:
-        """A pass of a block goes before its first, or behind its last or a little later."""
+        """A pass of a block goes before its first, or after its last or a little later."""
         chance = self.chance
         rank, first, last = blocks[int(chance.random() * len(blocks))]
         source = first + int(chance.random() * (last - first + 2))

@@ -1,4 +1,4 @@
-"""What a schedule costs: every action gets a duration, every rank does its list as early as it can.
+"""The cost of a schedule: every action gets a duration, every rank does its list as early as it can.
 
 `simulate(schedule, Costs(...))` gives makespan, bubble, utilisation and the span of each action; `held` turns the spans
 into memory over time. The model: a rank does one action at a time, sends do not keep it, a message takes `p2p` seconds.
@@ -55,7 +55,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What happens when. Times are in the unit of the costs, from the start of the flush."""
+    """Start and end of every action. Times are in the unit of the costs, from the start of the flush."""
 
     makespan: float
     """When the last rank is done."""
@@ -106,7 +106,7 @@ class _Run:
         slots = stages * schedule.num_microbatches
         # When the forward / the input gradient of (stage, micro-batch) is done; -1 is not yet.
         self.activation, self.gradient = [-1.0] * slots, [-1.0] * slots
-        # What a pass leaves behind, how long it takes, and to which stage its result goes.
+        # What a pass leaves, how long it takes, and to which stage its result goes.
         self._passes = {
             "F": (self.activation, self.forward, 1),
             "I": (self.gradient, self.input_grad, -1),
@@ -211,7 +211,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 def held(
     schedule: Schedule, simulation: Simulation, rank: int, *, activation: float = 1.0, deferred: float = 0.0
 ) -> list[tuple[float, float]]:
-    """What the rank holds over time: [(time, amount from then on)], the first at time 0.
+    """The rank's holdings over time: [(time, amount from then on)], the first at time 0.
 
     activation: amount (bytes, or 1) from a pass' forward until its input gradient is done; deferred: from then until
     its weight gradient is done, where the two are apart. `validate` gives the peaks of both counts.

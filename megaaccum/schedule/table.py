@@ -16,7 +16,7 @@ from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Action, Item, Pair, Placement, Schedule, make_schedule, parse
 
 _NOT_COMPUTE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
-"""What torch writes into its lowered tables beside passes; ranks of ours work that out by themselves."""
+"""Entries of torch's lowered tables beside passes; our ranks derive those."""
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:

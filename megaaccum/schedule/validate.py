@@ -115,7 +115,7 @@ Message = tuple[int, int]
 
 
 def sends(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
-    """What the rank sends, in order, for each channel."""
+    """The rank's sends, in order, for each channel."""
     found: dict[Channel, list[Message]] = defaultdict(list)
     stages, owner, last = schedule.stages[rank], schedule.rank_of_stage, schedule.num_stages - 1
     for kind, chunk, microbatch in schedule.actions(rank):
@@ -128,7 +128,7 @@ def sends(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
 
 
 def receives(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
-    """What comes to the rank over each channel, in the order in which it is sent. The rank may ask for it in another:
+    """The rank's receives over each channel, in the order in which it is sent. The rank may ask for it in another:
     then it keeps what came too early."""
     stages, owner, last = schedule.stages[rank], schedule.rank_of_stage, schedule.num_stages - 1
     sources = {owner[other] for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - {rank}

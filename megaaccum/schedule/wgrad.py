@@ -35,10 +35,21 @@ class _Product:
     input: torch.Tensor
     grad_output: torch.Tensor
     gather: dist.ProcessGroup | None
+    coming: tuple[torch.Tensor, dist.Work] | None = None
 
     @torch.no_grad()
-    def compute(self) -> torch.Tensor:
-        whole = self.input if self.gather is None else _gather(self.input, self.gather)
+    def begin(self) -> None:
+        """Start to gather the input: one product before its own, under which it travels."""
+        if self.gather is not None and self.coming is None:
+            self.coming = _start_gather(self.input, self.gather)
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        self.begin()
+        whole = self.input
+        if self.coming is not None:
+            whole, work = self.coming
+            work.wait()
         return _rows(self.grad_output).t().matmul(_rows(whole))
 
 
@@ -48,7 +59,7 @@ AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
 class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
         self._uses: dict[int, int] = {}
         self._left: list[tuple[Any, queue.Queue]] = []
@@ -59,7 +70,7 @@ class WeightGrads:
         self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
     def add_left(self, module: Any, left: queue.Queue) -> None:
-        """Owe what a layer that splits its backward by itself has left."""
+        """Owe what a layer that splits its own backward has left."""
         self._left.append((module, left))
 
     def compute(self, add: AddWeightGrad | None = None) -> None:
@@ -67,8 +78,10 @@ class WeightGrads:
         go on the way. A weight that several layers share is added once."""
         add = add or upstream.add_by_autograd
         sums: dict[int, torch.Tensor] = {}
+        self._begin_next()
         while self._owed:
             weight, compute = self._owed.popleft()
+            self._begin_next()
             key, grad = id(weight), compute()
             self._uses[key] -= 1
             if key in sums:
@@ -80,6 +93,16 @@ class WeightGrads:
         while self._left:
             for weight, grad in te.delayed_gradients(*self._left.pop(0)):
                 add(weight, grad)
+
+    def _begin_next(self) -> None:
+        if self._owed and isinstance(self._owed[0][1], _Product):
+            self._owed[0][1].begin()
+
+    def nbytes(self) -> int:
+        """Bytes that they need until they are computed, each storage once."""
+        kept = [each for _, at in self._owed if isinstance(at, _Product) for each in (at.input, at.grad_output)]
+        kept += [each for _, left in self._left for each in te.kept_by(left)]
+        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
     def __len__(self) -> int:
         return len(self._owed) + len(self._left)
@@ -113,8 +136,8 @@ def put_aside(into: WeightGrads) -> Iterator[None]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Nothing is put aside inside, so that every gradient of a micro-batch comes in its I: for whoever looks at single
-    micro-batches. A W then finds nothing to do."""
+    """Nothing is put aside inside, so that every gradient of a micro-batch comes in its I: for callers that look at
+    single micro-batches. A W then finds nothing to do."""
     global _deferring
     _deferring = False
     try:
@@ -124,7 +147,7 @@ def at_once() -> Iterator[None]:
 
 
 _delaying: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
-"""Layers that split their backward by themselves, in the order in which they were installed."""
+"""Layers that split their own backward, in the order in which they were installed."""
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
@@ -157,7 +180,7 @@ def install(chunk: torch.nn.Module) -> None:
     """Let every column- and row-parallel linear layer of `chunk` put its weight gradient aside; twice is once.
 
     Outside `put_aside` such layers compute it in the backward, as before. Raises ConfigError for layers that add their
-    gradient into a buffer by themselves (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
+    gradient into a buffer on their own (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
     """
     for module in te.delayed_modules(chunk):
         _refuse(module.config)
@@ -173,7 +196,9 @@ def install(chunk: torch.nn.Module) -> None:
 def _refuse(config: Any) -> None:
     for key in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
         if getattr(config, key):
-            raise ConfigError(f"{key} adds weight gradients by itself, when a schedule wants to: set {key} to false")
+            raise ConfigError(
+                f"{key} adds weight gradients at times that this schedule does not choose: set {key} to false"
+            )
 
 
 def _forward(
@@ -186,7 +211,7 @@ def _forward(
     tp_group: dist.ProcessGroup | None = None,
     **fused: Any,
 ) -> torch.Tensor:
-    """What a parallel linear layer calls for its product; arguments as Megatron-core's own."""
+    """The product of a parallel linear layer; arguments as Megatron-core's own."""
     if not weight.requires_grad or not torch.is_grad_enabled():
         return upstream.linear_forward(
             input=input, weight=weight, bias=bias, allreduce_dgrad=allreduce_dgrad,
@@ -225,7 +250,7 @@ class _Linear(torch.autograd.Function):
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)
         # Where it is not put off, it is computed while the input's gradient is reduced.
-        defer(at.weight, _Product(input, grad_output, at.tp if at.sequence_parallel else None).compute)
+        defer(at.weight, _Product(input, grad_output, at.tp if at.sequence_parallel else None))
         grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias else None
         if work is not None:
             work.wait()
@@ -246,9 +271,16 @@ def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work
 def _gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole sequence of `part` [sequence / tp, ...]."""
     assert tp is not None
-    whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=tp)
+    whole, work = _start_gather(part, tp)
+    work.wait()
     return whole
+
+
+def _start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
+    work = dist.all_gather_into_tensor(whole, part.contiguous(), group=tp, async_op=True)
+    assert work is not None
+    return whole, work
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

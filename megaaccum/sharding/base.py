@@ -1,4 +1,4 @@
-"""What a backend is: the object that fills Megatron's five hooks for one way of sharding.
+"""A backend: the object that fills Megatron's five hooks for one way of sharding.
 
 A backend decides when parameters are gathered, in which backward gradients are reduced, and what this rank's part of
 the reduced gradient is. It does not divide (step/loss.py), take norms (step/grad_norm.py) or judge a step (step/).
@@ -15,6 +15,7 @@ import torch
 
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -70,11 +71,14 @@ class ShardingBackend(Protocol):
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
+    sums: MicrobatchSums | None
+    """Where sums are made in one order in every layout: which micro-batch runs, and the gradients that wait for it."""
+
     memory: HighWater
-    """The most bytes that it held since somebody asked, by kind."""
+    """The most bytes that it held since the last call, by kind."""
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """What it holds now, by kind (metrics/memory.py)."""
+        """Bytes that it holds now, by kind (metrics/memory.py)."""
 
     before_reduce: Callable[[str, torch.Tensor], None] | None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
@@ -102,6 +106,10 @@ class ShardingBackend(Protocol):
 
     def gather(self) -> None:
         """Parameters are whole after this on every rank (evaluation)."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, between flushes, the chunks' parameters are whole plain tensors, for what reads or writes a model by
+        its modules. What is written there counts once it is put into `state` and adopted."""
 
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
@@ -139,7 +147,7 @@ class ShardingBackend(Protocol):
 
 @runtime_checkable
 class FollowsSplit(Protocol):
-    """What a backend that does something between the flush's first and last action hears of a split backward: its
+    """Events of a split backward, for a backend that acts between the flush's first and last action: its
     input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
     Megatron has no hook of this kind."""
 
@@ -203,4 +211,5 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         config.grad_sync_func = backend.grad_sync_func
         config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
+        config.microbatch_sums = backend.sums
         config.follows_split = backend if isinstance(backend, FollowsSplit) else None

@@ -49,11 +49,11 @@ class ExpertLayer:
             self._now = routed if self._now is None else self._now + routed
 
     def forget(self) -> None:
-        """What was counted since the last `commit` belongs to no step."""
+        """Drop the counts since the last `commit`: they belong to no step."""
         self._now = None
 
     def commit(self) -> None:
-        """What was counted is a step's."""
+        """Make the counts a step's."""
         self.past.append(torch.zeros(len(self.params), dtype=torch.int64) if self._now is None else self._now)
         self._now = None
 
@@ -122,7 +122,7 @@ class ColdExperts:
             param.grad = total.to(param.device, non_blocking=True)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """What is in host memory now."""
+        """Bytes in host memory now."""
         return self._sums.values()
 
 

@@ -7,7 +7,7 @@ schedule, divisor and sums is checked to 1e-12.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from megaaccum import upstream
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, whole_frozen_pieces
-from megaaccum.sharding.reduction import average_in_rank_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.reduction import average_in_order, rows_in_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class DdpBackend:
     """Fills Megatron's five hooks for one torch DDP per chunk.
 
-    The schedules call the bare chunks; DDP contributes its reducer, which is told before a chunk's last backward that
+    The schedules call the bare chunks; DDP contributes its reducer, which learns before a chunk's last backward that
     the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
     """
 
@@ -46,7 +47,12 @@ class DdpBackend:
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
         self._ddp = [DistributedDataParallel(c, process_group=groups.dp_cp) for c in chunks if _trainable(c)]
-        self._reduce_bucket = average_in_rank_order if plan.config.sharding.deterministic else allreduce_hook
+        add_rows = rows_in_order(plan)
+        self._reduce_bucket = allreduce_hook if add_rows is None else partial(average_in_order, add_rows)
+        self.sums = MicrobatchSums() if plan.config.sharding.reproducible == "layout" else None
+        for ddp in self._ddp if self.sums is not None else ():
+            for param in _trainable(ddp):
+                upstream.on_gradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
             ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
@@ -82,6 +88,12 @@ class DdpBackend:
                 self._waiting.remove(ddp)
                 upstream.ddp_expect_gradients(ddp)
 
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        """Take the micro-batch's gradient, before DDP's reducer looks; outside `no_sync_func` it is the last."""
+        assert self.sums is not None
+        if not self.sums.take(param) and self._syncing:
+            self.sums.give_back(param)
+
     def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
         """All-reduce a chunk whose gradients are all there.
 
@@ -100,6 +112,8 @@ class DdpBackend:
             self._waiting.remove(ddp)
             upstream.ddp_expect_gradients(ddp)
         missing = [param for param in _trainable(ddp) if id(param) not in self._arrived]
+        for param in missing if self.sums is not None else ():
+            self.sums.give_back(param)  # type: ignore[union-attr]
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
@@ -149,10 +163,15 @@ class DdpBackend:
     def _begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
+        if self.sums is not None:
+            self.sums.clear()
         self._optimizer.zero_grad(set_to_none=True)
 
     def gather(self) -> None:
         """Nothing to do: parameters are whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
@@ -184,6 +203,7 @@ class DdpBackend:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
         params = [param for _, param in gpt.named_parameters(self._chunks)]
         grads = [param.grad for param in params if param.grad is not None]
+        grads += [] if self.sums is None else self.sums.tensors()
         return {
             "parameters_whole": params,
             "gradients_whole": [*grads, *self._buckets.values()],

@@ -25,7 +25,16 @@ from megaaccum.schedule import wgrad
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
-from megaaccum.sharding.reduction import InRankOrder, PartitionReducer, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.reduction import (
+    InOrder,
+    PartitionReducer,
+    RunsInOrder,
+    all_reduced_in_order,
+    rows_in_order,
+    sum_over_tp,
+    sum_tied_copies,
+)
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -58,22 +67,23 @@ class DeepSpeedBackend:
         self._cold = ColdExperts.of(plan, chunks)
         self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
+        model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
+        config = upstream.zero1_config(deepspeed_config(plan), dtype)
+        if plan.config.sharding.sync == "streaming":
+            # One parameter after the other comes to the device and is cut; deepspeed.initialize would bring all first.
+            deepspeed.zero.Init(
+                model, data_parallel_group=groups.dp_cp, config_dict_or_path=config, dtype=dtype, mpu=Mpu(groups)
+            )
         self.engine, *_ = deepspeed.initialize(
-            model=torch.nn.ModuleList(chunks),
+            model=model,
             optimizer=optimizer,
-            config=upstream.zero1_config(deepspeed_config(plan), next(chunks[0].parameters()).dtype),
+            config=config,
             mpu=Mpu(groups),
             dist_init_required=False,
         )
-        if plan.config.sharding.deterministic:
-            reducer = PartitionReducer.of(plan, groups)
-            self.parts: upstream.Zero3 | upstream.Zero12 = InRankOrder(
-                self.engine, reducer, plan.config.sharding.reduce_bucket_size
-            )
-            self.reduction_divisor = 1
-        else:
-            self.parts = upstream.deepspeed_parts(self.engine, accumulate_in)
-            self.reduction_divisor = groups.dp_cp.size()
+        self.sums = MicrobatchSums() if plan.config.sharding.reproducible == "layout" else None
+        self.parts = self._parts(plan)
+        self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
         self._reduce_in_backward = not has_experts(chunks)
         self._syncing = self._reducing = False
@@ -83,6 +93,16 @@ class DeepSpeedBackend:
             if param.dtype != accumulate_in:
                 param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
             upstream.on_gradient(param, self._on_gradient)
+
+    def _parts(self, plan: Plan) -> upstream.Zero3 | upstream.Zero12:
+        """The driver that fits the engine's ZeRO stage and the order of sums."""
+        sharding, self._add_rows = plan.config.sharding, rows_in_order(plan)
+        accumulate_in = gpt.DTYPES[sharding.grad_accum_dtype]
+        if self._add_rows is None:
+            return upstream.deepspeed_parts(self.engine, accumulate_in)
+        if sharding.zero_stage == 3:
+            return InOrder(self.engine, PartitionReducer.of(plan, self._groups), sharding.reduce_bucket_size)
+        return RunsInOrder(self.engine, self._groups.dp_cp, accumulate_in, self._add_rows, sharding.reduce_bucket_size)
 
     # --- Megatron's five hooks ---
 
@@ -116,6 +136,8 @@ class DeepSpeedBackend:
 
     def _begin_accumulation(self) -> None:
         self._syncing = self._reducing = False
+        if self.sums is not None:
+            self.sums.clear()
         for param in self.parts.params:
             param.grad = None
 
@@ -139,6 +161,15 @@ class DeepSpeedBackend:
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
         self.parts.gather(list(self.engine.module.parameters()))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        apart = self.parts.apart()
+        self.parts.gather(apart)
+        try:
+            yield
+        finally:
+            self.parts.release(apart)
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
@@ -167,6 +198,8 @@ class DeepSpeedBackend:
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.parts.tensors()
+        if self.sums is not None:
+            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     @property
@@ -176,13 +209,15 @@ class DeepSpeedBackend:
     # --- gradients ---
 
     def _sum_the_rest(self) -> None:
-        """What no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
+        """Sum what no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
         sum_over_tp(self, self._groups)
         if isinstance(self.parts, upstream.Zero3):
             sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         self._cold.take(param)
+        if self.sums is not None and not self.sums.take(param):
+            return
         if not self._syncing:
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
@@ -203,23 +238,46 @@ class DeepSpeedBackend:
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
         did not use (their gradient may be all zero) and, at ZeRO-1 and -2, tied embeddings."""
-        if self._tied_pair and not isinstance(self.parts, upstream.Zero3):
-            here, copy = self._tied_pair
-            self._look_at(here)
-            self._look_at(copy)
-            here.grad = here.grad + copy.grad  # type: ignore[operator]
-            copy.grad = here.grad.clone()
         done = self.parts.handed_over() if self._reducing else set()
-        for param in self.parts.params:
-            if id(param) in done:
-                continue
+        left = [param for param in self.parts.params if id(param) not in done]
+        for param in left:
             self._cold.bring_back(param)
+            if self.sums is not None:
+                self.sums.give_back(param)
             if param.grad is None:
                 param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
-            if self._waits_for_its_copy(param) and not self._tied_pair:
-                self._look_at(param)  # a copy that is not finite must not reach the other stage
-                dist.all_reduce(param.grad, group=self._groups.embedding)
-            self._hand_over(param)
+        apart = [param for param in left if self._waits_for_its_copy(param)]
+        self._add_tied(apart)
+        for param in left:
+            if self.sums is not None and any(param is each for each in apart):
+                self._put(param)
+            else:
+                self._hand_over(param)
+
+    def _add_tied(self, params: list[torch.nn.Parameter]) -> None:
+        """Add up the gradients of a tied embedding's copies whole (ZeRO-1 and -2), where the order of sums asks for it
+        those of all data-parallel ranks first."""
+        for param in params:
+            self._look_at(param)  # a copy that is not finite must not reach the other stage
+            if self.sums is not None:
+                assert param.grad is not None and self._add_rows is not None
+                flat = all_reduced_in_order(param.grad.view(-1), self._groups.dp_cp, self._add_rows)
+                param.grad = flat.view(param.shape)
+        if self._tied_pair and params:
+            here, copy = self._tied_pair
+            here.grad = here.grad + copy.grad  # type: ignore[operator]
+            copy.grad = here.grad.clone()
+            return
+        for param in params:
+            dist.all_reduce(param.grad, group=self._groups.embedding)
+
+    def _put(self, param: torch.nn.Parameter) -> None:
+        """Hand over a gradient that has been summed over all ranks."""
+        if not self._reducing:
+            self.parts.begin_reduction()
+            self._reducing = True
+        assert isinstance(self.parts, RunsInOrder)
+        self.parts.put(param)
 
     def _waits_for_its_copy(self, param: torch.nn.Parameter) -> bool:
         """At ZeRO-1 and -2 the two copies of a tied embedding are cut at different places, so their gradients are

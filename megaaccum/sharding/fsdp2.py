@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.sharding.base import GradShard, GradSync, StatePiece
-from megaaccum.sharding.reduction import InRankOrderScatter, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.reduction import ScatterInOrder, ScatterIntoTree, rows_in_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -52,8 +54,17 @@ class Fsdp2Backend:
         minutes = plan.config.parallel.distributed_timeout_minutes
         mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas, timeout_minutes=minutes)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
-        for chunk in chunks:
+        self.sums = MicrobatchSums() if sharding.reproducible == "layout" else None
+        self._trees: list[ScatterIntoTree] = []
+        self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
+        """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
+        self._is_w = False
+        for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)
+            if self.sums is not None and not self._streaming:
+                upstream.fsdp2_on_gradient(chunk, self._on_gradient)
+            elif self.sums is not None and self._splits:
+                upstream.fsdp2_on_gradient(chunk, partial(self._keep_for_w, number))
         upstream.watch_fsdp2(self._roots, self.memory)
         self._weight_grads = [upstream.Fsdp2WeightGrads(chunk) for chunk in chunks]
         self._parameters = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
@@ -71,9 +82,10 @@ class Fsdp2Backend:
         compute = next(chunk.parameters()).dtype
         if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
             chunk.float()
+        self._sum_dtype = None if compute is torch.float64 else gpt.DTYPES[sharding.grad_reduce_dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=compute if compute in (torch.bfloat16, torch.float16) else None,
-            reduce_dtype=None if compute is torch.float64 else gpt.DTYPES[sharding.grad_reduce_dtype],
+            reduce_dtype=self._sum_dtype,
             cast_forward_inputs=False,
         )
         kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
@@ -84,7 +96,31 @@ class Fsdp2Backend:
         if sharding.deterministic:
             for module in chunk.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(InRankOrderScatter())  # type: ignore[arg-type]  # its base is private
+                    module.set_custom_reduce_scatter(self._scatter(plan))  # type: ignore[arg-type]  # its base is private
+
+    def _scatter(self, plan: Plan) -> ScatterInOrder:
+        """The reduce-scatter of one unit."""
+        if self.sums is not None and self._streaming:
+            self._trees.append(ScatterIntoTree(self.sums, partial(plan.batch.place, in_runs=False)))
+            return self._trees[-1]
+        add_rows = rows_in_order(plan)
+        assert add_rows is not None
+        return ScatterInOrder(add_rows)
+
+    def _on_gradient(self, held: Any, param: torch.nn.Parameter) -> None:
+        """Take the micro-batch's gradient from a whole parameter, and give the sum when the last has come."""
+        assert self.sums is not None and param.grad is not None
+        grad, param.grad = param.grad, None
+        if self.sums.add(param, grad.to(self._sum_dtype or grad.dtype)):
+            upstream.fsdp2_give(held, self.sums.total(param))
+
+    def _keep_for_w(self, chunk: int, held: Any, param: torch.nn.Parameter) -> None:
+        """Keep a gradient that an I brings apart from those of other micro-batches, until the W."""
+        assert self.sums is not None and param.grad is not None
+        if not self._is_w:
+            grad, param.grad = param.grad, None
+            kept = self._of_i.setdefault((chunk, self.sums.of_backward), [])
+            kept.append((held, grad.to(self._sum_dtype or grad.dtype)))
 
     @property
     def _roots(self) -> list[FSDPModule]:
@@ -124,7 +160,10 @@ class Fsdp2Backend:
             self._expect_last_backward(root)
         elif self._streaming:
             root.set_requires_gradient_sync(True)
-        self._in_w = self._weight_grads[chunk]
+        self._in_w, self._is_w = self._weight_grads[chunk], True
+        if self.sums is not None:
+            for held, grad in self._of_i.pop((chunk, self.sums.of_backward), ()):
+                upstream.fsdp2_give(held, grad)
         self._in_w.begin(reduce=final or self._streaming)
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
@@ -133,6 +172,7 @@ class Fsdp2Backend:
     def after_weight_grad(self, chunk: int) -> None:
         """With streaming, gradients that the next I brings wait for its W: one reduction of a unit per micro-batch."""
         self._weight_grads[chunk].finish()
+        self._is_w = False
         if self._streaming:
             self._roots[chunk].set_requires_gradient_sync(False)
 
@@ -140,6 +180,11 @@ class Fsdp2Backend:
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        if self.sums is not None:
+            self.sums.clear()
+        self._of_i.clear()
+        for tree in self._trees:
+            tree.clear()
         self.resume_accumulation()
 
     def finish_reduction(self) -> None:
@@ -147,7 +192,7 @@ class Fsdp2Backend:
         sum_tied_copies(self, self._groups)
 
     def resume_accumulation(self) -> None:
-        """What is reduced stays in the shards' gradients, and further reductions add to it."""
+        """Keep what is reduced in the shards' gradients; further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
             upstream.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
@@ -166,6 +211,17 @@ class Fsdp2Backend:
 
     def gather(self) -> None:
         """Nothing to do: a unit's first forward gathers it."""
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        units = [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
@@ -202,7 +258,13 @@ class Fsdp2Backend:
             root.reshard()  # what an evaluation left gathered is of before
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        return upstream.fsdp2_tensors(self._roots) | {"optimizer": upstream.optimizer_tensors(self._optimizer)}
+        held = upstream.fsdp2_tensors(self._roots) | {"optimizer": upstream.optimizer_tensors(self._optimizer)}
+        if self.sums is not None:
+            kept = [grad for grads in self._of_i.values() for _, grad in grads]
+            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
+            partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
+            held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
+        return held
 
     @property
     def param_groups(self) -> list[dict]:

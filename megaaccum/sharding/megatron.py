@@ -7,7 +7,7 @@ bucket in each chunk's last backward; each rank steps its share and gathers the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,8 @@ from megaaccum.distributed import cpu
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
-from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
+from megaaccum.sharding.reduction import ScatterInOrder, in_tree_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -40,15 +41,16 @@ class MegatronBackend:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
     reduction_divisor = 1
-    """Megatron sums where the loss is per token, as it is told here."""
+    """Megatron sums where the loss is per token, as its configuration says here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
-        upstream.megatron_plain_reduce_scatter()
-        self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         sharding = plan.config.sharding
+        self.sums = MicrobatchSums() if sharding.reproducible == "layout" else None
+        upstream.megatron_reduce_scatter()
+        self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
             optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
         )
@@ -65,6 +67,11 @@ class MegatronBackend:
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
+        if self.sums is not None:
+            upstream.megatron_reduce_scatter(ScatterInOrder(in_tree_order))  # after the optimizer, which sets it too
+            for param in self._trained():
+                param.grad_dtype = torch.float32
+                upstream.on_gradient(param, self._on_gradient)
         self._last_flush, self._reduced = True, False
         self._kept = Kept()
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
@@ -77,7 +84,7 @@ class MegatronBackend:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
             # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
-            overlap_grad_reduce=not has_experts([chunk]),
+            overlap_grad_reduce=sharding.reproducible == "none" and not has_experts([chunk]),
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,
@@ -117,7 +124,7 @@ class MegatronBackend:
     def _reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
         """Start to reduce a chunk whose gradients are all there.
 
-        By itself Megatron sends a bucket when each of its parameters has had as many gradients since the last
+        Without this, Megatron sends a bucket when each of its parameters has had as many gradients since the last
         micro-batch began as in the first step. Under a split backward a matrix' gradients of early micro-batches come
         after a norm's last one, so that number would be another with each number of micro-batches.
         """
@@ -125,6 +132,11 @@ class MegatronBackend:
             self._waiting.pop(ddp).close()
             if ddp.ddp_config.overlap_grad_reduce:  # else `finish_grad_sync` does all of it
                 ddp.start_grad_sync()
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""
+        assert self.sums is not None
+        self.sums.take(param)
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -138,6 +150,11 @@ class MegatronBackend:
         """Finish the reduction that a last backward began, or make all of it now."""
         if self._reduced:
             return
+        for param in self._trained() if self.sums is not None else ():
+            self.sums.give_back(param)  # type: ignore[union-attr]
+            if param.grad is not None:
+                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+                param.grad = None
         waiting, self._waiting = self._waiting, {}
         for ddp in self._ddp:
             if ddp in waiting:
@@ -169,6 +186,8 @@ class MegatronBackend:
 
     def _begin_accumulation(self) -> None:
         self._reduced = False
+        if self.sums is not None:
+            self.sums.clear()
         self._waiting = {ddp: ExitStack() for ddp in self._ddp}
         for ddp, stack in self._waiting.items():
             ddp.zero_grad_buffer()
@@ -176,6 +195,9 @@ class MegatronBackend:
 
     def gather(self) -> None:
         """Nothing to do: parameters are whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
@@ -205,7 +227,13 @@ class MegatronBackend:
         upstream.megatron_adopt(self.optimizer, num_steps)
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        return upstream.megatron_tensors(self.optimizer)
+        held = upstream.megatron_tensors(self.optimizer)
+        if self.sums is not None:
+            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
+        return held
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [param for ddp in self._ddp for param in ddp.module.parameters() if param.requires_grad]
 
     @property
     def param_groups(self) -> list[dict]:

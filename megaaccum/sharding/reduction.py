@@ -3,7 +3,7 @@ data-parallel reduction's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.model import gpt
+from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, tree_sum
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -22,24 +23,50 @@ Share = tuple[torch.nn.Parameter, torch.Tensor]
 """A parameter with a whole gradient, and this rank's flat partition (padded: equally long on all ranks) of its sum."""
 
 
+AddRows = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""The sum, in a precision, of the rows of a tensor [ranks, elements], which it may overwrite."""
+
+
+def in_rank_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the rows, one after the other."""
+    total = rows[0].to(dtype)
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def in_tree_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the rows, as the upper part of a tree over micro-batches of which each rank has a run."""
+    return tree_sum(list(rows.to(dtype)))
+
+
+def rows_in_order(plan: Plan) -> AddRows | None:
+    """How `plan` adds up what came from each rank; None leaves it to the collective."""
+    sharding = plan.config.sharding
+    if sharding.reproducible == "layout":
+        return in_tree_order
+    return in_rank_order if sharding.deterministic else None
+
+
 class PartitionReducer:
     """Adds whole gradients, summed over `group`, to partitions. One sum is under way at a time, under the compute that
     follows; `wait` before the partitions are read.
 
-    dtype: precision in which gradients cross ranks. deterministic: ranks are added in rank order, so that the result
-    is the same to the bit from run to run on any backend (an all-to-all moves the bytes of a reduce-scatter).
+    dtype: precision in which gradients cross ranks. add_rows: adds up what came from each rank, a row per rank, so that
+    the result is the same to the bit from run to run on any backend (an all-to-all moves the bytes of a
+    reduce-scatter); None leaves the order to the collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, *, deterministic: bool):
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, *, add_rows: AddRows | None):
         self._group = group
         self._dtype = dtype
-        self._deterministic = deterministic
+        self._add_rows = add_rows
         self._finish: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, plan: Plan, groups: Groups) -> PartitionReducer:
         sharding = plan.config.sharding
-        return cls(groups.dp_cp, gpt.DTYPES[sharding.grad_reduce_dtype], deterministic=sharding.deterministic)
+        return cls(groups.dp_cp, gpt.DTYPES[sharding.grad_reduce_dtype], add_rows=rows_in_order(plan))
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).
@@ -47,10 +74,18 @@ class PartitionReducer:
         rows = self._rows(shares)
         self.wait()
         partitions = [partition for _, partition in shares]
-        if self._deterministic:
-            self._start_in_rank_order(rows, partitions)
-        else:
+        if self._add_rows is None:
             self._start_reduce_scatter(rows, partitions)
+        else:
+            add_rows = self._add_rows
+            self._start_exchange(rows, lambda theirs: _add(partitions, add_rows(theirs, partitions[0].dtype)))
+
+    def exchange(self, shares: list[Share], take: Callable[[torch.Tensor], None]) -> None:
+        """The same, but call `take` with [ranks, elements of this rank's partitions], what came from each rank, instead
+        of adding it to the partitions."""
+        rows = self._rows(shares)
+        self.wait()
+        self._start_exchange(rows, take)
 
     def wait(self) -> None:
         """Until the partitions hold everything that was added."""
@@ -79,22 +114,19 @@ class PartitionReducer:
 
         self._finish = finish
 
-    def _start_in_rank_order(self, rows: torch.Tensor, partitions: list[torch.Tensor]) -> None:
+    def _start_exchange(self, rows: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
         theirs = torch.empty_like(rows)
         work = dist.all_to_all_single(theirs, rows, group=self._group, async_op=True)
 
         def finish(rows=rows) -> None:
             work.wait()
-            total = theirs[0].to(partitions[0].dtype)  # on this rank's device, wherever the partitions are
-            for row in theirs[1:]:
-                total += row
-            _add(partitions, total)
+            take(theirs)  # on this rank's device, wherever the partitions are
 
         self._finish = finish
 
 
-class InRankOrder(upstream.Zero3):
-    """The parts of a ZeRO-3 engine whose gradients are summed in rank order instead of by DeepSpeed's reducer: sums,
+class InOrder(upstream.Zero3):
+    """The parts of a ZeRO-3 engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums,
     not averages. bucket: elements that are summed in one collective."""
 
     def __init__(self, engine, reducer: PartitionReducer, bucket: int):
@@ -124,39 +156,133 @@ class InRankOrder(upstream.Zero3):
         self._pending = []
 
 
-class InRankOrderScatter:
-    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: an all-to-all, and a sum in rank order."""
+class RunsInOrder(upstream.Zero12):
+    """The same for ZeRO-1 and -2, where a rank owns a run of each group of parameters, so that most parameters are
+    summed on one rank."""
+
+    def __init__(self, engine, group: dist.ProcessGroup, accumulate_in: torch.dtype, add_rows: AddRows, bucket: int):
+        super().__init__(engine, accumulate_in)
+        self._ranks, self._add_rows, self._bucket = group, add_rows, bucket
+        self._pending: list[torch.nn.Parameter] = []
+
+    def begin_reduction(self) -> None:
+        self._handed_over.clear()
+        self.begin_partitions()
+
+    def reduce(self, param: torch.nn.Parameter) -> None:
+        """Put the gradient into the bucket; a full bucket is sent."""
+        self._handed_over.add(id(param))
+        self._pending.append(param)
+        if sum(waiting.numel() for waiting in self._pending) >= self._bucket:
+            self._send()
+
+    def put(self, param: torch.nn.Parameter) -> None:
+        """Take the gradient as it is: it has been summed over all ranks."""
+        self._handed_over.add(id(param))
+        assert param.grad is not None
+        self.place(param).copy_(self._cut(param)[self._ranks.rank()])
+        param.grad = None
+
+    def finish_reduction(self) -> None:
+        self._send()
+        self.give_partitions()
+
+    def _cut(self, param: torch.nn.Parameter) -> list[torch.Tensor]:
+        """Its gradient's part of each rank's run."""
+        assert param.grad is not None
+        flat = param.grad.view(-1)
+        return [flat[start:stop] for start, stop in self.cuts(param)]
+
+    def _send(self) -> None:
+        """One all-to-all of what each rank owns of the bucket."""
+        params, self._pending = self._pending, []
+        if not params:
+            return
+        parts = [torch.cat(each) for each in zip(*map(self._cut, params), strict=True)]
+        mine = parts[self._ranks.rank()].numel()
+        theirs = parts[0].new_empty(self._ranks.size() * mine)
+        sizes = [part.numel() for part in parts]
+        for param in params:
+            param.grad = None
+        dist.all_to_all_single(theirs, torch.cat(parts), [mine] * len(sizes), sizes, group=self._ranks)
+        if mine:
+            total = self._add_rows(theirs.view(-1, mine), theirs.dtype)
+            places = [self.place(param) for param in params]
+            for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
+                place.copy_(part)
+
+
+class ScatterInOrder:
+    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: an all-to-all, and a sum of rows."""
+
+    def __init__(self, add_rows: AddRows):
+        self._add_rows = add_rows
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
         """Add up each rank's piece of `input_tensor` into `output_tensor`; op: SUM or AVG."""
-        output_tensor.copy_(_sum_in_rank_order(input_tensor, group))
+        output_tensor.copy_(_summed_piece(input_tensor, group, self._add_rows))
         if op == dist.ReduceOp.AVG:
             output_tensor /= group.size()
 
 
-def average_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for torch DDP: the average over `group`, each rank adding its piece up in rank order."""
-    flat, ranks = bucket.buffer(), group.size()
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
-    mine = _sum_in_rank_order(padded, group) / ranks
-    dist.all_gather_into_tensor(padded, mine, group=group)
+class ScatterIntoTree(ScatterInOrder):
+    """The same for the gradients of single micro-batches: they wait in a tree over those of all ranks. It gives zeros,
+    to which fully_shard adds, until the last has come, and then the sum."""
+
+    def __init__(self, sums: MicrobatchSums, place: Callable[[int, int], int]):
+        self._sums, self._place = sums, place
+        self._tree: SumTree | None = None
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
+        rows = torch.empty_like(input_tensor).view(group.size(), -1)
+        dist.all_to_all_single(rows, input_tensor.view_as(rows), group=group)
+        self._tree = self._tree or SumTree(self._sums.count * group.size())
+        for rank, row in enumerate(rows):
+            is_last = self._tree.add(self._place(self._sums.of_backward, rank), row, lent=True)
+        total = self._tree.total() if is_last else None
+        if total is None:
+            output_tensor.zero_()
+            return
+        self._tree = None
+        output_tensor.copy_(total)
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+
+    def clear(self) -> None:
+        """Drop what came, at the beginning of a step."""
+        self._tree = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The partial sums that it holds."""
+        if self._tree is not None:
+            yield from self._tree.tensors()
+
+
+def average_in_order(
+    add_rows: AddRows, group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for torch DDP: the average over `group`, each rank adding its piece up."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(padded[: flat.numel()])
+    done.set_result(all_reduced_in_order(bucket.buffer(), group, add_rows) / group.size())
     return done
 
 
-def _sum_in_rank_order(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduced_in_order(flat: torch.Tensor, group: dist.ProcessGroup, add_rows: AddRows) -> torch.Tensor:
+    """The sum of all ranks' `flat`, on every rank."""
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % group.size()))
+    mine = _summed_piece(padded, group, add_rows)
+    dist.all_gather_into_tensor(padded, mine.clone(), group=group)
+    return padded[: flat.numel()]
+
+
+def _summed_piece(flat: torch.Tensor, group: dist.ProcessGroup, add_rows: AddRows) -> torch.Tensor:
     """This rank's piece, flat.numel() / ranks elements, of the sum of all ranks' `flat`."""
     theirs = torch.empty_like(flat)
     dist.all_to_all_single(theirs, flat, group=group)
-    rows = theirs.view(group.size(), -1)
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
+    return add_rows(theirs.view(group.size(), -1), flat.dtype)
 
 
 def sum_over_tp(backend: ShardingBackend, groups: Groups) -> None:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from megaaccum.model.torch_chunk import layers_of
 from megaaccum.schedule import wgrad
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.reduction import PartitionReducer
+from megaaccum.sharding.sum_tree import SumTree
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered and released together. params: that its forward reads; own: those whose gradient is final when
-    its backward is done (a tied weight belongs to the embedding, and the head only reads it); chunk: which of the
-    rank's chunks it is a part of."""
+    """Parameters that are gathered and released together. params: that its forward reads; own: those whose gradient is
+    final when its backward is done (a tied weight belongs to the embedding, and the head only reads it); chunk: which
+    of the rank's chunks it is a part of."""
 
     module: torch.nn.Module
     params: list[torch.nn.Parameter]
@@ -70,11 +72,16 @@ class StreamingBackend(DeepSpeedBackend):
         self._read_elsewhere = {key for key, count in readers.items() if count > 1}
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
         self._reducer = PartitionReducer.of(plan, groups)
+        self._batch = plan.batch
+        self._trees: dict[int, SumTree] = {}
+        """Sums over the micro-batches of all ranks, each parameter's partition, where they are made in one order."""
         self._holds: Counter[int] = Counter()
         self._whole = 0
         """Bytes of whole parameters now."""
         self._ahead: tuple[Unit, Any] | None = None
         self._in_backward: Unit | None = None
+        self._microbatch = 0
+        """Whose gradients are reduced next."""
         self._recomputed: Unit | None = None
         self._splitting = False
         self._in_w: list[list[torch.nn.Parameter]] = []
@@ -103,11 +110,15 @@ class StreamingBackend(DeepSpeedBackend):
     def finish_reduction(self) -> None:
         """Give the optimizer the accumulators as its partitions."""
         self._reducer.wait()
+        for param in self._zero.params:
+            if (tree := self._trees.pop(id(param), None)) is not None and (total := tree.total()) is not None:
+                self._zero.accumulator(param).add_(total)
         self._zero.finish_accumulation()
         self._sum_the_rest()
 
     def begin_step(self) -> None:
         self._reducer.wait()  # sums of flushes that were for looking only
+        self._trees.clear()
         self._zero.begin_accumulation()
         self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
         for param in self._zero.params:
@@ -115,6 +126,11 @@ class StreamingBackend(DeepSpeedBackend):
 
     def gather(self) -> None:
         """Nothing to do: each unit's forward gathers it."""
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        held = super().tensors()
+        partial_sums = [tensor for tree in self._trees.values() for tensor in tree.tensors()]
+        return held | {"gradients_shard": [*held["gradients_shard"], *partial_sums]}
 
     # --- a unit's forward and backward ---
 
@@ -130,14 +146,16 @@ class StreamingBackend(DeepSpeedBackend):
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute)."""
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._before_backward(unit))
+            microbatch = 0 if self.sums is None else self.sums.microbatch
+            tensor.register_hook(lambda grad: self._before_backward(unit, microbatch))
         if upstream.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
         else:
             self._release(unit)
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, microbatch: int) -> None:
         self._end_backward()
+        self._microbatch = microbatch
         if self._recomputed is unit:
             self._recomputed = None
         else:
@@ -168,8 +186,21 @@ class StreamingBackend(DeepSpeedBackend):
             self._look_at(param)
         if params:
             self._note_gradients(params)
-            self._reducer.add([(param, self._zero.accumulator(param)) for param in params])
+            shares = [(param, self._zero.accumulator(param)) for param in params]
+            if self.sums is None:
+                self._reducer.add(shares)
+            else:
+                self._reducer.exchange(shares, partial(self._take, params, self._microbatch))
             self.memory.note("gradients_whole", 0)
+
+    def _take(self, params: list[torch.nn.Parameter], microbatch: int, rows: torch.Tensor) -> None:
+        """Take the gradients of one micro-batch of each rank into the trees."""
+        widths = [self._zero.accumulator(param).numel() for param in params]
+        for rank, row in enumerate(rows):
+            leaf = self._batch.place(microbatch, rank, in_runs=False)
+            for param, part in zip(params, row.split(widths), strict=True):
+                tree = self._trees.setdefault(id(param), SumTree(self.sums.count * len(rows)))  # type: ignore[union-attr]
+                tree.add(leaf, part, lent=True)
 
     def _note_gradients(self, params: list[torch.nn.Parameter]) -> None:
         """Count the unit's whole gradients, of which no other unit has any now."""
@@ -190,6 +221,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     def before_weight_grad(self, chunk: int, last: bool) -> None:
         self._in_w = self._put_off(chunk)
+        self._microbatch = 0 if self.sums is None else self.sums.of_backward
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Take a gradient that W has computed. Those of a unit go out when the first of the next one comes."""
@@ -203,8 +235,8 @@ class StreamingBackend(DeepSpeedBackend):
             self._reduce_now(params)
 
     def _put_off(self, chunk: int) -> list[list[torch.nn.Parameter]]:
-        """What a W of `chunk` computes, unit by unit in the order of a backward; a weight that several units read
-        comes last."""
+        """The gradients that a W of `chunk` computes, unit by unit in the order of a backward; a weight that several
+        units read comes last."""
         units = [unit for unit in reversed(self.units) if unit.chunk == chunk]
         own = [[param for param in unit.own if wgrad.is_put_off(param)] for unit in units]
         alone = [[param for param in params if id(param) not in self._read_elsewhere] for params in own]

@@ -1,4 +1,4 @@
-"""What a step relies on in the configuration of Megatron chunks that a user built: set, or refused by name."""
+"""Flags that a step relies on in the configuration of a user's Megatron chunks: set, or refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
 
 
 def _own_config(plan: Plan, chunk: torch.nn.Module) -> ModelParallelConfig:
-    """What Megatron's schedules read, for a chunk that brings no configuration."""
+    """The fields that Megatron's schedules read, for a chunk without a configuration."""
     dtype = next((param.dtype for param in chunk.parameters()), torch.float32)
     layout = plan.layout
     config = ModelParallelConfig(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaaccum.distributed.breadcrumbs import Trace
+from megaaccum.distributed.rng import SampleSeeds
 from megaaccum.errors import StepError
 from megaaccum.precision.fp8 import Fp8
+from megaaccum.sharding.sum_tree import MicrobatchSums
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.side_losses import SideLosses
@@ -22,7 +25,7 @@ class ForwardStep:
     """Takes the micro-batches of one flush through this rank's chunks.
 
     Which micro-batch runs is counted per chunk: every schedule runs a chunk's forwards in order, and a recomputed
-    forward does not come through here. look: called when a chunk's last backward begins.
+    forward does not come through here. look: called when a chunk's last backward begins. timed: around each forward.
     """
 
     def __init__(
@@ -33,14 +36,20 @@ class ForwardStep:
         *,
         chunks: Sequence[torch.nn.Module],
         trace: Trace,
+        seeds: SampleSeeds,
+        sums: MicrobatchSums | None,
         side_losses: SideLosses,
         low_precision: Fp8,
         probe: Probe | None,
         look: Callable[[], None],
+        timed: Callable[[], AbstractContextManager[None]],
     ):
         self._batch, self._divisor, self._tally = batch, divisor, tally
         self._trace, self._side_losses, self._fp8, self._probe = trace, side_losses, low_precision, probe
-        self._look = look
+        self._followers: list[SampleSeeds | MicrobatchSums] = [seeds, *([] if sums is None else [sums])]
+        self._look, self._timed = look, timed
+        if sums is not None:
+            sums.begin_flush(batch.first)
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._next = [0] * len(chunks)
 
@@ -56,7 +65,9 @@ class ForwardStep:
         index, self._next[number] = self._next[number], self._next[number] + 1
         action = f"chunk {number} micro-batch {self._batch.first + index}"
         self._trace.action = f"F {action}"
-        with self._fp8.forward(number, self._batch.first + index):
+        for follower in self._followers:
+            follower.begin_forward(self._batch.first + index)
+        with self._timed(), self._fp8.forward(number, self._batch.first + index):
             output, loss_func = self._forward(data_iterator, chunk, number, index, return_schedule_plan)
         if return_schedule_plan:
             self._trace.action = f"F {action}, interleaved with a backward"
@@ -73,11 +84,16 @@ class ForwardStep:
         """Note when the backward of `output` begins."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
+            output.register_hook(lambda _grad: self._begin_backward(index))
             if index == len(self._batch) - 1:
                 output.register_hook(lambda _grad: self._look())  # a chunk's last backward: its gradients are all there
             self._side_losses.follow(self._batch, index, output)
         if self._probe is not None:
             self._probe.watch(chunk, self._batch.first + index, output)
+
+    def _begin_backward(self, index: int) -> None:
+        for follower in self._followers:
+            follower.begin_backward(self._batch.first + index)
 
     def _divided(self, index: int, loss_func: LossFunc):
         """`loss_func` as Megatron calls it on the last stage: the sum times 1 / N to differentiate, no tokens to divide
@@ -94,6 +110,8 @@ class ForwardStep:
             self._tally.weights.append(weight * alive)
             self._tally.reports.append(reports if alive else {})
             no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
+            if total.requires_grad:  # an output that is no tensor has no hook
+                total.register_hook(lambda _grad: self._begin_backward(index))
             return total * (self._divisor.in_loss * alive), no_tokens, no_tokens
 
         return divided

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from megaaccum.distributed import cpu
 from megaaccum.model import gpt
+from megaaccum.step.loss import sums_over_ranks
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -28,20 +31,62 @@ def global_norm(
 
     Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
     tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
-    along: float64 scalars of this rank that come along in the same all-reduce. overflow: 0, or inf where this rank
+    along: float64 scalars of this rank that are summed in the same all-reduce. overflow: 0, or inf where this rank
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
     grads = [shard.grad for shard in backend.shards() if shard.grad.numel() and _counts_here(shard, backend, groups)]
-    square = torch.zeros((), dtype=torch.float64)
-    if grads:
-        square = torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
+    square = _square(grads) if backend.sums is None else _square_in_any_order(grads)
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
-    sums = torch.stack([each.to(cpu.device()) for each in (square, *along)])
-    dist.all_reduce(sums)
-    total, *others = sums.tolist()
+    total, *others = sums_over_ranks([square, *along])
     return total**0.5, others
+
+
+def _square(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares, float64."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
+
+
+_DIGITS, _BITS = 3, 20
+"""An exact sum of squares has this many digits of this many bits: relative to the largest square it is truncated at
+2^-60, and 2^42 elements do not overflow an int64."""
+
+
+def _square_in_any_order(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The same, where the sum over all ranks does not depend on which of them holds what: integers have no rounding.
+
+    Each square (exact in float64, of FP32) is a fraction of the largest one of all ranks, rounded up to a power of two,
+    and is cut into digits. Collective over the world. Returns the sum on rank 0 and zero elsewhere, so that a sum over
+    ranks is exact."""
+    largest = torch.stack([grad.abs().amax().double() for grad in grads]).amax() if grads else torch.zeros(()).double()
+    largest = largest.to(cpu.device())
+    # A comparison with a value that is not a number is false, so that MAX may lose it.
+    largest = torch.where(largest.isfinite(), largest, torch.inf)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    exponent = math.frexp(float(largest))[1]
+    digits = torch.zeros(_DIGITS, dtype=torch.int64, device=cpu.device())
+    if not math.isfinite(float(largest)):
+        return largest.cpu()
+    for grad in grads:
+        for part in grad.reshape(-1).split(_CHUNK):
+            rest = torch.ldexp(part.double(), torch.tensor(-exponent, device=part.device)).square_()
+            for number in range(_DIGITS):
+                rest.mul_(2**_BITS)
+                digit = rest.floor()
+                digits[number] += digit.sum(dtype=torch.float64).long().to(digits.device)
+                rest.sub_(digit)
+    dist.all_reduce(digits)
+    if dist.get_rank() != 0:
+        return torch.zeros((), dtype=torch.float64)
+    exact = sum(Fraction(digit, 2 ** (_BITS * (place + 1))) for place, digit in enumerate(digits.tolist()))
+    return torch.tensor(math.ldexp(float(exact), 2 * exponent), dtype=torch.float64)
+
+
+_CHUNK = 2**22
+"""Elements of a gradient that are widened at a time. Their digits add up to less than 2^53, which float64 holds."""
 
 
 def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,16 +13,21 @@ and the clip factor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megaaccum.distributed import cpu
 from megaaccum.errors import StepError
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
 
 Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
@@ -39,7 +44,7 @@ class ForwardStepFunc(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divisor:
-    """What one step's sums are multiplied by, and where.
+    """The factor on one step's sums, and where it is applied.
 
     in_loss: before the backward, in every micro-batch. total: N, None while it is not known. reduction_divisor: by how
     much the backend's reduction divides the sum over ranks.
@@ -63,40 +68,96 @@ class Divisor:
         return cls(in_loss=reduction_divisor * power, total=None, reduction_divisor=reduction_divisor)
 
     def at_end(self, total: float) -> float:
-        """What is left to multiply the reduced gradient by, where the step's weights add up to `total`."""
+        """The factor that the reduced gradient still lacks, where the step's weights add up to `total`."""
         if self.total is not None:
             return 1.0
         return self.reduction_divisor / (self.in_loss * (total or 1))
 
 
-def total_weight(weights: Sequence[float], count: int, group: dist.ProcessGroup) -> tuple[float, int]:
-    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over `group`, the
-    ranks with different sequences."""
-    totals = torch.tensor([math.fsum(weights), count], dtype=torch.float64).to(cpu.device())
-    dist.all_reduce(totals, group=group)
-    total, num_microbatches = totals.tolist()
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the numbers of this rank's micro-batches stand among those of the global batch, where their sums have to be
+    the same to the bit in every layout. of: the place of each; count: micro-batches of the global batch."""
+
+    of: Sequence[int]
+    count: int
+
+    def spread(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[count], `numbers` of this rank's micro-batches in their places and zeros elsewhere. Ranks' sums of it are
+        exact."""
+        row = numbers.new_zeros(self.count)
+        row[list(self.of[: len(numbers)])] = numbers
+        return row
+
+
+def places_of(plan: Plan, groups: Groups, each: int) -> Places | None:
+    """Of `each` micro-batches of every rank; None where no sum has to be the same in every layout."""
+    if plan.config.sharding.reproducible != "layout":
+        return None
+    rank, ranks = groups.dp.rank(), groups.dp.size()
+    of = range(rank * each, (rank + 1) * each) if plan.in_runs else range(rank, each * ranks, ranks)
+    return Places(of, each * ranks)
+
+
+def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[float]:
+    """The sum over the ranks of `group` of each part: a scalar, or the numbers of micro-batches in their places, whose
+    sum is the float64 nearest to the exact one. float64, one all-reduce."""
+    if not parts:
+        return []
+    flat = torch.cat([part.to(cpu.device()).reshape(-1) for part in parts])
+    dist.all_reduce(flat, group=group)
+    numbers = iter(flat.tolist())
+    totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
+    return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
+
+
+def total_weight(
+    weights: Sequence[float], count: int, groups: Groups, places: Places | None = None
+) -> tuple[float, int]:
+    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over dp x cp, whose
+    ranks reduce gradients too: a group of dp alone would cost NCCL another communicator. Ranks of one cp group have the
+    same sequences, and the first counts."""
+    if groups.collection.cp.rank():
+        weights, count = [0.0] * len(weights), 0
+    own = torch.tensor(weights, dtype=torch.float64)
+    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if places is None else places.spread(own)
+    total, num_microbatches = sums_over_ranks([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
     return total, round(num_microbatches)
 
 
 @dataclass
 class Tally:
-    """What loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong with it
-    first, raised on all ranks at the next collective that they share."""
+    """Values that loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong
+    with it first, raised on all ranks at the next collective that they share."""
 
+    places: Places | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
     reports: list[Reports] = field(default_factory=list)
     problem: StepError | None = None
 
+    def add(self, weight: torch.Tensor | float) -> None:
+        """Take note of a weight alone: the losses are another loop's to report."""
+        given = torch.as_tensor(weight, device=cpu.device()).detach().double().reshape(())
+        self.losses.append(torch.zeros_like(given))
+        self.weights.append(given)
+        self.reports.append({})
+
+    def total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of one number per micro-batch, in their order: their sum, or each in its place; float64."""
+        if not numbers:
+            return torch.zeros(
+                () if self.places is None else self.places.count, dtype=torch.float64, device=cpu.device()
+            )
+        row = torch.stack([number.double() for number in numbers])
+        return row.sum() if self.places is None else self.places.spread(row)
+
     def sums(self) -> list[torch.Tensor]:
-        """[sum of the losses, sum of the weights, weights that are negative or not numbers, 1 where there is a
-        problem], float64 scalars."""
-        if not self.losses:
-            return [torch.zeros((), dtype=torch.float64, device=cpu.device()) for _ in range(4)]
-        weights = torch.stack(self.weights)
-        bad = torch.logical_not(weights >= 0).sum().double()
-        problem = torch.full_like(bad, float(self.problem is not None))
-        return [torch.stack([loss.double() for loss in self.losses]).sum(), weights.sum(), bad, problem]
+        """[total of the losses, total of the weights, weights that are negative or not numbers, 1 where there is a
+        problem], float64."""
+        bad = self.total([torch.logical_not(weight >= 0) for weight in self.weights])
+        problem = torch.full((), float(self.problem is not None), dtype=torch.float64, device=cpu.device())
+        return [self.total(self.losses), self.total(self.weights), bad, problem]
 
 
 def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
@@ -150,17 +211,16 @@ class ReportReducer:
         return [name for name in names if self._how.get(name) != "microbatch"]
 
     def sums(self, tally: Tally) -> list[torch.Tensor]:
-        """[numerator, denominator] of each known name, of this rank's micro-batches; float64 scalars."""
+        """[numerator, denominator] of each known name, of this rank's micro-batches; float64."""
         return [part for name in self._names for part in self._parts(name, tally)]
 
     def _parts(self, name: str, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
         zero = torch.zeros((), dtype=torch.float64, device=cpu.device())
         pairs = [
-            self._part(name, reports[name].double(), weight)
+            self._part(name, reports[name].double(), weight) if name in reports else (zero, zero)
             for reports, weight in zip(tally.reports, tally.weights, strict=True)
-            if name in reports
         ]
-        return (sum((p for p, _ in pairs), zero), sum((q for _, q in pairs), zero))
+        return tally.total([p for p, _ in pairs]), tally.total([q for _, q in pairs])
 
     def _part(self, name: str, value: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if value.numel() == 2 and value.dim() == 1:

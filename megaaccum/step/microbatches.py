@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaaccum.errors import ConfigError
 from megaaccum.step.loss import ForwardStepFunc
+
+if TYPE_CHECKING:
+    from megaaccum.config.batch import BatchPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,46 @@ class Microbatches:
 
 
 _PER_MICROBATCH = ("tokens", "weights", "token_weights", "lengths")
+
+
+def read_batch(
+    function: ForwardStepFunc,
+    data: Any,
+    plan: BatchPlan,
+    *,
+    varies: bool,
+    first: int,
+    count: int | None,
+    weights: Sequence[float] | None,
+    expected: float | None,
+    lengths: Sequence[int] | None,
+) -> Microbatches:
+    """`data` as a step of `plan` takes it; the other fields as in Microbatches. What is known of the micro-batches in
+    advance is asked of the forward step function where it has `weights` and `token_weights`. varies: whether their
+    lengths do. Raises ConfigError."""
+    if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
+        raise ConfigError("data comes from an iterator: give num_microbatches with it")
+    listed = isinstance(data, Sequence) and count is None
+    count = len(data) if listed else count
+    assert count is not None
+    shapes = shapes_of(data) if listed else []
+    if varies and lengths is None:
+        lengths = [length for _, length in shapes] or None
+    if lengths is not None:
+        shapes = [(plan.micro_batch_size, length) for length in lengths]
+    if weights is None and listed and hasattr(function, "weights"):
+        weights = function.weights(data)
+    return Microbatches(
+        forward_step_func=function,
+        data=data,
+        count=count,
+        first=first,
+        tokens=[rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count,
+        weights=weights,
+        token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
+        expected=expected,
+        lengths=lengths,
+    )
 
 
 def are_iterators(data: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What happens to a bad step: the only place that knows overflows of the loss scale, `nonfinite`, the guard of the norm
+"""The fate of a bad step: the only place that knows overflows of the loss scale, `nonfinite`, the guard of the norm
 and the limits on bad steps. All that it asks is the same on every rank, so its verdict is too."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of an attempt. overflow: the loss scale has to go down. bad: counts towards max_bad_steps."""
+    """The verdict on an attempt. overflow: the loss scale has to go down. bad: counts towards max_bad_steps."""
 
     attempt: Attempt
     skip: bool
@@ -59,7 +59,7 @@ class Again(Protocol):
     """The step's micro-batches once more, from the random states of before; collective over the world."""
 
     def look(self) -> Findings | None:
-        """Run them unreduced and look at each; leaves no gradient behind. None where they cannot be run again."""
+        """Run them unreduced and look at each; leaves no gradient. None where they cannot be run again."""
 
     def without(self, findings: Findings) -> Attempt:
         """The gradient of those that `findings` does not name, divided by their weight."""
@@ -78,7 +78,7 @@ class Recovery:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by in the next backward."""
+        """The factor on the loss in the next backward."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def judge(self, step: int, attempt: Attempt, again: Again) -> Verdict:

@@ -12,6 +12,7 @@ from megaaccum.errors import RankDisagreement, StepError
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.model.gpt_forward import Microbatch
 
 
@@ -19,13 +20,13 @@ _ZEROED = ("tokens", "labels", "loss_mask")
 """What is zero in a dummy."""
 
 
-def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step: int) -> str:
+def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, policy: str, step: int) -> str:
     """Which ranks have fewer micro-batches than planned, in words; empty where none has.
 
-    counts, dp_ranks: each rank's number of micro-batches and data-parallel rank, in rank order. Raises RankDisagreement
-    where ranks that share their sequences differ or a rank has too many, and StepError for `short_batch: error`.
+    counts, dp_ranks: each rank's number of micro-batches and data-parallel rank, in rank order. wanted: micro-batches
+    of this step. policy: the key short_batch. Raises RankDisagreement where ranks that share their sequences differ or
+    a rank has too many, and StepError for `short_batch: error`.
     """
-    wanted = plan.batch.num_microbatches
     if all(count == wanted for count in counts):
         return ""
     told = describe("num_microbatches", list(counts))
@@ -35,7 +36,6 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step:
     if any(count > wanted for count in counts):
         raise RankDisagreement(f"step {step}: {told}, and {wanted} are planned.")
     short = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts) if count < wanted)
-    policy = plan.config.step.short_batch
     if policy == "error":
         raise StepError(
             f"step {step} needs {wanted} micro-batches on every rank and {short}: set short_batch to pad or drop, or"
@@ -44,9 +44,11 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, plan: Plan, step:
     return f"of {wanted} micro-batches {short} (short_batch: {policy})"
 
 
-def filled(microbatches: Sequence[Microbatch], plan: Plan) -> tuple[Sequence[Microbatch], frozenset[int]]:
-    """`microbatches` with dummies behind them up to the planned number, and the dummies' indices."""
-    count, wanted = len(microbatches), plan.batch.num_microbatches
+def filled(
+    microbatches: Sequence[Microbatch], plan: Plan, batch: BatchPlan
+) -> tuple[Sequence[Microbatch], frozenset[int]]:
+    """`microbatches` with dummies after them up to the number of `batch`, and the dummies' indices."""
+    count, wanted = len(microbatches), batch.num_microbatches
     if count == wanted:
         return microbatches, frozenset()
     dummy = stand_in(microbatches[0], microbatches) if microbatches else _new_dummy(plan)
@@ -60,8 +62,8 @@ def dummy_of(microbatch: Microbatch) -> Microbatch:
 
 
 def stand_in(bad: Any, healthy: Sequence[Any]) -> Any:
-    """What runs in place of `bad`, with a weight of zero: a dummy of its shape, or, of a batch whose format is the
-    user's own, one of `healthy` (where there is none, `bad` itself, and the step is skipped)."""
+    """The stand-in that runs in place of `bad`, with a weight of zero: a dummy of its shape, or, of a batch whose
+    format is the user's own, one of `healthy` (where there is none, `bad` itself, and the step is skipped)."""
     if isinstance(bad, dict) and bad.keys() >= set(_ZEROED):
         return dummy_of(bad)
     return healthy[0] if healthy else bad

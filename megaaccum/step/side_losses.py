@@ -42,6 +42,8 @@ class SideLosses:
         self._divisor, self._loss_scale = divisor, loss_scale
         self._mean_weight = (divisor.total or 1.0) / max(num_microbatches, 1)
         self._scalars.clear()
+        # Megatron keeps the first scale that it is ever given, and copies later ones into it.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones((), dtype=torch.float64, device=cpu.device())
 
     def begin_flush(self, batch: Microbatches) -> None:
         """Give Megatron the scales that most micro-batches of `batch` have: those of its first real one."""
@@ -78,7 +80,8 @@ class SideLosses:
         return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
 
     def _scalar(self, value: float, device: torch.device) -> torch.Tensor:
-        """On the device, made once per step: Megatron copies a plain number over in every forward, which waits."""
+        """On the device, made once per step: Megatron copies a plain number over in every forward, which waits. In
+        float64, since Megatron rounds to the precision of the loss."""
         if (value, device) not in self._scalars:
-            self._scalars[value, device] = torch.full((), value, device=device)
+            self._scalars[value, device] = torch.full((), value, dtype=torch.float64, device=device)
         return self._scalars[value, device]

@@ -5,95 +5,37 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum.distributed import cpu, rng
-from megaaccum.distributed.agreement import Agreed, check_agreement, printed_once, raise_on_all_ranks
+from megaaccum.distributed import rng
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace, traced
-from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.metrics.observer import Observer
 from megaaccum.model import router_state
 from megaaccum.precision import fp8
 from megaaccum.precision.nonfinite import Findings, Probe
 from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
+from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, total_weight
-from megaaccum.step.microbatches import Microbatches, are_iterators, shapes_of
+from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, places_of, sums_over_ranks, total_weight
+from megaaccum.step.microbatches import Microbatches, read_batch
+from megaaccum.step.open_step import Before, OpenStep
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
+from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.metrics.memory import Memory
-    from megaaccum.metrics.traffic import Traffic
     from megaaccum.precision.loss_scaler import LossScaler
     from megaaccum.sharding import ShardingBackend
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What one step did; the same on every rank, but for `seconds`, `traffic`, `memory` and `per_microbatch`.
-
-    step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
-    all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
-    that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
-    no rank changed its weights. advanced: its samples count as consumed. bad: it counts towards max_bad_steps.
-    sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
-    where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
-    over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
-    seconds: by phase. traffic: this rank's collectives, by collective, group and dtype. memory: the most bytes that
-    this rank held, by kind.
-    """
-
-    step: int = 0
-    loss: float
-    weight: float
-    grad_norm: float
-    skipped: bool
-    lr: float = 0.0
-    advanced: bool = True
-    bad: bool = False
-    loss_scale: float = 1.0
-    sanitized: int = 0
-    note: str = ""
-    stop: bool = False
-    reports: dict[str, float] = field(default_factory=dict)
-    per_microbatch: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=dict)
-    memory: Memory = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Unmasked tokens over all ranks: the report of that name, or the weight, where it counts tokens."""
-        return round(self.reports.get("num_tokens", self.weight))
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What an attempt moves on, as it was before. A step that is skipped, or attempted again, goes back to it."""
-
-    rng: dict[str, torch.Tensor]
-    fp8: fp8.Snapshot
-
-
-@dataclass
-class _Open:
-    """A step between its first flush and its end: its divisor, what its loss functions gave, its calls so far."""
-
-    divisor: Divisor
-    before: _Before
-    tally: Tally = field(default_factory=Tally)
-    calls: list[Microbatches] = field(default_factory=list)
-    num_microbatches: int = 0
-    reduced: bool = False
-    short: str = ""
 
 
 class TrainStep:
@@ -115,30 +57,40 @@ class TrainStep:
         low_precision: fp8.Fp8 | None = None,
     ):
         self._plan, self._groups, self._chunks, self._backend = plan, groups, chunks, backend
+        self.batch = plan.batch
+        """That of the step; the engine sets it by the samples consumed."""
         self._forward_step_func = forward_step_func
         self._fp8 = low_precision or fp8.build(plan, chunks)
-        self._observer = Observer(groups, chunks, backend)
+        self.observer = Observer(groups, chunks, backend)
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.trace)
         self._schedule = get_forward_backward_func(plan)
-        self._digest = plan.digest()
+        if isinstance(self._schedule, ForwardBackward):
+            self._schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
+        self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
+        self._seeds = rng.SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
         self._probe: Probe | None = None
         self._last_weight = 0.0
-        self._open: _Open | None = None
+        self._open: OpenStep | None = None
         self.before_update: Callable[[], None] | None = None
         """Called when the backend's `shards` are as the optimizer is about to read them, if set."""
 
     @property
     def trace(self) -> Trace:
-        """What this rank is doing."""
-        return self._observer.trace
+        """This rank's notes on what it is doing."""
+        return self.observer.trace
 
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scale of an FP16 run."""
         return self._recovery.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """Scale of the loss in the next backward; 1 without FP16."""
+        return self._recovery.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""
@@ -159,33 +111,36 @@ class TrainStep:
         anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
         step comes with its `problem`, which every rank then raises before it begins.
         """
-        with self._observer.watching():
-            stop, short = self._agree(step, microbatches, stop, problem)
+        with self.observer.watching():
+            stop, short = self._agreement.on_step(step, microbatches, self.batch, stop=stop, **self._since(problem))
             if short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
-                filled, unknown = self._with_lengths(self._filled(microbatches))
+                filled, unknown = with_lengths(self._filled(microbatches), self._plan, self._groups.pp)
                 if filled.lengths is not None or unknown is not None:
                     raise_on_all_ranks(_raise, unknown)
-                self._run(filled, last=True)
+                self._run(filled, step=step, last=True)
                 assert self._open is not None
                 self._open.short = short
                 result = self._end(step, stop)
         return self._observed(result)
 
-    def forward_backward(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
-        """Add the gradients of `batch` to the step's. total: N of the whole step, over all ranks and calls, where it is
-        known. last: whether the reduction may run inside the last backward, if no further call is expected."""
-        with self._observer.watching():
-            batch, problem = self._with_lengths(batch)
+    def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
+        """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
+        where it is known. last: whether the reduction may run inside the last backward, if no further call is
+        expected."""
+        with self.observer.watching():
+            batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
-            self._agree_on("forward_backward", problem=problem, num_microbatches=len(batch), total_weight=bits)
-            self._run(batch, last=last, total=total)
+            self._agreement.on_call(
+                "forward_backward", num_microbatches=len(batch), total_weight=bits, **self._since(problem)
+            )
+            self._run(batch, step=step, last=last, total=total)
 
     def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
-        with self._observer.watching():
-            agreed = self._agree_on("optim_step", stop=stop, problem=problem, step=step)
+        with self.observer.watching():
+            agreed = self._agreement.on_call("optim_step", stop=stop, step=step, **self._since(problem))
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
             result = self._end(step, agreed.stop)
@@ -194,11 +149,14 @@ class TrainStep:
     def _end(self, step: int, stop: bool) -> StepResult:
         opened, self._open = self._open, None
         assert opened is not None
+        if self._backend.sums is not None and (problem := self._backend.sums.missing(opened.num_microbatches)):
+            self._drop(opened)
+            raise printed_once(StepError(f"step {step}: {problem}"))
         attempt = self._reduce_and_measure(opened)
         verdict = self._recovery.judge(step, attempt, _Again(self, opened))
-        self._observer.phase("optimizer")
+        self.observer.phase("optimizer")
         self._update(verdict, opened)
-        self._observer.phase("report")
+        self.observer.phase("report")
         attempt = verdict.attempt
         return StepResult(
             step=step,
@@ -216,28 +174,54 @@ class TrainStep:
         )
 
     def _observed(self, result: StepResult) -> StepResult:
-        seconds, traffic, memory = self._observer.take()
-        return replace(result, seconds=seconds, traffic=traffic, memory=memory)
+        seconds, traffic, memory = self.observer.take()
+        forward_seconds = self.observer.forward_seconds()
+        return replace(result, seconds=seconds, forward_seconds=forward_seconds, traffic=traffic, memory=memory)
 
     # --- forward and backward ---
 
-    def _run(self, batch: Microbatches, *, last: bool, total: float | None = None) -> None:
+    def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
         if self._open is None:
-            self._observer.phase("gather")
-            before = _Before(rng.snapshot(), self._fp8.snapshot())
-            self._open = _Open(self._divisor([batch], total, alone=last), before)
-            self._begin_attempt(self._open)
-        elif self._open.reduced:
-            self._backend.resume_accumulation()
-            self._open.reduced = False
+            self._begin(step, self._divisor([batch], total, alone=last))
+        assert self._open is not None
         self._open.calls.append(batch)
-        self._observer.phase("forward_backward")
+        self.observer.phase("forward_backward")
         try:
             self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
         except BaseException:
             self._open = None
             raise
+
+    def _begin(self, step: int, divisor: Divisor) -> None:
+        self.observer.phase("gather")
+        before = Before(rng.snapshot(), self._fp8.snapshot())
+        self._open = OpenStep(step, divisor, before)
+        self._begin_attempt(self._open)
+
+    # --- a flush that another loop runs, between these two ---
+
+    def begin_flush(self, step: int, expected: float | None = None) -> float:
+        """The gradients that come now add to those of step `step`; its first flush begins it. expected: the weight of a
+        micro-batch, default its tokens. Returns what losses are to be multiplied by, beside the loss scale. Raises
+        ConfigError with `reproducible: layout`, which has to know which micro-batch runs."""
+        if self._backend.sums is not None:
+            raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
+        if self._open is None:
+            self._num_microbatches = 0
+            self._begin(step, self._divisor_at_commit(expected))
+        assert self._open is not None
+        if self._open.reduced:
+            self._backend.resume_accumulation()
+            self._open.reduced = False
+        self._backend.set_last_flush(True)
+        return self._open.divisor.in_loss
+
+    def end_flush(self, weight: torch.Tensor | float) -> None:
+        """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
+        assert self._open is not None
+        self._open.tally.add(weight)
+        self._open.reduced = True
 
     def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Divisor:
         """Of a step. total: N where the caller knows it. alone: there is this one call, so its weights are all."""
@@ -247,36 +231,44 @@ class TrainStep:
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(known, count, self._groups.dp)
+            total, self._num_microbatches = total_weight(
+                known, count, self._groups, places_of(self._plan, self._groups, len(known))
+            )
         elif total is not None:
-            self._num_microbatches = self._plan.batch.num_microbatches * self._groups.dp.size()
+            self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
         if total is not None:
             return Divisor.known(total, reduction_divisor=factor)
-        nominal = self._nominal_weight(calls[0]) if self.scaler is not None else None
-        return Divisor.at_commit(reduction_divisor=factor, nominal=nominal)
+        return self._divisor_at_commit(calls[0].expected)
 
-    def _nominal_weight(self, first: Microbatches) -> float:
-        """About the weight of a step, before it is known: that of the last one, else by what is expected."""
-        batch = self._plan.batch
-        expected = first.expected or float(batch.micro_batch_size * batch.seq_length)
-        return self._last_weight or expected * batch.num_microbatches * self._groups.dp.size()
+    def _divisor_at_commit(self, expected: float | None) -> Divisor:
+        """Of a step whose weight is not known before it ends: about that of the last one, else by what is `expected` of
+        a micro-batch."""
+        nominal, batch = None, self.batch
+        if self.scaler is not None:
+            expected = expected or float(batch.micro_batch_size * batch.seq_length)
+            nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+        return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
 
-    def _begin_attempt(self, opened: _Open) -> None:
-        opened.tally = Tally()
+    def _begin_attempt(self, opened: OpenStep) -> None:
+        opened.tally, opened.reduced = Tally(places_of(self._plan, self._groups, self.batch.num_microbatches)), False
+        if self._backend.sums is not None:
+            self._backend.sums.count = self.batch.num_microbatches
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
         self._backend.begin_step()
         self._fp8.begin_attempt()
-        self._observer.note_held()
+        self.observer.note_held()
         router_state.begin_step(self._chunks)
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
 
-    def _flushes(self, batch: Microbatches, opened: _Open, *, reduce: bool) -> None:
+    def _flushes(self, batch: Microbatches, opened: OpenStep, *, reduce: bool) -> None:
         """One flush of all micro-batches (`merged`), or one per accumulation round; the last one reduces."""
-        size = self._plan.batch.microbatches_per_flush if batch.can_run_again else len(batch)
+        if opened.reduced:
+            self._backend.resume_accumulation()
+        size = self.batch.microbatches_per_flush if batch.can_run_again else len(batch)
         starts = range(0, len(batch), size)
-        with self._observer.flushing():
+        with self.observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
                 self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
@@ -291,10 +283,13 @@ class TrainStep:
             tally,
             chunks=self._chunks,
             trace=self.trace,
+            seeds=self._seeds,
+            sums=self._backend.sums,
             side_losses=self._side_losses,
             low_precision=self._fp8,
             probe=self._probe,
-            look=self._observer.note_held,
+            look=self.observer.note_held,
+            timed=nullcontext if forward_only else self.observer.forward,
         )
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.
@@ -309,8 +304,8 @@ class TrainStep:
             data_iterator=batch.iterators(len(self._chunks)),
             model=self._chunks,
             num_microbatches=len(batch),
-            seq_length=self._plan.batch.seq_length,
-            micro_batch_size=self._plan.batch.micro_batch_size,
+            seq_length=self.batch.seq_length,
+            micro_batch_size=self.batch.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
@@ -326,8 +321,8 @@ class TrainStep:
         self._fp8.begin_attempt()
         for chunk in self._chunks:
             chunk.eval()
-        tally = Tally()
-        with torch.no_grad():
+        tally = Tally(places_of(self._plan, self._groups, len(batch)))
+        with torch.no_grad(), self._seeds.flush(0):
             self._flush(batch, Divisor.known(1.0, reduction_divisor=1), tally, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
@@ -337,21 +332,13 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
         any rank is raised on every rank."""
-        self._agree_on("evaluate", problem=problem, num_microbatches=len(microbatches))
+        self._agreement.on_call("evaluate", num_microbatches=len(microbatches), **self._since(problem))
         tally = self.forward(self.batch_of(microbatches))
-        total, weight, *_ = self._summed(tally.sums())
+        total, weight, *_ = sums_over_ranks(self._counted(tally.sums()))
         return total / (weight or 1.0), weight
 
-    def _summed(self, mine: list[torch.Tensor]) -> list[float]:
-        """Sums over the world of what this rank has."""
-        if not mine:
-            return []
-        sums = torch.stack(self._counted(mine))
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
-
     def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank adds to sums over the world: ranks of one tp group have the same, and the first counts."""
+        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     # --- the micro-batches ---
@@ -366,129 +353,40 @@ class TrainStep:
         expected: float | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Microbatches:
-        """`data` as the step takes it. What is known of its micro-batches in advance is asked of the forward step
-        function where it has `weights` and `token_weights`. Raises ConfigError for what is missing."""
+        """`data` as the step takes it (`read_batch`). Raises ConfigError for what is missing."""
         function = forward_step_func or self._forward_step_func
         if function is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
-        if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
-            raise ConfigError("data comes from an iterator: give num_microbatches with it")
-        plan, first = self._plan.batch, 0 if self._open is None else self._open.num_microbatches
-        listed = isinstance(data, Sequence) and count is None
-        count = len(data) if listed else count
-        assert count is not None
-        shapes = shapes_of(data) if listed else []
-        if self._plan.config.batch.variable_seq_lengths and lengths is None:
-            lengths = [length for _, length in shapes] or None
-        if lengths is not None:
-            shapes = [(plan.micro_batch_size, length) for length in lengths]
-        tokens = [rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count
-        if weights is None and listed and hasattr(function, "weights"):
-            weights = function.weights(data)
-        return Microbatches(
-            forward_step_func=function,
-            data=data,
-            count=count,
-            first=first,
-            tokens=tokens,
-            weights=weights,
-            token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
-            expected=expected,
-            lengths=lengths,
-        )
+        return read_batch(
+            function, data, self.batch, varies=self._plan.config.batch.variable_seq_lengths,
+            first=0 if self._open is None else self._open.num_microbatches, count=count, weights=weights,
+            expected=expected, lengths=lengths,
+        )  # fmt: skip
 
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
         """With dummies up to the planned number, where a short batch is padded."""
-        filled, dummies = short_batch.filled(microbatches, self._plan)
+        filled, dummies = short_batch.filled(microbatches, self._plan, self.batch)
         batch = self.batch_of(filled)
         return batch.without({index: filled[index] for index in dummies})
 
-    def _agree(
-        self, step: int, microbatches: Sequence[Any], stop: bool, problem: MegaaccumError | None
-    ) -> tuple[bool, str]:
-        """Whether some rank wishes to stop, and which ranks have too few micro-batches, in words. Raises
-        RankDisagreement where ranks would not do the same thing, what short_batch.too_few raises, and a `problem` of
-        any rank."""
-        batch = self._plan.batch
-        planned = (batch.micro_batch_size, batch.seq_length)
-        shapes = [] if self._plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
-        rows, length = next((shape for shape in shapes if shape != planned), planned)
-        agreed = self._agree_on(
-            "train_step",
-            stop=stop,
-            problem=problem,
-            given=len(microbatches),
-            step=step,
-            seq_length=length,
-            micro_batch_size=rows,
-        )
-        if (rows, length) != planned:
-            raise RankDisagreement(
-                f"every rank has micro-batches of {rows} x {length} tokens, and the plan says micro_batch_size"
-                f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
-            )
-        if not agreed.told:  # every rank has as many as are planned
-            return agreed.stop, ""
-        counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
-        return agreed.stop, short_batch.too_few(counts, dp_ranks, plan=self._plan, step=step)
-
-    def _with_lengths(self, batch: Microbatches) -> tuple[Microbatches, MegaaccumError | None]:
-        """`batch` with the lengths that some stage of this pipeline knows, or why there are none. Collective over the
-        pipeline, where lengths vary."""
-        if not self._plan.config.batch.variable_seq_lengths:
-            return batch, None
-        known = [0] * len(batch) if batch.lengths is None else list(batch.lengths)
-        limits = torch.tensor([known, [-length if length else -self._LONGEST for length in known]], device=cpu.device())
-        torch.distributed.all_reduce(limits, op=torch.distributed.ReduceOp.MAX, group=self._groups.pp)
-        most, least = limits[0].tolist(), (-limits[1]).tolist()
-        longest = self._plan.batch.seq_length
-        if 0 in most:
-            return batch, ConfigError("variable_seq_lengths: no stage of the pipeline knows the lengths: give lengths=")
-        if most != least:
-            return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
-        if max(most) > longest:
-            return batch, ConfigError(f"a micro-batch has {max(most)} tokens, and seq_length is {longest}: raise it")
-        tokens = [self._plan.batch.micro_batch_size * length for length in most]
-        return replace(batch, lengths=most, tokens=tokens), None
-
-    _LONGEST = 2**40
-
-    def _agree_on(
-        self, call: str, *, stop: bool = False, problem: MegaaccumError | None = None, given: int = 0, **facts: int
-    ) -> Agreed:
-        """All ranks make the same `call`, with the same `facts`. It compares as many numbers in each of them, so that
-        ranks that make different calls disagree and do not hang. given: micro-batches that each rank has, not compared.
-        """
-        plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
-        calls = 0 if self._open is None else len(self._open.calls)
-        return check_agreement(
-            self._digest,
-            details=self._plan.facts,
-            tell={"given": given, "dp_rank": self._groups.dp.rank()},
-            usual={"given": self._plan.batch.num_microbatches if call == "train_step" else 0},
-            stop=stop,
-            problem=problem or self._problem(),
-            **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
-            **{"calls since the last optim_step": calls},
-            **(plain | facts),
-        )
-
-    def _problem(self) -> StepError | None:
-        """What was wrong with a loss function's values on this rank, in a call before."""
-        return None if self._open is None else self._open.tally.problem
+    def _since(self, problem: MegaaccumError | None) -> dict[str, Any]:
+        """Since the last optim_step: the number of calls, and what was wrong with this rank's values in one of them."""
+        if self._open is None:
+            return {"calls": 0, "problem": problem}
+        return {"calls": len(self._open.calls), "problem": problem or self._open.tally.problem}
 
     # --- the gradient ---
 
-    def _reduce_and_measure(self, opened: _Open) -> Attempt:
+    def _reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
-        self._observer.phase("reduce")
+        self.observer.phase("reduce")
         self._backend.finish_reduction()
-        self._observer.phase("norm")
+        self.observer.phase("norm")
         tally, zero = opened.tally, self._recovery.zero
         along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
         along += [] if zero is None else [zero.total()]
         norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
-        self._observer.phase("verdict")
+        self.observer.phase("verdict")
         total, weight, bad, problem, news, *reported = totals
         zeroed = 0 if zero is None else int(reported.pop())
         if bad or problem:
@@ -510,11 +408,11 @@ class TrainStep:
     def _sums_of_news(self, tally: Tally) -> list[float]:
         """Sums of all reports, where some have names that other ranks have not heard of yet: in the first step."""
         self._reports.learn(tally)
-        return self._summed(self._reports.sums(tally))
+        return sums_over_ranks(self._counted(self._reports.sums(tally)))
 
-    def gradient(self, microbatches: Sequence[Any]) -> Attempt:
+    def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
         """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
-        self._run(self._filled(microbatches), last=True)
+        self._run(self._filled(microbatches), step=step, last=True)
         opened, self._open = self._open, None
         assert opened is not None
         return self._reduce_and_measure(opened)
@@ -525,11 +423,11 @@ class TrainStep:
         if opened is not None:
             self._drop(opened)
 
-    def _drop(self, opened: _Open) -> None:
+    def _drop(self, opened: OpenStep) -> None:
         self._backend.discard()
         self._go_back(opened.before)
 
-    def _update(self, verdict: Verdict, opened: _Open) -> None:
+    def _update(self, verdict: Verdict, opened: OpenStep) -> None:
         """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
         attempt = verdict.attempt
         if verdict.skip:
@@ -543,14 +441,11 @@ class TrainStep:
             self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         self._recovery.conclude(verdict)
-        self._last_weight = attempt.weight
+        self._last_weight = attempt.weight / self.batch.global_batch_size
 
-    def _go_back(self, before: _Before) -> None:
+    def _go_back(self, before: Before) -> None:
         rng.restore(before.rng)
         self._fp8.restore(before.fp8)
-
-
-_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
 
 
 def _raise(problem: MegaaccumError | None) -> None:
@@ -561,13 +456,13 @@ def _raise(problem: MegaaccumError | None) -> None:
 class _Again:
     """The micro-batches of an open step once more (recovery.Again)."""
 
-    def __init__(self, of: TrainStep, opened: _Open):
+    def __init__(self, of: TrainStep, opened: OpenStep):
         self._of, self._opened = of, opened
 
     def look(self) -> Findings | None:
         of, opened = self._of, self._opened
-        if not all(batch.can_run_again for batch in opened.calls):
-            return None
+        if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
+            return None  # they came from an iterator, or to another loop
         of._backend.discard()
         of._go_back(opened.before)
         tally = opened.tally

@@ -1,4 +1,5 @@
-"""What commits with a step beside the weights: what a step changes, it changes everywhere and together, or nowhere.
+"""State that commits with a step beside the weights: what a step changes, it changes everywhere and together, or
+nowhere.
 
 | committed together | a step that counts | a skipped one, `consumed` | a skipped one, `retried` |
 | --- | --- | --- | --- |
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
-    from megaaccum.step.train_step import StepResult
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.step.result import StepResult
     from megaaccum.training.lr_schedule import LrSchedule
 
 
@@ -32,24 +34,29 @@ class Transaction:
 
     def __init__(self, plan: Plan, lr_schedule: LrSchedule | None):
         self._retry = plan.config.step.skipped_samples == "retried"
-        self._global_batch_size = plan.batch.global_batch_size
+        self._ramp = plan.ramp
         self._lr_schedule = lr_schedule
         self.step = self.num_updates = self.skipped_steps = self.consumed_samples = 0
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The batch of the next step."""
+        return self._ramp.at(self.consumed_samples)
 
     def commit(self, result: StepResult, *, lr: float) -> StepResult:
         """Take note of an attempt; returns `result` with its number, the learning rate that it used, and whether its
         samples count as consumed."""
-        number = self.step + 1
+        number, num_samples = self.step + 1, self.batch.global_batch_size
         advanced = not (result.skipped and self._retry)
         if result.skipped:
             self.skipped_steps += 1
         else:
             self.num_updates += 1
             if self._lr_schedule is not None:
-                self._lr_schedule.step()
+                self._lr_schedule.step(num_samples)
         if advanced:
             self.step += 1
-            self.consumed_samples += self._global_batch_size
+            self.consumed_samples += num_samples
         return replace(result, step=number, lr=lr, advanced=advanced)
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
             loader.commit(engine.plan.batch.global_batch_size)
             total, weight = total + loss * count, weight + count
     with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-        log.evaluation({"step": engine.step, "loss": total / max(weight, 1)})
+        log.evaluation(
+            {"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples}
+        )
 
 
 def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> MicrobatchLoader:
@@ -40,4 +42,5 @@ def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples:
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
+        in_runs=plan.in_runs,
     )

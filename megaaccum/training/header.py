@@ -24,10 +24,16 @@ def header(plan: Plan, *, vocab_size: int, start_step: int) -> str:
         "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
         f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
         "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
-        f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}",
+        f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",
         "run": f"steps {start_step + 1} to {last}, log in {run.output_dir}, {_checkpoints(plan)}",
     }
     return "\n".join(f"{name:<6}{text}" for name, text in rows.items())
+
+
+def _ramp(plan: Plan) -> str:
+    if plan.ramp.is_constant:
+        return ""
+    return f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
 
 
 def _checkpoints(plan: Plan) -> str:

@@ -7,36 +7,37 @@ import signal
 import time
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.checkpoint import save_load
-from megaaccum.checkpoint.saver import Saver
+from megaaccum.checkpoint.saver import Saver, continued
 from megaaccum.data.dataset import build_datasets
-from megaaccum.distributed import cpu
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.start import end_process_group, start_process_group
 from megaaccum.distributed.watchdog import Watchdog
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
-from megaaccum.metrics.log import RunLog
 from megaaccum.metrics.memory import bytes_by_kind, smallest_device
+from megaaccum.metrics.phases import between_steps, by_phase
+from megaaccum.metrics.ranks import Ranks
 from megaaccum.metrics.traffic import bytes_by_collective
-from megaaccum.model import flops, gpt
+from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-from megaaccum.planner import sync_mode
+from megaaccum.planner import expected, sync_mode
 from megaaccum.training.evaluation import evaluate, loader_of
 from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
+from megaaccum.training.run_log import open_log
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
     from megaaccum.data.loader import MicrobatchLoader
-    from megaaccum.step.train_step import StepResult
+    from megaaccum.metrics.log import RunLog
+    from megaaccum.step.result import StepResult
 
 
 def train(plan: Plan) -> int:
@@ -45,6 +46,7 @@ def train(plan: Plan) -> int:
     check_agreement(plan.digest(), details=plan.facts)
     plan, notes = raise_on_all_ranks(_settled, plan, smallest_device())
     raise_on_all_ranks(check_folders, plan.config)
+    plan = raise_on_all_ranks(continued, plan)
     groups = process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     data = raise_on_all_ranks(build_datasets, plan)
     chunks = raise_on_all_ranks(gpt.build_chunks, plan, groups, vocab_size=data.vocabulary.size)
@@ -54,13 +56,18 @@ def train(plan: Plan) -> int:
     engine.shape = save_load.shape_of(plan, data.vocabulary.size)
     saver = Saver(engine, data)
     saver.resume()
-    log = raise_on_all_ranks(_open_log, plan, data, start_step=engine.step)
+    log = open_log(plan, data, start_step=engine.step)
     log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:
         log.note(note)
-    with saver, closing(_loader(engine, data)) as loader:
-        outcome = _loop(engine, loader, saver, log, data)
-    raise_on_all_ranks(log.close, outcome, checkpoint=saver.written())
+    try:
+        with saver, closing(_loader(engine, data)) as loader:
+            outcome = _loop(engine, loader, saver, log, data)
+    except BaseException as error:
+        log.failed(error)
+        raise
+    seconds = between_steps(engine.observer.stopwatch.take())
+    raise_on_all_ranks(log.close, outcome, checkpoint=saver.written(), seconds=seconds)
     end_process_group()
     return 0
 
@@ -76,14 +83,18 @@ def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
 def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, data: Datasets) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals, started = engine.plan.config.run, _Signals(), time.monotonic()
-    watchdog = _watchdog(engine)
+    watchdog, stopwatch, ranks = _watchdog(engine), engine.observer.stopwatch, _ranks(engine, data)
+    stopwatch.enter("between")
     last = run.train_iters if run.max_steps is None else min(run.train_iters, engine.step + run.max_steps)
     if engine.step >= last:
         return f"Nothing left to do after step {engine.step} of {run.train_iters}"
     if run.eval_interval and data.valid is not None and engine.step == 0:
-        evaluate(engine, data, log)
+        with stopwatch.during("evaluation"):
+            evaluate(engine, data, log)
     while engine.step < last:
-        microbatches, problem = loader.try_next_step(engine.plan.batch.num_microbatches)
+        batch = engine.batch
+        with stopwatch.during("data"):
+            microbatches, problem = loader.try_next_step(batch.num_microbatches)
         problem = saver.problem() or log.problem or problem
         try:
             with watchdog.step(engine.step + 1):
@@ -92,16 +103,22 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         except MegaaccumError as error:
             raise saver.saved(error) from error
         if result.advanced:
-            loader.commit(engine.plan.batch.global_batch_size)
-        log_step(log, engine, result)
+            loader.commit(batch.global_batch_size)
+        log_step(log, engine, result, batch)
+        for kind, text in ranks.after(result, data=result.seconds["data"], whole_batch=batch == engine.plan.batch):
+            log.event(kind, result.step, text)
+            log.note(f"{kind}  {text}")
         is_eval = (
             run.eval_interval and result.advanced and (engine.step % run.eval_interval == 0 or engine.step == last)
         )
         if is_eval and data.valid is not None:
-            evaluate(engine, data, log)
+            with stopwatch.during("evaluation"):
+                evaluate(engine, data, log)
         ends = engine.step == last or result.stop
         if (result.advanced or result.stop) and saver.is_due(engine.step, ends, bad=result.bad):
-            log.note(f"checkpoint  {saver.save()}")
+            with stopwatch.during("checkpoint"):
+                written = saver.save()
+            log.note(f"checkpoint  {written}")
         if result.stop:
             why = "a signal" if signals.received else "exit_interval or exit_duration_in_mins"
             return f"Stopped by {why} after step {engine.step}"
@@ -116,23 +133,26 @@ def _is_time(run: RunConfig, step: int, started: float) -> bool:
     )
 
 
-def log_step(log: RunLog, engine: Engine, result: StepResult) -> None:
-    """Record what a step came to."""
-    record = {
+def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) -> None:
+    """Record what a step on `batch` came to."""
+    record: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss,
         "lr": result.lr,
         "grad_norm": result.grad_norm,
         "num_tokens": result.num_tokens,
         "consumed_samples": engine.consumed_samples,
+        "global_batch_size": batch.global_batch_size,
         "skipped": result.skipped,
-        "seconds_per_step": sum(result.seconds.values()),
     }
+    record |= by_phase(result.seconds)
     record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if engine.plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
     if result.sanitized:
         record["sanitized"] = result.sanitized
+    if result.note:
+        record["note"] = result.note
     with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
         log.step(record)
     log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")
@@ -144,23 +164,17 @@ def _watchdog(engine: Engine) -> Watchdog:
     return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=engine.trace)
 
 
+def _ranks(engine: Engine, data: Datasets) -> Ranks:
+    plan = engine.plan
+    stages = expected.of_plan(plan, data.vocabulary.size, gpt.layers_of(plan))
+    return Ranks(plan, engine.groups, engine.chunks, stages)
+
+
 # --- what the run is made of -----------------------------------------------------------------------------------------
 
 
 def _loader(engine: Engine, data: Datasets) -> MicrobatchLoader:
     return loader_of(engine, data.train, data, consumed_samples=engine.consumed_samples)
-
-
-def _open_log(plan: Plan, data: Datasets, *, start_step: int) -> RunLog:
-    rank = int(os.environ["RANK"])
-    device = torch.cuda.get_device_name() if cpu.has_accelerator() else None
-    return RunLog(
-        plan,
-        is_writer=rank == 0,
-        flops_per_step=flops.step_flops(plan.config, plan.batch, vocab_size=data.vocabulary.size),
-        peak_flops=flops.peak_flops(device, plan.config.sharding.params_dtype or "fp32"),
-        start_step=start_step,
-    )
 
 
 class _Signals:

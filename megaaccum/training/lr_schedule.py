@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError
@@ -44,9 +45,9 @@ class LrSchedule:
     The rate of the first step is `lr_warmup_init` where there is a warm-up. Same on every rank.
     """
 
-    def __init__(self, scheduler: OptimizerParamScheduler, global_batch_size: int, *, differing: Differing = "error"):
+    def __init__(self, scheduler: OptimizerParamScheduler, ramp: BatchRamp, *, differing: Differing = "error"):
         self._scheduler = scheduler
-        self._global_batch_size = global_batch_size
+        self._ramp = ramp
         self._differing = differing
 
     @property
@@ -66,8 +67,8 @@ class LrSchedule:
 
     def step(self, num_samples: int | None = None) -> None:
         """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
-        group. `num_samples` is that step's global batch, default `global_batch_size`."""
-        self._scheduler.step(increment=self._global_batch_size if num_samples is None else num_samples)
+        group. `num_samples` is that step's global batch, default what the ramp has after as many samples."""
+        self._scheduler.step(increment=self._ramp.size_at(self.num_samples) if num_samples is None else num_samples)
 
     def state_dict(self) -> dict[str, int | float | str | None]:
         """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""
@@ -115,41 +116,49 @@ class LrSchedule:
         key = KEY_OF_STATE[name].name
         if not KEY_OF_STATE[name].facts.in_samples:
             return f"{key}: the checkpoint was made with {saved}, the configuration says {now}; set {key} to {saved}"
-        steps = saved / self._global_batch_size if saved is not None else None
-        remedy = f"set {key} to {steps:g}" if steps is not None and steps == int(steps) else "set both as they were"
+        steps = None if saved is None else self._ramp.steps_within(int(saved))
+        from_start = self._ramp.is_constant or name != "wsd_decay_steps"
+        exact = steps is not None and from_start and self._ramp.samples_after(steps) == saved
+        remedy = f"set {key} to {steps}" if exact else "set both as they were"
+        size = self._ramp.intervals[-1][1]
         return (
             f"{key} * global_batch_size: the checkpoint's schedule has {saved} samples, the configuration gives {now}"
-            f" (global_batch_size {self._global_batch_size}); {remedy}"
+            f" (global_batch_size {size}); {remedy}"
         )
 
 
-def build(optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config) -> LrSchedule:
-    """The schedule that Megatron-LM builds from the same flags, in front of the first step: every group of the
+def build(
+    optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config, ramp: BatchRamp | None = None
+) -> LrSchedule:
+    """The schedule that Megatron-LM builds from the same flags, before the first step: every group of the
     optimizer (or of the list) has its `lr` and `weight_decay` set.
 
     `config` is a resolved one: train_iters, lr and global_batch_size are there, and the rules of
-    `megaaccum.config.rules` hold. Imports megatron.core and so torch.
+    `megaaccum.config.rules` hold. ramp: the batch of each step (Plan.ramp); default: global_batch_size. Imports
+    megatron.core and so torch.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    ramp = ramp or _constant(config)
     optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
-    scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config))
+    scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config, ramp))
     run = config.run
     ours = "configuration" if run.override_opt_param_scheduler else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
-    return LrSchedule(scheduler, _global_batch_size(config), differing=differing)
+    return LrSchedule(scheduler, ramp, differing=differing)
 
 
-def scheduler_arguments(config: Config) -> dict[str, Any]:
-    """What Megatron-LM 0.19 gives its scheduler for iteration-based training (get_optimizer_param_scheduler of
-    megatron.training): spans of steps become spans of samples."""
-    optimizer, batch_size = config.optimizer, _global_batch_size(config)
+def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[str, Any]:
+    """Megatron-LM 0.19's arguments of its scheduler for iteration-based training (get_optimizer_param_scheduler of
+    megatron.training): spans of steps become spans of the samples that these steps consume."""
+    optimizer, samples_after = config.optimizer, (ramp or _constant(config)).samples_after
     assert config.run.train_iters > 0, "the config is not resolved"
-    decay_samples = (optimizer.lr_decay_iters or config.run.train_iters) * batch_size
+    decay_steps = optimizer.lr_decay_iters or config.run.train_iters
+    decay_samples = samples_after(decay_steps)
     if optimizer.lr_warmup_fraction is not None:
         warmup_samples: float = optimizer.lr_warmup_fraction * decay_samples
     else:
-        warmup_samples = (optimizer.lr_warmup_iters or 0) * batch_size
+        warmup_samples = samples_after(optimizer.lr_warmup_iters or 0)
     anneal_steps = optimizer.lr_wsd_decay_iters
     start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay
     return {
@@ -161,17 +170,18 @@ def scheduler_arguments(config: Config) -> dict[str, Any]:
         "lr_decay_style": optimizer.lr_decay_style,
         "start_wd": optimizer.weight_decay if start_wd is None else start_wd,
         "end_wd": optimizer.weight_decay if end_wd is None else end_wd,
-        "wd_incr_steps": config.run.train_iters * batch_size,
+        "wd_incr_steps": samples_after(config.run.train_iters),
         "wd_incr_style": optimizer.weight_decay_incr_style,
-        "wsd_decay_steps": None if anneal_steps is None else anneal_steps * batch_size,
+        # The anneal is the end of the decay: its steps are the last ones, which may lie inside a ramp.
+        "wsd_decay_steps": None if anneal_steps is None else decay_samples - samples_after(decay_steps - anneal_steps),
         "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
     }
 
 
-def _global_batch_size(config: Config) -> int:
-    batch_size = config.batch.global_batch_size
-    assert batch_size is not None, "the config is not resolved"
-    return batch_size
+def _constant(config: Config) -> BatchRamp:
+    """Every step takes global_batch_size."""
+    assert config.batch.global_batch_size is not None, "the config is not resolved"
+    return BatchRamp(((0, config.batch.global_batch_size),), {})
 
 
 def param_groups(

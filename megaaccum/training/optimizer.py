@@ -26,6 +26,10 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
+    if plan.config.sharding.reproducible == "layout":
+        # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
+        # (torch 2.13, on a CPU), and a shard's end is not the parameter's.
+        return torch.optim.AdamW(groups, fused=False, **options)
     fused = _fused_adam() if _takes_fused(plan) else None
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)
@@ -63,7 +67,8 @@ def _decoupled(plan: Plan) -> dict[str, float] | None:
 
 
 def _hidden(plan: Plan) -> dict[str, float] | None:
-    """What Adam takes for hidden matrices under the maximal update parametrization, as Megatron-core's overrides do."""
+    """Adam's arguments for hidden matrices under the maximal update parametrization, as Megatron-core's overrides
+    do."""
     keys, fields = plan.config.optimizer, plan.config.megatron
     base = fields.get("mup_base_hidden_size")
     width = plan.config.model.hidden_size / base if isinstance(base, int) else 1.0

@@ -7,13 +7,15 @@ instead of in the middle of a step.
 
 from __future__ import annotations
 
-from megaaccum.upstream import fsdp2, megatron, pytorch, te, zero
+from megaaccum.upstream import fsdp2, megatron, megatron_training, pytorch, te, zero
 from megaaccum.upstream.adam import UpdateCount, adam_views, optimizer_tensors, set_adam_step
 from megaaccum.upstream.fsdp2 import (
     Fsdp2WeightGrads,
     drop_unreduced,
     first_element,
     fsdp2_even_out,
+    fsdp2_give,
+    fsdp2_on_gradient,
     fsdp2_tensors,
     fsdp2_units,
     watch_fsdp2,
@@ -25,7 +27,7 @@ from megaaccum.upstream.megatron import (
     linear_forward,
     megatron_adopt,
     megatron_give_zeros,
-    megatron_plain_reduce_scatter,
+    megatron_reduce_scatter,
     megatron_share,
     megatron_state,
     megatron_tensors,
@@ -66,6 +68,8 @@ __all__ = [
     "drop_unreduced",
     "first_element",
     "fsdp2_even_out",
+    "fsdp2_give",
+    "fsdp2_on_gradient",
     "fsdp2_tensors",
     "fsdp2_units",
     "has_fused_softmax",
@@ -75,7 +79,7 @@ __all__ = [
     "linear_forward",
     "megatron_adopt",
     "megatron_give_zeros",
-    "megatron_plain_reduce_scatter",
+    "megatron_reduce_scatter",
     "megatron_share",
     "megatron_state",
     "megatron_tensors",
@@ -98,7 +102,7 @@ __all__ = [
 
 def check() -> list[str]:
     """Names that these versions of the libraries lack, as sentences; empty when all is well."""
-    problems = zero.check() + megatron.check() + fsdp2.check() + pytorch.check()
+    problems = zero.check() + megatron.check() + megatron_training.check() + fsdp2.check() + pytorch.check()
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:  # not installed, or hidden by the CPU lane

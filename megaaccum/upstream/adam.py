@@ -33,7 +33,7 @@ def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor; of any other tensor, itself. `to_local` would enter autograd, at a multiple of
+    """This rank's part of a DTensor; of any other tensor, itself. `to_local` would enter autograd, at a multiple of
     the price, which counts where every tensor is looked at several times in a step."""
     return getattr(tensor, "_local_tensor", tensor)
 

@@ -1,14 +1,16 @@
-"""What torch's fully_shard holds and does behind its hooks (torch 2.13)."""
+"""Internals of torch's fully_shard: what it holds, and what its hooks do (torch 2.13)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from megaaccum.upstream.adam import own_tensor
+from megaaccum.upstream.pytorch import on_gradient
 
 _GROUP = ("fsdp_params", "post_backward", "_partial_reduce_output")
 _PARAM = (
@@ -38,8 +40,8 @@ def check() -> list[str]:
 
 
 def fsdp2_units(root: torch.nn.Module) -> list[Any]:
-    """What FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last layer
-    first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
+    """Parameters that FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last
+    layer first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -115,6 +117,26 @@ def drop_unreduced(root: torch.nn.Module) -> None:
                 param._unsharded_param.grad = None
 
 
+def fsdp2_on_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
+    """Call `call(held, param)` when a backward has given `param.grad` of a whole parameter; `held` is what
+    `fsdp2_give` takes. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for unit in module._get_fsdp_state()._fsdp_param_groups:
+                for held in unit.fsdp_params:
+                    if held.sharded_param.requires_grad:
+                        on_gradient(held._unsharded_param, partial(call, held))
+            module.reshard()
+
+
+def fsdp2_give(held: Any, grad: torch.Tensor | None) -> None:
+    """Let the next reduction take `grad`, in the precision of the reduction, as the sum of all backwards."""
+    held.unsharded_accumulated_grad = grad
+
+
 def first_element(param: torch.nn.Parameter) -> int:
     """Offset of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
 
@@ -127,7 +149,7 @@ def first_element(param: torch.nn.Parameter) -> int:
 
 
 def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
-    """What fully sharded modules hold now, by kind (metrics/memory.py), but for the optimizer's state."""
+    """Bytes that fully sharded modules hold now, by kind (metrics/memory.py), but for the optimizer's state."""
     groups = [unit for root in roots for unit in fsdp2_units(root)]
     params = [param for group in groups for param in group.fsdp_params]
     sharded = [param.sharded_param for param in params]

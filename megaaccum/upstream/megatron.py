@@ -14,7 +14,7 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
 def check() -> list[str]:
-    """What `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords."""
+    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     problems = []
@@ -54,7 +54,7 @@ def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Ten
 
 
 def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
-    """Megatron-core's own product of a parallel linear layer. Behind a frozen weight (megatron-core 0.19:
+    """Megatron-core's own product of a parallel linear layer. After a frozen weight (megatron-core 0.19:
     LinearWithFrozenWeight) it gives a bias that is trained no gradient, so that one is added here."""
     from megatron.core.tensor_parallel import layers
 
@@ -65,15 +65,16 @@ def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
     return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
 
 
-def megatron_plain_reduce_scatter() -> None:
-    """Have Megatron's DDPs that are built next use torch's reduce-scatter.
+def megatron_reduce_scatter(reduce_scatter: Callable | None = None) -> None:
+    """Have Megatron's DDPs use torch's reduce-scatter, or `reduce_scatter` (of the same arguments).
 
-    One that adds in rank order (megatron-core 0.19: reduce_scatter_with_fp32_accumulation) puts its own into a global
-    of the module and leaves it there; another one without would then not wait for the sum.
+    It is a global of the module (megatron-core 0.19). One that adds in rank order
+    (reduce_scatter_with_fp32_accumulation) puts its own there when it is built, and leaves it; another one without
+    would then not wait for the sum.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
-    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+    param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter or torch.distributed.reduce_scatter_tensor
 
 
 def megatron_give_zeros(ddp) -> None:
@@ -101,7 +102,7 @@ def megatron_state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tens
 
 
 def megatron_tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
-    """What Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
+    """Bytes that Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
     parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
     buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
     params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]

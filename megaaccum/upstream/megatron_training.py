@@ -1,15 +1,131 @@
-"""The parts of Megatron-LM's `megatron.training` that the models are built with (megatron-core 0.19.2).
+"""The parts of Megatron-LM's `megatron.training` that the models are built with, and its pretraining loop
+(megatron-core 0.19.2).
 
 To be imported from here: importing `megatron.training` itself gives the program's root logger a handler and level INFO.
 """
 
 from __future__ import annotations
 
-from megaaccum.distributed import quiet
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from megaaccum.distributed import cpu, quiet
 
 with quiet.root_logger_kept():
     from megatron.training.models import gpt as gpt_builder
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
     from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
-__all__ = ["GPTModelBuilder", "GPTModelConfig", "HybridModelBuilder", "HybridModelConfig", "gpt_builder"]
+__all__ = [
+    "GPTModelBuilder",
+    "GPTModelConfig",
+    "HybridModelBuilder",
+    "HybridModelConfig",
+    "answer_for_cuda",
+    "args_of_run",
+    "check",
+    "function",
+    "gpt_builder",
+    "in_place_of",
+]
+
+_NAMES = {
+    "training.training": (
+        "pretrain",
+        "train",
+        "get_model",
+        "get_megatron_optimizer",
+        "get_forward_backward_func",
+        "initialize_megatron",
+        "set_jit_fusion_options",
+    ),
+    "training.initialize": ("_compile_dependencies",),
+    "training.arguments": ("get_device_arch_version",),
+    "training.global_vars": ("get_args",),
+    "core.parallel_state": ("is_pipeline_first_stage", "is_pipeline_last_stage"),
+}
+"""Names that are called or replaced below, by module."""
+
+
+def _module(name: str) -> ModuleType:
+    """A module of Megatron's; its loop takes a second to import, which only its users pay."""
+    with quiet.root_logger_kept():
+        return importlib.import_module(f"megatron.{name}")
+
+
+def check() -> list[str]:
+    """Names that this version of Megatron lacks, as sentences; empty when all is well."""
+    return [
+        f"megatron.{module}.{name} is missing"
+        for module, names in _NAMES.items()
+        for name in names
+        if not hasattr(_module(module), name)
+    ]
+
+
+def args_of_run() -> Any:
+    """Megatron's arguments of this run, as its parser has set them."""
+    return _module("training.global_vars").get_args()
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function of Megatron's loop."""
+    return getattr(_module("training.training"), name)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def in_place_of(**names: Callable) -> Iterator[None]:
+    """Inside, Megatron's loop (and parallel_state) calls these functions under its own names: it takes its model, its
+    optimizer and its schedule from functions of its module, and there are no arguments for others."""
+    places = [
+        (_module(module), name) for module in ("training.training", "core.parallel_state") for name in _NAMES[module]
+    ]
+    found = [(module, name, getattr(module, name)) for module, name in places if name in names]
+    assert len(found) == len(names), f"{names.keys()} are not all names of Megatron's loop"
+    for module, name, _ in found:
+        setattr(module, name, names[name])
+    try:
+        yield
+    finally:
+        for module, name, before in found:
+            setattr(module, name, before)
+
+
+def answer_for_cuda() -> None:
+    """On the CPU lane, let Megatron's argument parser and its loop run without a GPU: six places that ask for one.
+
+    They ask for its architecture (twice), select it, refuse to initialise without it, compile C++ that the wheel has no
+    source of, and warm up fused kernels. No-op with a GPU.
+    """
+    import torch
+
+    if cpu.has_accelerator():
+        return
+    training = _module("training.training")
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda.set_device = lambda device: None
+    vars(_module("training.arguments"))["get_device_arch_version"] = lambda: 9
+    vars(_module("training.initialize"))["_compile_dependencies"] = lambda: None
+    vars(training)["set_jit_fusion_options"] = lambda tp_size=None: None
+    if getattr(training.initialize_megatron, "on_cpu", False):
+        return
+    vars(training)["initialize_megatron"] = _on_cpu(training.initialize_megatron)
+
+
+def _on_cpu(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        """Groups and random states are made only where a device is counted."""
+        import torch
+
+        count, torch.cuda.device_count = torch.cuda.device_count, lambda: 1  # type: ignore[assignment]
+        try:
+            return initialize(*args, **(kwargs | {"allow_no_cuda": True}))
+        finally:
+            torch.cuda.device_count = count
+
+    initialize_megatron.on_cpu = True  # type: ignore[attr-defined]
+    return initialize_megatron

@@ -82,7 +82,7 @@ def note_failure(key: str, text: str) -> None:
 
 
 def noted_failure(key: str) -> str | None:
-    """What `note_failure` left under `key`, if it can be read."""
+    """The text that `note_failure` left under `key`, if it can be read."""
     with contextlib.suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
         if store.check([key]):
@@ -116,7 +116,7 @@ def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], 
 
 
 class _OnGradient:
-    """Autograd visits every input of a function whose backward it runs, and (torch 2.13) runs the hooks behind the
+    """Autograd visits every input of a function whose backward it runs, and (torch 2.13) runs the hooks of the
     addition even where the function gave no gradient: a layer that computes its weight gradient later. The hook on the
     gradient itself tells, which then is None."""
 

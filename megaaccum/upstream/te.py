@@ -56,7 +56,7 @@ def _manager() -> Any:
 
 @dataclass(slots=True)
 class Histories:
-    """What TE's state manager keeps of the modules of one chunk: their newest largest values, their histories and their
+    """TE's state of the modules of one chunk: their newest largest values, their histories and their
     scales, in lists by direction and recipe. Field names are those of TE's FP8GlobalState."""
 
     global_amax_buffer: dict[str, list] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Histories:
 
 
 def take_over_updates() -> Callable[[bool], None]:
-    """Stop TE from updating histories and scales by itself. Returns TE's own update, which takes `forward` (or
+    """Stop TE from updating histories and scales. Returns TE's own update, which takes `forward` (or
     backward) and works on the modules of the Histories in use; with several ranks it is collective over the group of
     their autocast region (a MAX all-reduce)."""
     manager = _manager()
@@ -155,13 +155,20 @@ def delayed_modules(chunk: torch.nn.Module) -> list[Any]:
 
 
 def take_delayed(module: Any) -> queue.Queue | None:
-    """What the last backward through `module` left for `backward_dw`, or None; the module starts an empty queue. TE has
-    one queue for all micro-batches, so that they could only be worked off in the order of their backwards."""
+    """The products that the last backward through `module` left for `backward_dw`, or None; the module starts an empty
+    queue. TE has one queue for all micro-batches, so that they could only be worked off in the order of their
+    backwards."""
     left = module.wgrad_store.context
     if left.empty():
         return None
     module.wgrad_store.context = queue.Queue()
     return left
+
+
+def kept_by(left: queue.Queue) -> Iterator[torch.Tensor]:
+    """The tensors in what `take_delayed` gave: TE's queue holds (operands, product) pairs."""
+    for operands, _ in left.queue:
+        yield from (each for each in operands if isinstance(each, torch.Tensor))
 
 
 def delayed_gradients(module: Any, left: queue.Queue) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:

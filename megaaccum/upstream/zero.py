@@ -87,7 +87,7 @@ def check() -> list[str]:
 
 
 def _check_experts() -> list[str]:
-    """What `place_experts` leans on."""
+    """Check what `place_experts` leans on."""
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.utils import groups
@@ -155,6 +155,10 @@ class Zero3:
         self.optimizer.parameter_offload._remove_module_hooks()
         self._handed_over: set[int] = set()
         self._own = {id(param): _own_part(param) for param in self.params}
+
+    def apart(self) -> list[torch.nn.Parameter]:
+        """Parameters that are not whole on this rank."""
+        return [param for param in (*self.params, *self._frozen) if not self.is_whole(param)]
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
@@ -272,7 +276,7 @@ class Zero3:
             yield param, shard.view(-1), self._own[id(param)][0]
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """What the engine holds now, by kind. DeepSpeed's step makes the flat gradients of a sub-group that
+        """Bytes that the engine holds now, by kind. DeepSpeed's step makes the flat gradients of a sub-group that
         its optimizer reads (`flat.grad`), beside the partitions."""
         zero = self.optimizer
         flats = [*zero.fp32_partitioned_groups_flat]
@@ -330,6 +334,13 @@ class Zero12:
             for param in self.params:
                 param.grad_accum = None  # type: ignore[attr-defined]
 
+    def apart(self) -> list[torch.nn.Parameter]:
+        """None: parameters are whole on every rank."""
+        return []
+
+    def release(self, params: list[torch.nn.Parameter]) -> None:
+        """Nothing to do."""
+
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Nothing to do: ZeRO-1 and -2 gather the new parameters at the end of the optimizer's step."""
 
@@ -352,6 +363,46 @@ class Zero12:
     def finish_reduction(self) -> None:
         self.optimizer.independent_gradient_partition_epilogue()
         _wait_for_copies(self.optimizer.cpu_offload)
+
+    def cuts(self, param: torch.nn.Parameter) -> list[tuple[int, int]]:
+        """[start, stop) of the part of the flattened parameter that each data-parallel rank owns."""
+        group, key = self._group_of[id(param)], self.optimizer.get_param_id(param)
+        found, width = [], self.optimizer.partition_size[group]
+        for rank, starts in self.optimizer.grad_start_offset[group].items():
+            start = int(starts.get(key, param.numel()))
+            position = int(self.optimizer.grad_partition_insertion_offset[group][rank].get(key, width))
+            found.append((start, min(param.numel(), start + width - position)))
+        return found
+
+    def begin_partitions(self) -> None:
+        """Make this rank's partitions of the gradients, as zeros; what is put into `place` replaces DeepSpeed's own
+        reduction."""
+        dtype = self.optimizer.gradient_accumulation_dtype
+        self._partitions = [flat.new_zeros(flat.numel(), dtype=dtype) for flat in self._masters]
+
+    def place(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's part of the parameter in the partitions of the gradients, flat; empty if it owns none."""
+        group, key = self._group_of[id(param)], self.optimizer.get_param_id(param)
+        rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
+        start, stop = self.cuts(param)[rank]
+        position = self.optimizer.grad_partition_insertion_offset[group][rank].get(key, 0)
+        return self._partitions[group].narrow(0, int(position), stop - start)
+
+    def give_partitions(self) -> None:
+        """Give the optimizer the partitions as this step's gradient: a piece per parameter, and what pads them."""
+        for group, flat in enumerate(self._partitions):
+            pieces: list[torch.Tensor] = []
+            end = 0
+            for param in self.optimizer.params_in_partition[group]:
+                piece = self.place(param)
+                pieces += [_padding(flat[end : piece.storage_offset()]), piece]
+                end = int(piece.storage_offset()) + piece.numel()
+            self.optimizer.averaged_gradients[group] = [*pieces, _padding(flat[end:])]
+            self.optimizer.all_grad_tensors[group] = None
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        return self.optimizer.single_partition_of_fp32_groups
 
     def discard(self) -> None:
         """Drop this step's gradients."""
@@ -420,6 +471,12 @@ class Zero12:
     @staticmethod
     def numel(param: torch.nn.Parameter) -> int:
         return param.numel()
+
+
+def _padding(flat: torch.Tensor) -> torch.Tensor:
+    """`flat`, marked as DeepSpeed marks what pads a partition."""
+    flat._zero_padding = True  # type: ignore[attr-defined]
+    return flat
 
 
 def _wait_for_copies(offloaded: bool) -> None:

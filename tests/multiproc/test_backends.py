@@ -17,7 +17,7 @@ MEGATRON = SPLIT + "--backend megatron "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
 UNTIED = "--untie_embeddings_and_output_weights "
 FULL, REPLICAS = "--recompute_granularity full ", "--data_parallel_replicas 2 "
-ORDERED = "--deterministic "
+ORDERED, SAME = "--deterministic ", "--reproducible layout "
 LLAMA = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 
 
@@ -112,6 +112,18 @@ def test_megatron(case, parity):
     fp64(SPLIT + ORDERED),
 )
 def test_sums_in_rank_order(case, parity):
+    parity(case)
+
+
+@cells(
+    Case(4, PP + SPLIT + SAME),
+    Case(4, SPLIT + "--zero_stage 1 " + SAME),
+    Case(4, STREAM + SAME),
+    Case(4, FSDP2 + "--sync streaming " + SAME, LLAMA),
+    fp64(PP + FSDP2 + SAME),
+    fp64(PP + SPLIT + SAME),
+)
+def test_sums_in_one_order(case, parity):
     parity(case)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -127,6 +127,29 @@ def test_more_microbatches_move_nothing_more(seen):
     for rank in seen:
         four, sixteen, per_round, _ = (count for count, _, _ in rank)
         assert four == sixteen == per_round
+
+
+def groups_used(case: Case) -> set[str]:
+    """Names of this rank's process groups that a step communicates over, its messages between stages aside."""
+    from torch.distributed import ProcessGroup
+
+    rig, used = Rig.of(case), set()
+
+    def noting(method):
+        return lambda group, *args, **keys: (used.add(group), method(group, *args, **keys))[1]
+
+    with ExitStack() as stack:
+        for name in (name for name, _, _ in METHODS if hasattr(ProcessGroup, name)):
+            stack.enter_context(patch.object(ProcessGroup, name, noting(getattr(ProcessGroup, name))))
+        rig.train()
+    known = {"dp": rig.groups.dp, "dp_cp": rig.groups.dp_cp, "tp": rig.groups.tp, "embedding": rig.groups.embedding}
+    return {name for name, group in known.items() if group in used}
+
+
+def test_no_communicator_is_made_for_two_numbers():
+    """NCCL makes one for each group that communicates, and dp x cp has one already."""
+    used = run_ranks(groups_used, 4, Case(4, PIPELINE + "--pp_microbatches 4", MODEL), timeout=60)
+    assert all("dp_cp" in names and "dp" not in names for names in used), used
 
 
 def twice_gathered() -> Counter[str]:

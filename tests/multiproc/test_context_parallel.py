@@ -1,7 +1,11 @@
 """Sequences cut over ranks (cp), and torch's fused attention: the gradient of one process with plain attention."""
 
+from pathlib import Path
+
 import pytest
 
+from megaaccum.testing import run_ranks
+from tests.multiproc.test_checkpoint import Run, progress
 from tests.support.distance import check
 from tests.support.parity import Case
 
@@ -57,3 +61,55 @@ def test_side_losses_of_cut_sequences():
     experts = "--num_experts 4 --moe_router_load_balancing_type none --disable_bias_linear "
     balanced = "--num_experts 4 --moe_aux_loss_coeff 0.05 --moe_z_loss_coeff 0.01 --disable_bias_linear "
     check([Case(4, CP + PP + SPLIT, SHORT + model) for model in (experts, balanced)])
+
+
+MEANS = Case(2, CP + SPLIT, SHORT + "--loss_norm microbatch")
+
+
+def weighed_late() -> tuple[float, float, float, float]:
+    """(loss, norm) of a step whose N is known before the backward, and of one whose N the loss functions give."""
+    run = Run.of(MEANS)
+    early, _ = run.watched()
+    run = Run.of(MEANS)
+    run.train_step.forward_backward(run.train_step.batch_of(run.microbatches()), last=False)
+    late = run.train_step.optim_step(step=1)
+    return early.loss, early.norm, late.loss, late.grad_norm
+
+
+def test_a_mean_over_microbatches_weighs_each_once():
+    """Each cp rank gives the weight of a micro-batch of which it has a part."""
+    for loss, norm, loss_late, norm_late in run_ranks(weighed_late, 2):
+        assert (loss_late, norm_late) == pytest.approx((loss, norm), rel=1e-6)
+
+
+def moved(folder: str, there: str, back: str) -> tuple[float, float, float, float]:
+    """Loss and norm of step 3 without an interruption; and after a resume by the other layout before it, from where the
+    first one takes over after another step."""
+    from megaaccum.checkpoint import save_load
+
+    first, second = (Case(2, layout + SPLIT + "--sync resident", SHORT + "--clip_grad 1") for layout in (there, back))
+
+    def resumed(case: Case, path: str) -> Run:
+        run = Run.of(case)
+        run.load(Path(path))
+        return run
+
+    def save(run: Run, path: str, step: int) -> None:
+        save_load.save(path, run.backend, run.groups, progress(step), keep_last=1, buffers=run.buffers)
+
+    run = Run.of(first)
+    run.step(1)
+    save(run, f"{folder}/1", 1)
+    run.step(2)
+    whole = run.train(step=3, first=3 * run.plan.batch.global_batch_size)
+    run = resumed(second, f"{folder}/1")
+    run.step(2)
+    save(run, f"{folder}/2", 2)
+    again = resumed(first, f"{folder}/2").train(step=3, first=3 * run.plan.batch.global_batch_size)
+    return whole.loss, whole.grad_norm, again.loss, again.grad_norm
+
+
+@pytest.mark.parametrize(("there", "back"), [(CP, PP), (PP, CP)], ids=["cp-pp-cp", "pp-cp-pp"])
+def test_a_checkpoint_moves_between_cut_and_whole_sequences(tmp_path, there, back):
+    for loss, norm, loss_again, norm_again in run_ranks(moved, 2, str(tmp_path), there, back):
+        assert (loss_again, norm_again) == pytest.approx((loss, norm), rel=2e-6)

@@ -95,3 +95,32 @@ def test_a_user_starts_one_by_hand():
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "step 1: loss 0.0487, mean ratio 1.000000" in done.stdout
+
+
+def looped(cells: list[Cell]) -> list[list[float]]:
+    """The gradient norms of each cell's steps, of the examples around Megatron's own loop."""
+    import torch
+
+    from megaaccum.distributed import groups
+
+    found = []
+    for example, keys in cells:
+        groups.destroy()
+        keys = {name: getattr(torch, value) if name == "dtype" else value for name, value in keys.items()}
+        results = [result for _, result in importlib.import_module(f"examples.{example}").train(**keys)]
+        assert all(success for success, _, _ in results)
+        found.append([norm for _, norm, _ in results])
+    return found
+
+
+@pytest.mark.parametrize("lane", ["float64", "float32"])
+def test_megatrons_own_loop(lane):
+    """A step's norm depends on the weights that the steps before it have made."""
+    keys = dict(dtype=lane) | (EXACT if lane == "float64" else {})
+    examples = ("megatron_loop", "rl_worker")
+    alone = run_ranks(looped, 1, [(example, keys) for example in examples], timeout=60)[0]
+    cells = [(example, keys | dict(schedule=schedule)) for example in examples for schedule in ("none", "1f1b", "zbv")]
+    for norms in run_ranks(looped, 4, cells, timeout=120):
+        for (example, cell), found in zip(cells, norms, strict=True):
+            true = alone[examples.index(example)]
+            assert found == pytest.approx(true, rel=1e-12 if lane == "float64" else 2e-5), (example, cell)

@@ -15,7 +15,7 @@ from tests.support.faults import Fault, differences, injected, state_of, weights
 from tests.support.parity import Case, Gradient, Rig
 
 if TYPE_CHECKING:
-    from megaaccum.step.train_step import StepResult
+    from megaaccum.step.result import StepResult
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
 DDP = PIPELINE + "--backend ddp --params_dtype fp64 "
@@ -88,8 +88,8 @@ def without_correction(case: Case) -> Gradient:
 
     whole: list[tuple[float, int]] = []
 
-    def keeping_tokens(weights, count, group):
-        whole.append(total_weight(weights, count, group))
+    def keeping_tokens(*args):
+        whole.append(total_weight(*args))
         return whole[0]
 
     total_weight = train_step.total_weight

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megaaccum.model.layers import choose
-from megaaccum.planner import footprint, sync_mode
+from megaaccum.planner import expected, footprint, sync_mode
 from megaaccum.testing import run_ranks
 from tests.support.parity import SEQ, VOCAB, Case, Rig
 
@@ -60,18 +60,22 @@ MEGATRON_PADDING = 64
 """Elements to a multiple of which each parameter is padded; a bucket is to one of 128 * dp."""
 
 
-def counted(cases: list[Case]) -> list[tuple[int, float, dict[str, int], list[int]]]:
+def counted(cases: list[Case]) -> list[tuple[int, float, dict[str, int], list[int], list[tuple[str, str]]]]:
     """Of the second step of each case on this rank: pipeline rank, bytes of gathers and reductions over data-parallel
-    ranks, memory, elements of each parameter of the stage."""
+    ranks, memory, elements of each parameter of the stage, and alarms."""
+    from megaaccum.metrics.ranks import Ranks
+
     results = []
     for case in cases:
         rig = Rig.of(case)
-        rig.train(step=0)
+        planned = expected.of_plan(rig.plan, VOCAB, choose(rig.plan.config, has_te=False, on_gpu=False))
+        ranks = Ranks(rig.plan, rig.groups, rig.chunks, planned)
+        ranks.after(rig.train(step=0), data=0.0)
         done = rig.train(step=1)
         sums = [each for lane, each in done.traffic.items() if lane.split("/")[1] in ("dp_cp", "other")]
         sizes = [getattr(p, "ds_numel", p.numel()) for chunk in rig.chunks for p in chunk.parameters()]
         moved = sum(each.num_bytes for each in sums if each.num_bytes > LARGE * each.calls)
-        results.append((rig.groups.pp.rank(), moved, done.memory, sizes))
+        results.append((rig.groups.pp.rank(), moved, done.memory, sizes, ranks.after(done, data=0.0)))
     return results
 
 
@@ -89,17 +93,17 @@ def forecast(case: Case) -> tuple[sync_mode.Forecast, footprint.ShardingMode]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_counted_bytes_are_the_predicted_ones(name, seen):
-    expected, mode = forecast(CASES[name])
-    for pp_rank, moved, _, sizes in seen[name]:
-        predicted = expected.moved(mode, pp_rank).total
-        whole = footprint.moved(mode, expected.plan.config.sharding, 1, sharers(expected), microbatches=4).total
-        padding = _padded(sizes, mode, sharers(expected)) - sum(sizes)
+    costs, mode = forecast(CASES[name])
+    for pp_rank, moved, _, sizes, _ in seen[name]:
+        predicted = costs.moved(mode, pp_rank).total
+        whole = footprint.moved(mode, costs.plan.config.sharding, 1, sharers(costs), microbatches=4).total
+        padding = _padded(sizes, mode, sharers(costs)) - sum(sizes)
         assert predicted <= moved <= predicted + padding * whole + LARGE
 
 
-def sharers(expected: sync_mode.Forecast) -> int:
+def sharers(costs: sync_mode.Forecast) -> int:
     """Ranks that hold the same dense parameters."""
-    return expected.plan.layout.dp * expected.plan.layout.cp
+    return costs.plan.layout.dp * costs.plan.layout.cp
 
 
 def _padded(sizes: list[int], mode: footprint.ShardingMode, dp: int) -> int:
@@ -114,37 +118,42 @@ def _padded(sizes: list[int], mode: footprint.ShardingMode, dp: int) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_is_predicted(name, seen):
-    expected, mode = forecast(CASES[name])
-    for pp_rank, _, memory, sizes in seen[name]:
-        for kind, size in predicted_kinds(expected, mode, pp_rank).items():
+    costs, mode = forecast(CASES[name])
+    for pp_rank, _, memory, sizes, _ in seen[name]:
+        for kind, size in predicted_kinds(costs, mode, pp_rank).items():
             more = 0
             if kind == "gradients" and mode.backend == "deepspeed" and mode.zero_stage < 3:
                 more = 4 * max(sizes)  # the one that is cut between this rank and the next stays whole on both
             assert size * (1 - TOLERANCE) <= memory.get(kind, 0) <= size * (1 + TOLERANCE) + more, (kind, memory, size)
 
 
-def predicted_kinds(expected: sync_mode.Forecast, mode: footprint.ShardingMode, pp_rank: int) -> dict[str, float]:
+def predicted_kinds(costs: sync_mode.Forecast, mode: footprint.ShardingMode, pp_rank: int) -> dict[str, float]:
     """Bytes by kind; of what is there in the loss' backward autograd keeps an FP32 number per logit. The tokens that an
     expert sees differ from rank to rank, so activations of experts are left out."""
-    model = expected.model(mode)
-    element = footprint.BYTES[expected.plan.config.sharding.params_dtype or "fp32"]
+    model = costs.model(mode)
+    element = footprint.BYTES[costs.plan.config.sharding.params_dtype or "fp32"]
     model = replace(model, kernels=replace(model.kernels, logit_bytes=max(4.0, element)))
-    kinds = {kind: float(size[0]) for kind, size in model.on_rank(expected.layout(mode), pp_rank).items()}
+    kinds = {kind: float(size[0]) for kind, size in model.on_rank(costs.layout(mode), pp_rank).items()}
     kept = {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer")}
-    if expected.plan.config.model.num_experts is None:
+    if costs.plan.config.model.num_experts is None:
         kept["activations"] = kinds["activations"] + kinds["loss"] + kinds["workspace"]
     if mode.backend == "deepspeed" and mode.zero_stage == 3:
         kept["buffers"] = model.buffer_bytes
     return kept
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_as_planned_raises_no_alarm(name, seen):
+    assert [found for *_, found in seen[name]] == [[]] * 4
+
+
 def test_a_message_between_stages_is_one_receive_buffer(seen):
-    assert [memory["p2p"] for _, _, memory, _ in seen["zero-3"]] == [SEQ * 32 * 4] * 4
-    assert all("p2p" not in memory for _, _, memory, _ in seen["hsdp"])
+    assert [memory["p2p"] for _, _, memory, *_ in seen["zero-3"]] == [SEQ * 32 * 4] * 4
+    assert all("p2p" not in memory for _, _, memory, *_ in seen["hsdp"])
 
 
 def test_what_is_offloaded_is_in_host_memory(seen):
-    for _, _, memory, sizes in seen["zero-3, optimizer offloaded"]:
+    for _, _, memory, sizes, _ in seen["zero-3, optimizer offloaded"]:
         assert memory["host"] >= 12 * sum(sizes) / 2  # master and moments of half the parameters
         assert "optimizer" not in memory
 
@@ -183,5 +192,26 @@ def reduced_without_letting_go(case: Case) -> dict[str, int]:
 )
 def test_memory_that_is_not_given_back_is_seen(mistake, kind, seen):
     memory, *_ = run_ranks(mistake, 4, CASES["zero-3 streaming"], timeout=90)
-    _, _, right, _ = seen["zero-3 streaming"][0]
+    _, _, right, *_ = seen["zero-3 streaming"][0]
     assert memory[kind] > (1 + TOLERANCE) * right[kind]
+
+
+def whole_when_the_engine_is_made(case: Case) -> int:
+    """Elements of parameters that are there then."""
+    import deepspeed
+
+    seen = []
+    initialize = deepspeed.initialize
+
+    def noting(*, model, **keys):
+        seen.append(sum(param.numel() for param in model.parameters()))
+        return initialize(model=model, **keys)
+
+    deepspeed.initialize = noting
+    Rig.of(case)
+    return seen[0]
+
+
+def test_a_stage_that_streams_is_cut_before_deepspeed_would_bring_it_to_the_device_whole():
+    assert run_ranks(whole_when_the_engine_is_made, 4, CASES["zero-3 streaming"]) == [0] * 4
+    assert all(run_ranks(whole_when_the_engine_is_made, 4, CASES["zero-3"]))

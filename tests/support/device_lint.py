@@ -79,7 +79,7 @@ class _Devices(TorchFunctionMode):
 class Offloaded:
     """As much of a sharding backend as sums and norms ask for; its gradients lie in host memory."""
 
-    replica = 0
+    replica, sums = 0, None
 
     def __init__(self, names: list[str]):
         from megaaccum.sharding import GradShard
@@ -111,12 +111,13 @@ def sums_of_offloaded_gradients() -> tuple[float, list[float]]:
 
 def partitions_in_host_memory(deterministic: bool) -> list[float]:
     """A partition of [1, 2, 3, 4] * (rank + 1) summed over two ranks, accumulated in host memory."""
-    from megaaccum.sharding.reduction import PartitionReducer
+    from megaaccum.sharding.reduction import PartitionReducer, in_rank_order
 
     param, partition = torch.nn.Parameter(torch.zeros(4)), torch.zeros(2)
     param.grad = on_gpu(torch.arange(1.0, 5.0) * (dist.get_rank() + 1))
     with following():
-        reducer = PartitionReducer(dist.group.WORLD, torch.float32, deterministic=deterministic)  # type: ignore[arg-type]
+        add_rows = in_rank_order if deterministic else None
+        reducer = PartitionReducer(dist.group.WORLD, torch.float32, add_rows=add_rows)  # type: ignore[arg-type]
         reducer.add([(param, partition)])
         reducer.wait()
     return partition.tolist()

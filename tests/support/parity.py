@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
-    from megaaccum.step.train_step import StepResult, TrainStep
+    from megaaccum.step.result import StepResult
+    from megaaccum.step.train_step import TrainStep
 
 SEQ, VOCAB = 16, 61
 MODEL = (
@@ -116,8 +117,9 @@ def stack(indices: Iterable[int]) -> dict[str, torch.Tensor]:
 
 def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one data-parallel rank, of the global batch that starts at sample `first`."""
-    size, dp = plan.batch.micro_batch_size, plan.layout.dp
-    starts = [first + (m * dp + dp_rank) * size for m in range(plan.batch.num_microbatches)]
+    size, batch = plan.batch.micro_batch_size, plan.batch
+    places = [batch.place(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
+    starts = [first + place * size for place in places]
     return [stack(range(start, start + size)) for start in starts]
 
 
@@ -240,18 +242,18 @@ def scaled_backward(chunk, plan, batch: dict[str, torch.Tensor], scale: float) -
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    size, total = plan.batch.micro_batch_size, batch["loss_mask"].sum()
+    size, total = plan.batch.micro_batch_size, batch["loss_mask"].double().sum()
     parts = [
         {name: each[at : at + size] for name, each in batch.items()} for at in range(0, len(batch["tokens"]), size)
     ]
     for part in parts:
         mask = part["loss_mask"]
-        divisor = total if plan.batch.loss_norm == "token" else len(parts) * mask.sum().clamp(min=1)
+        divisor = total if plan.batch.loss_norm == "token" else len(parts) * mask.double().sum().clamp(min=1)
         losses = chunk(part["tokens"], part["position_ids"], None, labels=part["labels"], loss_mask=mask)
         losses = losses if losses.dtype is torch.float64 else losses.float()
         MTPLossAutoScaler.set_loss_scale(scale / divisor)
         loss = (losses * mask.to(losses.dtype)).sum() / divisor
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (len(parts) * size * SEQ)))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (len(parts) * size * SEQ), dtype=torch.float64))
         (loss * scale).backward()
         yield float(loss)
 

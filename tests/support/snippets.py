@@ -14,6 +14,7 @@ TOGETHER = [
     ("docs/guides/schedules.md",),
     ("docs/migrating/deepspeed.md",),
     ("docs/migrating/huggingface.md",),
+    ("docs/migrating/megatron-loop.md",),
 ]
 """Pages whose blocks are run, in order; those of one line share their names."""
 

@@ -149,6 +149,22 @@ def builds_no_model(argv: list[str]) -> int:
     return train.main(argv)
 
 
+def dies_after_three_steps(argv: list[str]) -> int:
+    """Rank 1 is killed when the log has step 3."""
+    from megaaccum.cli import train
+    from megaaccum.training import loop
+
+    log_step = loop.log_step
+
+    def and_die(log, engine, *args):
+        log_step(log, engine, *args)
+        if engine.step == 3:
+            _die_on_rank_1()
+
+    loop.log_step = and_die
+    return train.main(argv)
+
+
 def dies_while_groups_are_built(argv: list[str]) -> int:
     from megaaccum.cli import train
     from megaaccum.distributed import groups
@@ -182,6 +198,38 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
             os.kill(os.getppid(), signal.SIGTERM)
 
     dcp.FileSystemWriter.write_data, save_load.BackgroundSave.__init__ = slowly, and_stop
+    return train.main(argv)
+
+
+LAUNCH, START_UP, READ, FORWARD, SAVE, EVALUATE = 1000.0, 30.0, 1.0, 3.0, 5.0, 2.0
+"""Seconds of `reads_slowly`: the first launch, the time to the log's opening, a sample, a micro-batch's forward on a
+stage, a checkpoint, a micro-batch's forward in an evaluation."""
+
+
+def reads_slowly(argv: list[str]) -> int:
+    """Time passes in reading, computing, saving and starting, and nowhere else: each rank has a clock of its own."""
+    from megaaccum.checkpoint import saver
+    from megaaccum.cli import train
+    from megaaccum.data import loader
+    from megaaccum.metrics import log, phases, receipts
+    from megaaccum.model import gpt_forward
+
+    started = float(os.environ.get("TEST_LAUNCHED", LAUNCH))
+    os.environ[receipts.LAUNCHED] = str(started)
+    clock = [started + START_UP]
+
+    def slowed(function, seconds):
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+    phases.Stopwatch.__init__.__defaults__ = (lambda: clock[0],)
+    log.RunLog.__init__.__kwdefaults__.update(clock=lambda: clock[0], now=lambda: clock[0])
+    loader._Reader._sample = slowed(loader._Reader._sample, READ)
+    gpt_forward.GptForwardStep.__call__ = slowed(gpt_forward.GptForwardStep.__call__, FORWARD)
+    saver.Saver.save = slowed(saver.Saver.save, SAVE)
     return train.main(argv)
 
 

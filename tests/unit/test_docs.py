@@ -10,6 +10,7 @@ import pytest
 from megaaccum import cli
 from megaaccum.cli import check
 from megaaccum.config.keys import ALIASES, SECTIONS
+from megaaccum.schedule.profile import LayerCost, Profile, write_profile
 from tests.support.snippets import NOT_RUN, TOGETHER, blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +29,22 @@ COMMANDS_FLAGS = {
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
     "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "bank"},
-    "plan": {"gpus", "gpu", "hostfile", "rank", "fix", "explain", "why-not", "write", "row", "picture"},
-    "calibrate": {"like", "output"},
+    "plan": {
+        "gpus",
+        "gpu",
+        "hostfile",
+        "rank",
+        "fix",
+        "explain",
+        "why-not",
+        "write",
+        "row",
+        "picture",
+        "profile",
+        "even",
+    },
+    "tune": {"gpus", "hostfile", "top", "knob", "settle", "write", "calibrate", "time-limit"},
+    "calibrate": {"like", "output", "layers", "dp"},
     "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
 }
 
@@ -134,6 +149,26 @@ def test_commands_that_are_shown_exist(page):
 )
 def test_a_command_that_does_not_exist_is_found(line, problem):
     assert problems(line) == [problem]
+
+
+def quick_commands() -> list[str]:
+    """The shown commands that neither train nor need files of the reader's: once each."""
+    lines = [line for page in PAGES for line in shell_lines(page.read_text())]
+    quick = [
+        line for line in lines if line.startswith(("megaaccum check configs", "megaaccum plan c", "megaaccum sch"))
+    ]
+    return list(dict.fromkeys(quick))
+
+
+@pytest.mark.parametrize("line", quick_commands())
+def test_commands_that_are_shown_run(line, tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in ("hosts", "HOSTS"):
+        (tmp_path / name).write_text("".join(f"node{i} slots=8\n" for i in range(64)))
+    cost = LayerCost(forward=1, input_grad=1, weight_grad=1)
+    write_profile(Profile(pattern="ETTTTTTTTL", kinds=dict.fromkeys("ETL", cost)), tmp_path / "layers.json")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line.split()[1:]) == 0
 
 
 def test_the_two_commands_come_by_line_40_of_the_readme():

@@ -104,7 +104,9 @@ def kernels(subject: Subject) -> Iterator[str]:
             f" {'multi_latent_attention' if model.multi_latent_attention else 'no rope'}: leave it out."
         )
     te_only = [
-        name for name in ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion") if getattr(model, name)
+        name
+        for name in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+        if getattr(model, name)
     ]
     if te_only and model.transformer_impl == "local":
         yield f"{', '.join(te_only)} needs Transformer Engine's layers, but transformer_impl is local: leave it out."
@@ -165,6 +167,12 @@ def prediction(subject: Subject) -> Iterator[str]:
             f"mtp_num_layers {model.mtp_num_layers} with context_parallel_size {cp}: Megatron-core weighs the"
             " prediction loss by each context-parallel rank's own tokens, so that the gradient would depend on the cut."
             " Set context_parallel_size to 1, or leave mtp_num_layers out."
+        )
+    if model.mtp_num_layers and model.recompute_method == "uniform" and (model.recompute_num_layers or 1) > 1:
+        yield (
+            f"recompute_num_layers {model.recompute_num_layers} with mtp_num_layers {model.mtp_num_layers}:"
+            " Megatron-core recomputes prediction layers one by one, and fails in the first forward otherwise. Set"
+            " recompute_num_layers to 1, or recompute_method to block."
         )
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "mtp_num_layers needs position_embedding_type rope or none, not learned_absolute: set it to rope."

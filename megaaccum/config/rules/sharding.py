@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaaccum.config.batch_ramp import KEYS as RAMP_KEYS
 from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.errors import either, nearest_divisors
@@ -40,10 +41,76 @@ def live_parameters(subject: Subject) -> Iterator[str]:
 def deterministic(subject: Subject) -> Iterator[str]:
     """Sums in rank order are made by megaaccum itself, where it hands DeepSpeed finished partitions: at ZeRO-3."""
     sharding = subject.sharding
+    if sharding.reproducible == "layout":  # sums whatever the stage is
+        return
     if sharding.deterministic and sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield (
             f"deterministic needs zero_stage 3, as DeepSpeed itself sums at zero_stage {sharding.zero_stage}: set"
             " zero_stage to 3, or deterministic to false."
+        )
+
+
+def reproducible(subject: Subject) -> Iterator[str]:
+    """Some things cannot be the same to the bit in every layout, each for a reason of its own."""
+    sharding, parallel, model = subject.sharding, subject.parallel, subject.model
+    if sharding.reproducible != "layout":
+        return
+    tp, cp, ep = (
+        parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
+    )  # fmt: skip
+    ramped = subject.given(*RAMP_KEYS)
+    refused = {
+        f"tensor_model_parallel_size {tp}: it cuts the sums inside matrix products": tp > 1,
+        f"context_parallel_size {cp}: it cuts the sums inside attention": cp > 1,
+        f"expert_model_parallel_size {ep}: experts then multiply the tokens of several ranks at once": ep > 1,
+        "moe_router_load_balancing_type global_aux_loss: it counts what a rank has seen so far": (
+            model.num_experts is not None and model.moe_router_load_balancing_type == "global_aux_loss"
+        ),
+        f"num_experts {model.num_experts} with backend {sharding.backend}: only deepspeed knows in which order experts"
+        " that some micro-batches skip are added": model.num_experts is not None and sharding.backend != "deepspeed",
+        f"mtp_num_layers {model.mtp_num_layers} with tied embeddings: their uses are added in another order with each"
+        " number of stages": bool(model.mtp_num_layers) and not model.untie_embeddings_and_output_weights,
+        "fp16: its loss scale follows what overflows on the way": sharding.fp16,
+        f"fp8_format {subject.quantization.fp8_format}: its scales follow the micro-batches that a rank has seen": (
+            subject.quantization.fp8_format is not None
+        ),
+        f"grad_accum_dtype {sharding.grad_accum_dtype}: sums are FP32": sharding.grad_accum_dtype != "fp32",
+        f"grad_reduce_dtype {sharding.grad_reduce_dtype}: it rounds what a rank has, which depends on the number of"
+        " ranks": sharding.grad_reduce_dtype != "fp32",
+        "bf16 with backend ddp: it adds in the parameters' precision": sharding.bf16 and sharding.backend == "ddp",
+        f"data_parallel_replicas {sharding.data_parallel_replicas}: replicas add up their own sums": (
+            sharding.data_parallel_replicas > 1
+        ),
+        f"offload_optimizer cpu at zero_stage {sharding.zero_stage}: its gradients lie elsewhere": (
+            sharding.offload_optimizer == "cpu" and sharding.zero_stage != 3
+        ),
+        "cold_expert_offload: it adds gradients elsewhere": sharding.cold_expert_offload,
+        f"{' and '.join(ramped)} and sync resident: a rank's run of micro-batches ends elsewhere in each step": (
+            bool(ramped) and sharding.sync == "resident"
+        ),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            yield f"reproducible layout cannot be with {what}. Change that, or leave reproducible out."
+
+
+def runs_of_microbatches(subject: Subject) -> Iterator[str]:
+    """A rank's run of micro-batches is a subtree of the global batch's where the ranks halve it."""
+    sharding, parallel = subject.sharding, subject.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    dp, rest = divmod(subject.world_size, max(model_ranks, 1))
+    if sharding.reproducible != "layout" or rest or dp < 1:
+        return
+    if dp & (dp - 1) and not (sharding.backend == "deepspeed" and sharding.sync == "streaming"):
+        below = 1 << (dp.bit_length() - 1)
+        yield (
+            f"reproducible layout needs a power of two of data-parallel ranks, and there are {dp}: take"
+            f" {below * model_ranks} or {2 * below * model_ranks} ranks, or sync streaming of backend deepspeed."
+        )
+    if dp == 1 and sharding.backend == "fsdp2" and sharding.sync == "streaming":
+        yield (
+            "reproducible layout: backend fsdp2 reduces nothing over one data-parallel rank, and adds micro-batches as"
+            " they come with sync streaming: set sync to resident."
         )
 
 
@@ -81,7 +148,7 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
         yield f"{who} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.sync == "streaming":
         yield f"{who} has no sync streaming: set sync to resident, {instead}."
-    if sharding.deterministic:
+    if sharding.deterministic and sharding.reproducible == "none":
         yield f"{who} has no deterministic sums: set deterministic to false, {instead}."
 
 
@@ -130,6 +197,8 @@ RULES: tuple[Rule, ...] = (
     streaming,
     live_parameters,
     deterministic,
+    reproducible,
+    runs_of_microbatches,
     replicas,
     experts_boundary,
     cold_experts,

@@ -221,3 +221,12 @@ def test_help_tells_the_options(capsys: pytest.CaptureFixture[str]) -> None:
         check.main(["--help"])
     assert ended.value.code == 0
     assert "--hostfile" in capsys.readouterr().out
+
+
+def test_the_whole_ramp_is_shown_with_what_was_rounded() -> None:
+    text = check.run(TINY, ["--rampup_batch_size", "8", "8", "200", "--global_batch_size", "64"])
+    rows = text[text.index("Batch warm-up") :].splitlines()[2:8]
+    assert rows[0].split()[-6:] == ["1", "*", "4", "=", "4", "20.0%"]
+    assert [row.split("  ")[1] for row in rows] == ["1 to 4", "5", "6", "7", "8", "9 on"]
+    assert "batches of 8 sequences are rounded up to 16" in text
+    assert "Batch warm-up" not in check.run(TINY)

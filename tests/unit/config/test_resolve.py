@@ -64,6 +64,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "wandb_project", "csv_dir", "num_threads", "nproc_per_node",
         "loss_scale", "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",
+        "rampup_batch_size", "step_batch_size_schedule",
     }  # fmt: skip
 
 
@@ -122,6 +123,14 @@ def test_the_layout_multiplies_to_the_world() -> None:
     ).layout
     assert (at.tp, at.cp, at.pp, at.dp) == (2, 2, 2, 2)
     assert (at.ep, at.etp, at.edp) == (4, 1, 2)
+
+
+def test_what_costs_time_where_a_kernel_is_missing_is_noted() -> None:
+    experts = plan(num_experts=8, add_bias_linear=False, moe_grouped_gemm=True)
+    assert any("one product for a rank's 8 experts" in note for note in experts.notes)
+    split = plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1")
+    assert any("2 of a layer's collectives per micro-batch are waited for" in note for note in split.notes)
+    assert plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).notes == []
 
 
 # --- the command line over the file's batch --------------------------------------------------------------------------

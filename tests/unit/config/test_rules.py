@@ -16,6 +16,7 @@ OVERLAP = SPREAD | dict(overlap_moe_expert_parallel_comm=True, bf16=True)
 BF16 = dict(bf16=True, optimizer_dtype="bf16")
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LATENT = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
+SAME = dict(reproducible="layout")
 PP2 = dict(pipeline_model_parallel_size=2)
 FP8 = dict(fp8_format="hybrid", bf16=True)
 
@@ -156,6 +157,17 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         dict(mtp_num_layers=1, position_embedding_type="rope", context_parallel_size=2),
         ["mtp_num_layers 1", "depend on the cut", "context_parallel_size to 1"],
     ),
+    (
+        "prediction",
+        1,
+        dict(
+            mtp_num_layers=1,
+            position_embedding_type="rope",
+            recompute_granularity="full",
+            recompute_num_layers=2,
+        ),
+        ["recompute_num_layers 2", "one by one", "recompute_num_layers to 1"],
+    ),
     ("kernels", 1, dict(gradient_accumulation_fusion=True), ["backend is deepspeed", "20 bytes per parameter"]),
     (
         "kernels",
@@ -175,6 +187,12 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         1,
         dict(apply_rope_fusion=True, position_embedding_type="rope", transformer_impl="local"),
         ["apply_rope_fusion needs Transformer Engine's layers", "leave it out"],
+    ),
+    (
+        "kernels",
+        1,
+        EXPERTS | dict(moe_grouped_gemm=True, transformer_impl="local"),
+        ["moe_grouped_gemm needs Transformer Engine's layers", "leave it out"],
     ),
     ("schedule", 1, dict(virtual_pipeline_model_parallel_size=2), ["pipeline_model_parallel_size above 1"]),
     ("schedule", 2, PP2 | dict(schedule="none"), ["schedule none", "not 2"]),
@@ -348,6 +366,18 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ("streaming", 1, dict(sync="streaming", backend="megatron"), ["megatron", "fsdp2"]),
     ("live_parameters", 1, dict(max_live_parameters=5), ["max_live_parameters 5", "resident", "streaming"]),
     ("deterministic", 1, dict(deterministic=True, zero_stage=1), ["zero_stage 1", "zero_stage to 3"]),
+    ("reproducible", 2, SAME | TP2, ["tensor_model_parallel_size 2", "inside matrix products"]),
+    ("reproducible", 2, SAME | dict(context_parallel_size=2), ["context_parallel_size 2", "inside attention"]),
+    ("reproducible", 2, SAME | SPREAD, ["expert_model_parallel_size 2", "several ranks"]),
+    ("reproducible", 2, SAME | EXPERTS | dict(backend="ddp"), ["num_experts", "only deepspeed"]),
+    ("reproducible", 1, SAME | dict(fp16=True), ["fp16", "overflows"]),
+    ("reproducible", 1, SAME | dict(mtp_num_layers=1), ["mtp_num_layers 1", "tied"]),
+    ("reproducible", 1, SAME | BF16 | dict(grad_reduce_dtype="bf16"), ["grad_reduce_dtype bf16", "rounds"]),
+    ("reproducible", 1, SAME | BF16 | dict(backend="ddp"), ["bf16 with backend ddp"]),
+    ("reproducible", 1, SAME | dict(batch_warmup_steps=4), ["batch_warmup_steps", "resident"]),
+    ("reproducible", 1, SAME | dict(offload_optimizer="cpu", zero_stage=2), ["zero_stage 2", "offload_optimizer"]),
+    ("runs_of_microbatches", 3, SAME, ["power of two", "there are 3", "2 or 4 ranks", "streaming"]),
+    ("runs_of_microbatches", 1, SAME | dict(backend="fsdp2", sync="streaming"), ["one data-parallel rank", "resident"]),
     ("replicas", 4, dict(data_parallel_replicas=2), ["data_parallel_replicas 2", "fsdp2", "deepspeed"]),
     ("replicas", 4, dict(data_parallel_replicas=3, backend="fsdp2"), ["replicas 3", "4 ranks", "2 or 4"]),
     (

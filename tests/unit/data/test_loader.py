@@ -278,3 +278,15 @@ def test_the_files_of_a_run_in_the_same_order_after_a_restart(tmp_path):
     whole, rest = run(0, 10), run(24, 4)
     assert len(whole) == 20
     assert all(torch.equal(a, b) for a, b in zip(whole[12:], rest, strict=True))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_in_runs_a_rank_takes_samples_that_follow_each_other(dp):
+    """Steps of 8 samples from sample 3 on; the ranks' runs, one after the other, are the batch in order."""
+    ranks = []
+    for rank in range(dp):
+        with open_loader(rank=rank, dp=dp, mbs=1, consumed=3, in_runs=True) as loader:
+            ranks.append(steps(loader, 2))
+    for step in range(2):
+        order = [sample for taken in ranks for microbatch in taken[step] for sample in microbatch]
+        assert order == list(range(3 + 8 * step, 11 + 8 * step))

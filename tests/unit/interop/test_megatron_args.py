@@ -148,7 +148,7 @@ def test_a_flag_that_cannot_be_honoured_is_named_with_the_reason(text, parts):
 
 
 REFUSED = {
-    "optimizer": "muon", "rampup_batch_size": "2 2 10", "fp16_lm_cross_entropy": "", "kd": "",
+    "optimizer": "muon", "decrease_batch_size_if_needed": "", "fp16_lm_cross_entropy": "", "kd": "",
     "error_injection_rate": "10", "ds_sequence_parallel_fpdt": "", "curriculum_learning": "", "perform_rl_step": "",
     "iterations_to_skip": "3", "init_method_xavier_uniform": "", "padded_vocab_size": "256", "qk_clip": "",
     "moe_use_upcycling": "", "dataloader_type": "cyclic", "heterogeneous_layers_config_path": "f", "random_ltd": "",
@@ -191,6 +191,16 @@ def test_lengths_in_samples_and_tokens_become_whole_steps():
     assert any("whole batches of 64" in note for note in reading.notes)
     reading = some("--train-tokens 2048 --train-samples 960 --global-batch-size 16 --seq-length 4")
     assert reading.values["train_iters"] == 32
+
+
+def test_a_ramp_s_lengths_are_the_steps_that_it_takes():
+    reading = some("--rampup-batch-size 16 16 160 --global-batch-size 64 --train-samples 6400 --lr-warmup-samples 100")
+    assert reading.values["rampup_batch_size"] == [16, 16, 160]
+    # 16 * 4 + 32 * 2 + 48 + 64 * 97.4 samples; 64 and one batch of 32 are the most that 100 hold.
+    assert (reading.values["train_iters"], reading.values["lr_warmup_iters"]) == (4 + 2 + 1 + 97, 5)
+    reading = some("--step-batch-size-schedule 0:4,1K:8 --seq-length 10 --train-samples 180 --micro-batch-size 2")
+    assert reading.values["step_batch_size_schedule"] == "0:4,1K:8"
+    assert reading.values["train_iters"] == 25 + 10
 
 
 def test_data_paths_in_files(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.metrics import journal
@@ -42,13 +43,14 @@ def planned(folder: Path, **run) -> types.SimpleNamespace:
         seq_length=128, flush="merged", loss_norm="token",
     )  # fmt: skip
     layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, dp=2)
-    return types.SimpleNamespace(config=config, batch=batch, layout=layout)
+    return types.SimpleNamespace(config=config, batch=batch, ramp=BatchRamp.constant(batch), layout=layout)
 
 
 def opened(folder: Path, *, start_step=0, peak_flops=None, clock=None, **run) -> RunLog:
+    clock = clock or Clock()
     return RunLog(
         planned(folder, **run), is_writer=True, flops_per_step=8e12, peak_flops=peak_flops,
-        start_step=start_step, clock=clock or Clock(),
+        start_step=start_step, clock=clock, now=clock,
     )  # fmt: skip
 
 
@@ -58,7 +60,10 @@ def step(number: int, **values) -> dict:
 
 
 def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """All of the journal but the begin of its first start."""
+    first, *rest = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert (first["kind"], first["step"]) == ("start", 0)
+    return rest
 
 
 # The journal
@@ -71,7 +76,7 @@ def test_every_step_is_one_line_with_its_rates(tmp_path):
     assert line == {
         "kind": "train", "step": 1, "loss": 8.0, "grad_norm": 1.25, "lr": 1e-3, "seconds_per_step": 2.0,
         "skipped": False, "consumed_samples": 32,
-        "tokens_per_second": 2048.0, "tflops_per_second_per_rank": 1.0, "mfu": 0.1,
+        "tokens_per_second": 2048.0, "tflops_per_second_per_rank": 1.0, "mfu": 0.1, "time": 0.0, "goodput": 0.0,
     }  # fmt: skip
 
 
@@ -102,7 +107,7 @@ def test_a_resume_appends_and_steps_taken_again_count_once(tmp_path):
     for number in range(6, 9):
         resumed.step(step(number, loss=1.0))
     first = [("valid", 0), *[("train", n) for n in range(1, 8)], ("valid", 7)]
-    again = [("restart", 5), ("train", 6), ("train", 7), ("train", 8)]
+    again = [("start", 5), ("train", 6), ("train", 7), ("train", 8)]
     assert [(r["kind"], r["step"]) for r in lines(tmp_path)] == first + again
     records = journal.read(tmp_path / "log.jsonl")
     assert [(r["kind"], r["step"]) for r in records] == [("valid", 0), *[("train", n) for n in range(1, 9)]]
@@ -119,7 +124,7 @@ def test_a_torn_end_is_cut_off(tmp_path, torn):
     assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3]
     opened(tmp_path, start_step=3).step(step(4))
     assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
-    assert [r["kind"] for r in lines(tmp_path)] == ["train", "train", "train", "restart", "train"]
+    assert [r["kind"] for r in lines(tmp_path)] == ["train", "train", "train", "start", "train"]
 
 
 @pytest.mark.parametrize("damage", ["garbage", '{"kind": "train"}', '{"step": 2}', "[1]", ""])
@@ -127,7 +132,8 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line_and_loses_nothing(
     log = opened(tmp_path)
     log.step(step(1))
     path = tmp_path / "log.jsonl"
-    path.write_text(path.read_text() + damage + "\n" + path.read_text())
+    good = path.read_text().splitlines(keepends=True)
+    path.write_text(good[0] + damage + "\n" + good[1])
     before = path.read_bytes()
     with pytest.raises(MegaaccumError, match=r"log\.jsonl is damaged: line 2"):
         opened(tmp_path, start_step=1)
@@ -155,7 +161,7 @@ def test_a_fresh_start_moves_an_earlier_journal_aside(tmp_path):
     for loss in (1.0, 2.0, 3.0):
         opened(tmp_path).step(step(1, loss=loss))
     assert [r["loss"] for r in lines(tmp_path)] == [3.0]
-    asides = [json.loads((tmp_path / f"log.{n}.jsonl").read_text())["loss"] for n in (1, 2)]
+    asides = [json.loads((tmp_path / f"log.{n}.jsonl").read_text().splitlines()[1])["loss"] for n in (1, 2)]
     assert asides == [1.0, 2.0]
 
 
@@ -240,7 +246,7 @@ def test_an_evaluation_is_told_at_once_and_recorded(tmp_path, capsys):
         "step  0/20 | validation loss 3.9120 | perplexity 50.00",
         "step 10/20 | validation loss 1000000000.0000",
     ]
-    assert lines(tmp_path)[0] == {"kind": "valid", "step": 0, "loss": math.log(50.0), "seconds": 1.5}
+    assert lines(tmp_path)[0] == {"kind": "valid", "step": 0, "loss": math.log(50.0), "seconds": 1.5, "time": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +255,16 @@ def test_an_evaluation_is_told_at_once_and_recorded(tmp_path, capsys):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_step_of_a_smaller_batch_has_the_rates_of_its_own_tokens(tmp_path, capsys):
+    log = opened(tmp_path, log_interval=1)
+    log.step(step(1, seconds_per_step=2.0, global_batch_size=8))  # a quarter of the batch
+    log.step(step(2, seconds_per_step=2.0))
+    small, whole = lines(tmp_path)
+    assert small["tokens_per_second"] == whole["tokens_per_second"] / 4 == 512
+    assert small["tflops_per_second_per_rank"] == whole["tflops_per_second_per_rank"] / 4
+    assert "512 tokens/s" in capsys.readouterr().out
 
 
 def test_no_rate_of_a_step_without_duration():
@@ -280,8 +296,10 @@ def test_the_end_draws_a_picture_and_sums_up_the_whole_run(tmp_path, capsys):
         "  training loss    8.0000 -> 2.0000",
         "  validation loss  8.0000 -> 4.0000 (50.0% of its start)",
         "  time             1:02 in this start",
+        "  goodput          0.0% of 1:02 in 2 starts (other 100.0%)",
         f"  log              {tmp_path}/log.jsonl",
         f"  picture          {tmp_path}/loss.png",
+        f"  receipt          {tmp_path}/receipts/start_2.json",
     ]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

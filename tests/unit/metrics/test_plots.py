@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from megaaccum.metrics.plots import _figure, draw, smoothed, token_unit
@@ -26,7 +27,7 @@ VALID = [{"kind": "valid", "step": 0, "loss": 8.5}, {"kind": "valid", "step": 4,
 
 
 def test_the_picture_is_a_png_of_a_readable_size(tmp_path):
-    draw([*RECORDS, *VALID], tmp_path / "loss.png", tokens_per_step=4096, title="a run")
+    draw([*RECORDS, *VALID], tmp_path / "loss.png", tokens_after=lambda step: 4096 * step, title="a run")
     data = (tmp_path / "loss.png").read_bytes()
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert (data[:8], width, height) == (b"\x89PNG\r\n\x1a\n", 1350, 900)
@@ -34,7 +35,7 @@ def test_the_picture_is_a_png_of_a_readable_size(tmp_path):
 
 
 def test_it_shows_losses_rate_and_skipped_steps_with_their_units():
-    figure = _figure(RECORDS, VALID, 4096, "a run")
+    figure = _figure(RECORDS, VALID, lambda step: 4096 * step, "a run")
     upper, lower = figure.axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in upper.get_lines()}
     assert curves["training, each step"] == [[1, 8.0], [3, 6.0], [4, 5.0]]
@@ -49,18 +50,18 @@ def test_it_shows_losses_rate_and_skipped_steps_with_their_units():
 
 
 def test_a_run_whose_loss_never_was_finite_is_drawn(tmp_path):
-    draw([train(1, None, skipped=True)], tmp_path / "loss.png", tokens_per_step=1, title="a run")
+    draw([train(1, None, skipped=True)], tmp_path / "loss.png", tokens_after=int, title="a run")
     assert (tmp_path / "loss.png").exists()
 
 
 def test_a_picture_of_no_steps_is_our_mistake(tmp_path):
     with pytest.raises(AssertionError, match="no steps"):
-        draw(VALID, tmp_path / "loss.png", tokens_per_step=1, title="a run")
+        draw(VALID, tmp_path / "loss.png", tokens_after=int, title="a run")
 
 
 def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="No such file"):
-        draw(RECORDS, tmp_path / "none" / "loss.png", tokens_per_step=1, title="a run")
+        draw(RECORDS, tmp_path / "none" / "loss.png", tokens_after=int, title="a run")
 
 
 def test_smoothing_keeps_a_straight_line_straight_and_a_constant_constant():
@@ -82,7 +83,7 @@ def test_the_unit_of_the_token_axis(tokens, unit):
 def test_matplotlibs_loggers_are_left_as_they_were(tmp_path):
     logger = logging.getLogger("matplotlib")
     logger.setLevel(logging.INFO)
-    draw(RECORDS, tmp_path / "loss.png", tokens_per_step=1, title="a run")
+    draw(RECORDS, tmp_path / "loss.png", tokens_after=int, title="a run")
     assert logger.level == logging.INFO
     logger.setLevel(logging.NOTSET)
 
@@ -91,7 +92,7 @@ def test_a_first_drawing_without_a_home_says_nothing(tmp_path):
     """No display, a backend that needs one, no font cache and no folder to keep it in: none of it is worth a word."""
     code = (
         "from pathlib import Path\nfrom megaaccum.metrics.plots import draw\n"
-        "draw([dict(kind='train', step=1, loss=1.0, lr=1.0)], Path('loss.png'), tokens_per_step=1, title='')\n"
+        "draw([dict(kind='train', step=1, loss=1.0, lr=1.0)], Path('loss.png'), tokens_after=int, title='')\n"
         "import sys; assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     (tmp_path / "file").write_text("")
@@ -103,3 +104,11 @@ def test_a_first_drawing_without_a_home_says_nothing(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "loss.png").exists()
+
+
+def test_tokens_over_steps_bend_with_a_ramp(tmp_path):
+    figure = _figure(RECORDS, [], lambda step: 1000 * step * step, "a run")
+    (axis,) = figure.axes[0].child_axes
+    to_tokens, to_steps = axis._functions
+    assert [float(each) for each in to_tokens(np.array([0, 1, 2, 4]))] == [0, 1, 4, 16]
+    assert [float(each) for each in to_steps(to_tokens(np.array([-1, 0.5, 3, 5])))] == pytest.approx([-1, 0.5, 3, 5])

@@ -91,6 +91,20 @@ def test_a_kernel_of_transformer_engines_is_refused_without_it(gpu):
         gpt._check_local_layers(asked)
 
 
+def test_the_flex_dispatcher_is_refused_without_its_library(gpu, monkeypatch):
+    asked = plan(num_experts=4, add_bias_linear=False, moe_token_dispatcher_type="flex")
+    monkeypatch.setattr(gpt.importlib.util, "find_spec", lambda name: None if name == "deep_ep" else name)
+    with pytest.raises(ConfigError, match=r"needs GPUs and the module deep_ep.*to alltoall"):
+        gpt._check_dispatcher(asked)
+    monkeypatch.setattr(gpt.importlib.util, "find_spec", lambda name: name)
+    gpt._check_dispatcher(asked)
+
+
+def test_a_stage_that_streams_is_built_in_host_memory(gpu):
+    assert gpt.transformer_config(plan(sync="streaming")).use_cpu_initialization
+    assert not gpt.transformer_config(plan(sync="resident")).use_cpu_initialization
+
+
 def test_documents_are_kept_apart_or_refused(gpu, monkeypatch):
     asked = plan(reset_attention_mask=True)
     gpt._check_te_layers(asked)

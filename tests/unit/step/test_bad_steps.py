@@ -133,18 +133,18 @@ def test_many_bad_microbatches_are_counted_not_listed() -> None:
 
 
 def test_counts_of_microbatches() -> None:
-    whole = plan(2, pp_microbatches=4)
-    assert too_few([4, 4], [0, 1], plan=whole, step=1) == ""
+    assert too_few([4, 4], [0, 1], wanted=4, policy="error", step=1) == ""
     with pytest.raises(StepError, match="rank 1 has 3"):
-        too_few([4, 3], [0, 1], plan=whole, step=1)
+        too_few([4, 3], [0, 1], wanted=4, policy="error", step=1)
     with pytest.raises(RankDisagreement, match="rank 1: 5"):
-        too_few([4, 5], [0, 1], plan=whole, step=1)
+        too_few([4, 5], [0, 1], wanted=4, policy="error", step=1)
     with pytest.raises(RankDisagreement, match="data-parallel rank 0 have to agree"):
-        too_few([4, 3], [0, 0], plan=plan(2, pp_microbatches=4, short_batch="pad"), step=1)
+        too_few([4, 3], [0, 0], wanted=4, policy="pad", step=1)
 
 
 def test_a_rank_without_any_microbatch_gets_whole_ones() -> None:
-    padded, dummies = filled([], plan(pp_microbatches=4, short_batch="pad", reset_attention_mask=True))
+    padding = plan(pp_microbatches=4, short_batch="pad", reset_attention_mask=True)
+    padded, dummies = filled([], padding, padding.batch)
     assert dummies == {0, 1, 2, 3}
     assert {name: tuple(each.shape) for name, each in padded[0].items()} == {
         "tokens": (1, 64), "labels": (1, 64), "loss_mask": (1, 64), "position_ids": (1, 64),

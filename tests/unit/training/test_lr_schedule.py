@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import BatchConfig, Config, OptimizerConfig, RunConfig
 from megaaccum.errors import CheckpointError
 from megaaccum.training.lr_schedule import build, param_groups, scheduler_arguments
@@ -37,6 +38,41 @@ def rates(config: Config, num_steps: int) -> list[float]:
 def test_warmup_is_linear_from_its_start_to_the_peak():
     values = rates(configured(lr_decay_style="cosine", lr_warmup_iters=10, lr_warmup_init=1e-5), 10)
     assert values == pytest.approx([1e-5 + (1e-3 - 1e-5) * step / 10 for step in range(11)], rel=1e-12)
+
+
+def test_under_a_ramp_the_schedule_follows_the_samples_that_its_steps_consume():
+    sizes = [8, 8, 16, 16, 24] + [32] * 95
+    ramp = BatchRamp(((0, 8), (16, 16), (48, 24), (72, 32)), {})
+    config = configured(lr_decay_style="linear", lr_warmup_iters=4, min_lr=0.0)
+    groups: list[dict] = [{}]
+    schedule = build(groups, config, ramp)
+    values = []
+    for size in sizes:
+        values.append(groups[0]["lr"])
+        schedule.step(size)
+    # Four steps of warm-up are 48 samples, and a step's rate is that of the samples before it.
+    assert values[:5] == pytest.approx([1e-3 * before / 48 for before in (0, 8, 16, 32, 48)], rel=1e-12)
+    total = sum(sizes)
+    assert values[50] == pytest.approx(1e-3 * (total - sum(sizes[:50])) / (total - 48), rel=1e-12)
+    assert groups[0]["lr"] == 0.0
+    again = build([{}], config, ramp)
+    again.load_state_dict(schedule.state_dict())
+    assert (again.lr, again.num_samples) == (schedule.lr, total)
+
+
+def test_the_anneal_of_wsd_ends_with_the_last_step_of_a_ramped_run():
+    ramp = BatchRamp(((0, 8), (80, 32)), {})
+    config = configured(lr_decay_style="WSD", lr_wsd_decay_iters=95, train_iters=100)
+    arguments = scheduler_arguments(config, ramp)
+    assert arguments["lr_decay_steps"] == 80 + 90 * 32
+    assert arguments["lr_decay_steps"] - arguments["wsd_decay_steps"] == 5 * 8
+
+
+def test_a_checkpoint_of_another_ramp_is_refused_with_the_key():
+    config = configured(lr_warmup_iters=4)
+    saved = build([{}], config, BatchRamp(((0, 8), (16, 32)), {})).state_dict()
+    with pytest.raises(CheckpointError, match=r"lr_warmup_iters.*has 80 samples, the configuration gives 128"):
+        build([{}], config).load_state_dict(saved)
 
 
 def test_without_warmup_the_first_step_has_the_peak():

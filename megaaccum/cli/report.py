@@ -1,0 +1,43 @@
+"""`megaaccum report`: one HTML page of a run, or of two beside each other with the keys that differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaaccum.errors import MegaaccumError
+from megaaccum.metrics.journal import replace_text
+
+_DESCRIPTION = """\
+Write one HTML page of a run of `megaaccum train`: losses, norms, memory, bytes, seconds, goodput, the schedule, and the
+plan against what was measured. Of two runs, both beside each other, with the keys that differ. The page holds all that
+it shows: it loads nothing and can be sent as it is."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megaaccum report` with these arguments; returns the exit code. Raises MegaaccumError where a folder is no
+    run's, or the page cannot be written."""
+    args = _parse(argv)
+    from megaaccum.metrics.report import page
+    from megaaccum.metrics.report.run import Run
+
+    runs = [Run.read(folder) for folder in filter(None, (args.run, args.other))]
+    text = page.of_one(runs[0]) if len(runs) == 1 else page.of_two(*runs)
+    output = args.output or args.run / ("report.html" if len(runs) == 1 else f"report_with_{args.other.name}.html")
+    try:
+        replace_text(output, text)
+    except OSError as error:
+        raise MegaaccumError(f"{output} cannot be written: {error.strerror or error}; give --output") from None
+    print(f"wrote {output}")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megaaccum report", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
+    parser.add_argument("other", type=Path, nargs="?", metavar="RUN2", help="another, to compare it with")
+    parser.add_argument("--output", type=Path, metavar="F", help="the page (default: RUN/report.html)")
+    return parser.parse_args(list(argv))

@@ -1,0 +1,251 @@
+"""`megaaccum tune`: run the planner's best layouts for some steps each, and take the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megaaccum.cli.arguments import asked, smallest_world, split_command, take_path
+from megaaccum.config import Config, resolve
+from megaaccum.distributed import launch
+from megaaccum.distributed.hostfile import read_hostfile
+from megaaccum.errors import ConfigError
+from megaaccum.metrics.journal import replace_text
+from megaaccum.planner import emit
+from megaaccum.planner.hardware import Hardware, entry_of, load_hardware, slowed
+from megaaccum.planner.ladder import KNOBS, MEASURED, Candidate, Ladder, Outcome
+from megaaccum.planner.search import RANKINGS, Ranked, search
+from megaaccum.planner.space import Limits
+from megaaccum.planner.trial import STEPS, Trials
+from megaaccum.planner.why_not import parse_axes
+from megaaccum.planner.workload import make_workload
+from megaaccum.units import GIB
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DESCRIPTION = f"""\
+Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
+saving, evaluation and metrics off; a layout's time is the median of steps 1 to 3. Layouts that run out of memory, hang,
+or whose gradient is not finite are dropped, and the next one is chosen by rule. Started again, it goes on where it
+was."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megaaccum tune` with these arguments; returns the exit code.
+
+    Raises:
+        ConfigError: no layout fits or could be measured, an argument cannot be used, or the folder holds the results of
+            another configuration.
+    """
+    words, command, jail = split_command(argv)
+    args, overrides = _parse(words)
+    with asked(args.config, overrides, command, jail=jail) as found:
+        config = found.checked()
+    world_size = _world_size(args, config)
+    if config.batch.global_batch_size is None:  # what the layouts divide
+        emit.put(config, {"global_batch_size": resolve(config, world_size=world_size).batch.global_batch_size})
+    hardware = _hardware(args)
+    workload = make_workload(config, world_size=world_size, hardware=hardware)
+    ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
+    folder = Path(args.output or Path(config.run.output_dir) / "tune")
+    trials = Trials(
+        workload=workload, folder=folder, command=_start(args), time_limit=args.time_limit,
+        steps=max(STEPS, args.settle), band=args.band,
+    )  # fmt: skip
+    results = Results(folder / "results.json", _identity(config, world_size, trials))
+    ladder = Ladder(candidates_of(ranked), top=args.top)
+
+    def measure(candidate: Candidate) -> Outcome:
+        if (done := results.outcomes.get(candidate.name)) is not None:
+            return done
+        print(f"row {candidate.row}: {candidate.name}", file=sys.stderr, flush=True)
+        outcome = trials.run(candidate)
+        results.add(candidate, outcome)
+        print(f"row {candidate.row}: {_short(outcome)}", file=sys.stderr, flush=True)
+        return outcome
+
+    best = ladder.run(measure, args.knob)
+    _report(ladder, best, folder)
+    if best is None:
+        raise ConfigError(f"none of the {len(ladder.tried)} layouts that were tried could be measured: see {folder}.")
+    _write(args, trials, ladder, best)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    config, rest = take_path(argv)
+    parser = argparse.ArgumentParser(
+        prog="megaaccum tune",
+        usage="megaaccum tune CONFIG [--gpus N | --hostfile F] [options] [--key value ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpus", type=int, metavar="N", help="ranks of this machine (default: its GPUs)")
+    where.add_argument("--hostfile", metavar="F", help="run each layout by `deepspeed --hostfile F`")
+    add("--gpu", metavar="NAME", help="kind of GPU that the planner ranks for (default: the one that is found)")
+    add("--hardware", metavar="F", help="a file of hardware entries, as --calibrate writes")
+    add("--rank", choices=RANKINGS, default="default", help="the order in which layouts are tried")
+    add("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
+    add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
+    add("--knob", type=_words, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
+    add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")
+    add("--band", type=float, default=4.0, metavar="R", help="drop a layout whose norm is R times its average (4)")
+    add("--time-limit", type=float, default=1800.0, metavar="S", help="seconds after which a layout is ended (1800)")
+    add("--output", metavar="FOLDER", help="results and runs (default: output_dir/tune)")
+    add("--write", metavar="F", help="write the winner's configuration as YAML")
+    add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
+    args, overrides = parser.parse_known_args(rest)
+    if args.top < 1 or args.time_limit <= 0 or args.band <= 1:
+        parser.error("--top is at least 1, --time-limit above 0, and --band above 1")
+    args.config = config
+    return args, overrides
+
+
+def _words(value: str) -> list[str]:
+    return [word for word in value.split(",") if word]
+
+
+def _world_size(args: argparse.Namespace, config: Config) -> int:
+    if args.hostfile is not None:
+        return sum(read_hostfile(args.hostfile).values())
+    return args.gpus or config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    name = args.gpu
+    if name is None and launch.num_gpus():
+        import torch
+
+        device = torch.cuda.get_device_properties(0)
+        name = entry_of(device.name, device.total_memory)
+    return load_hardware(name or "h100", file=args.hardware)
+
+
+def _start(args: argparse.Namespace) -> list[str]:
+    """The command that starts a run, without its configuration."""
+    if args.hostfile is None:
+        return [sys.executable, "-m", "megaaccum", "train"]
+    return ["deepspeed", "--hostfile", args.hostfile, "--module", "megaaccum.train", "--config"]
+
+
+def candidates_of(ranked: Ranked) -> list[Candidate]:
+    """The layouts of a ranking, as the ladder takes them."""
+    seconds, held = ranked.time.total, ranked.memory.total
+    return [
+        Candidate(row=at + 1, axes=ranked.name_of(at), seconds=float(seconds[at]), bytes=float(held[at]))
+        for at in range(len(ranked))
+    ]
+
+
+def _identity(config: Config, world_size: int, trials: Trials) -> dict[str, Any]:
+    """Everything that results have to have in common to be compared."""
+    return {"configuration": emit.as_sections(config), "world_size": world_size, "steps": trials.steps}
+
+
+class Results:
+    """The outcomes so far, in a file that is whole at any time."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]):
+        """Take up `path`, if it is there. Raises ConfigError where it holds results of something else."""
+        self.path, self.identity = path, json.loads(json.dumps(identity))
+        self.outcomes: dict[str, Outcome] = {}
+        if not path.exists():
+            return
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            theirs = content["identity"]
+            self.outcomes = {name: Outcome(**each) for name, each in content["outcomes"].items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no file of results of `megaaccum tune`: {error!r}. Move it away.") from None
+        if theirs != self.identity:
+            differing = [name for name in self.identity if theirs.get(name) != self.identity[name]]
+            raise ConfigError(
+                f"{path} holds results of another run ({', '.join(differing)} differ): give another --output, or remove"
+                " the folder."
+            )
+
+    def add(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Keep what came of `candidate`."""
+        self.outcomes[candidate.name] = outcome
+        outcomes = {name: dataclasses.asdict(each) for name, each in self.outcomes.items()}
+        text = json.dumps({"identity": self.identity, "outcomes": outcomes}, indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self.path, text + "\n")
+
+
+# --- what is printed and written -------------------------------------------------------------------------------------
+
+
+def _report(ladder: Ladder, best: Candidate | None, folder: Path) -> None:
+    from rich.console import Console
+
+    wide = Console(width=None if sys.stdout.isatty() else 200)
+    wide.print(table(ladder, best))
+    for note in ladder.notes:
+        print(note)
+    for each in ladder.tried:
+        outcome = ladder.outcomes[each.name]
+        if outcome.verdict != MEASURED:
+            (first, *_) = outcome.text.splitlines() or [""]
+            print(f"row {each.row} was dropped: {outcome.verdict}: {first}")
+    print(f"Results, configurations and receipts: {folder}")
+
+
+def table(ladder: Ladder, best: Candidate | None) -> Table:
+    """The layouts that were tried: predicted against measured seconds and GiB, their ratio, and the verdict."""
+    from rich.table import Table
+
+    out = Table(header_style="bold")
+    out.add_column("row", justify="right")
+    out.add_column("layout")
+    for name in ("predicted s", "measured s", "ratio", "predicted GiB", "held GiB", "ratio"):
+        out.add_column(name, justify="right")
+    out.add_column("verdict")
+    for each in ladder.tried:
+        outcome = ladder.outcomes[each.name]
+        verdict = "best" if each is best else outcome.verdict
+        times = _pair(each.seconds, outcome.seconds or 0.0, "{:.4g}")
+        sizes = _pair(each.bytes / GIB, outcome.bytes / GIB, "{:.3g}")
+        out.add_row(str(each.row), each.name.replace(",", " "), *times, *sizes, verdict)
+    return out
+
+
+def _pair(predicted: float, measured: float, form: str) -> tuple[str, str, str]:
+    if not measured:
+        return form.format(predicted), "", ""
+    return form.format(predicted), form.format(measured), f"{measured / predicted:.3g}"
+
+
+def _short(outcome: Outcome) -> str:
+    return f"{outcome.seconds:.4g} s" if outcome.verdict == MEASURED else outcome.verdict
+
+
+def _write(args: argparse.Namespace, trials: Trials, ladder: Ladder, best: Candidate) -> None:
+    seconds = ladder.seconds_of(best)
+    if args.write:
+        comment = f"Measured by `megaaccum tune`: {seconds:.4g} s per step, the median of steps 1 to 3."
+        emit.write(trials.workload, dict(best.axes), Path(args.write), comment=comment)
+        print(f"wrote {args.write}", file=sys.stderr)
+    if args.calibrate:
+        ratios = [ladder.seconds_of(each) / each.seconds for each in ladder.measured]
+        factor = statistics.geometric_mean(ratios)
+        name = trials.workload.hardware.name
+        entry = slowed(name, factor, file=args.hardware, source=f"{len(ratios)} layouts measured by `megaaccum tune`")
+        Path(args.calibrate).write_text(yaml.safe_dump({f"{name}_tuned": entry}, sort_keys=False, width=100))
+        print(
+            f"wrote {args.calibrate}: steps took {factor:.3g} times what was predicted; plan with --gpu {name}_tuned"
+            f" --hardware {args.calibrate}",
+            file=sys.stderr,
+        )

@@ -1,0 +1,206 @@
+"""Keys of the step, the optimizer, the data and the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megaaccum.config.facts import Facts
+
+
+@dataclass(kw_only=True, slots=True)
+class StepConfig:
+    """When a step counts: the loss scale of FP16, and what happens to a step that went wrong."""
+
+    loss_scale: Annotated[float | None, Facts(above=0, needs="fp16")] = None
+    """A fixed loss scale for FP16; default: a dynamic one, by the four keys below."""
+    initial_loss_scale: Annotated[float, Facts(above=0, needs="fp16")] = 65536.0
+    """Dynamic loss scale of the first step."""
+    min_loss_scale: Annotated[float, Facts(above=0, needs="fp16")] = 1.0
+    """Floor of the dynamic loss scale: a step that overflows there ends the run."""
+    loss_scale_window: Annotated[int, Facts(at_least=1, needs="fp16")] = 2000
+    """Steps in a row without an overflow after which the dynamic loss scale doubles."""
+    hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 2
+    """Overflows before the dynamic loss scale is halved; counted afresh when it doubles, as in Megatron."""
+    nonfinite: Literal["skip", "zero", "drop_microbatch", "raise", "off"] = "skip"
+    """A gradient that is not finite: skip the step, set it to 0, leave its micro-batch out, end the run, or none."""
+    skipped_samples: Literal["consumed", "retried"] = "consumed"
+    """Samples of a skipped step count as consumed, as in Megatron, or come again in the next step."""
+    max_bad_steps_in_a_row: Annotated[int, Facts(at_least=0)] = 10
+    """End the run after this many steps in a row that were not finite or that the guard skipped; 0 is no limit."""
+    max_bad_steps: Annotated[int, Facts(at_least=0)] = 100
+    """The same for all such steps of the run; 0 is no limit."""
+    grad_norm_guard: Literal["off", "warn", "skip", "stop"] = "off"
+    """What to do about a gradient norm far above its moving average."""
+    grad_norm_guard_deviations: Annotated[float, Facts(above=0, needs="grad_norm_guard")] = 6.0
+    """How far: in standard deviations of the norm, themselves a moving average."""
+    grad_norm_guard_window: Annotated[int, Facts(at_least=1, needs="grad_norm_guard")] = 100
+    """Steps over which the averages are taken; the guard is silent until there are that many."""
+    short_batch: Literal["error", "pad", "drop"] = "error"
+    """A rank with too few micro-batches: end the run, fill up with such of weight zero, or skip the step everywhere."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its schedule (Megatron's OptimizerParamScheduler)."""
+
+    lr: Annotated[float, Facts(required=True, above=0, lr_state="max_lr")] = 0.0
+    """Peak learning rate. Required."""
+    min_lr: Annotated[float, Facts(at_least=0, lr_state="min_lr")] = 0.0
+    """Learning rate at the end of the decay."""
+    decoupled_lr: Annotated[float | None, Facts(above=0)] = None
+    """Peak learning rate of the input embedding and the output head, where it differs from lr."""
+    decoupled_min_lr: Annotated[float | None, Facts(at_least=0)] = None
+    """Their learning rate at the end of the decay; default min_lr."""
+    lr_decay_style: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Facts(lr_state="lr_decay_style")
+    ] = "linear"
+    """Shape of the decay."""
+    lr_decay_iters: Annotated[int | None, Facts(at_least=1, lr_state="lr_decay_steps", in_samples=True)] = None
+    """Steps until min_lr; default train_iters."""
+    lr_warmup_iters: Annotated[int | None, Facts(at_least=0, lr_state="lr_warmup_steps", in_samples=True)] = None
+    """Steps of linear warm-up."""
+    lr_warmup_fraction: Annotated[float | None, Facts(at_least=0, below=1)] = None
+    """Warm-up as a share of lr_decay_iters; instead of lr_warmup_iters."""
+    lr_warmup_init: Annotated[float, Facts(at_least=0, lr_state="init_lr")] = 0.0
+    """Learning rate at step 0."""
+    lr_wsd_decay_iters: Annotated[
+        int | None, Facts(at_least=1, needs="lr_decay_style WSD", lr_state="wsd_decay_steps", in_samples=True)
+    ] = None
+    """Steps of the final anneal of WSD."""
+    lr_wsd_decay_style: Annotated[
+        Literal["linear", "cosine", "exponential", "minus_sqrt"],
+        Facts(needs="lr_decay_style WSD", lr_state="lr_wsd_decay_style"),
+    ] = "exponential"
+    """Shape of the anneal of WSD."""
+    weight_decay: Annotated[float, Facts(at_least=0)] = 0.01
+    """Decoupled weight decay of matrices (biases and norms have none)."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the norms of queries and keys too."""
+    start_weight_decay: Annotated[float | None, Facts(at_least=0, lr_state="start_wd")] = None
+    """Weight decay at step 0; default weight_decay."""
+    end_weight_decay: Annotated[float | None, Facts(at_least=0, lr_state="end_wd")] = None
+    """Weight decay at the last step; default weight_decay."""
+    weight_decay_incr_style: Annotated[Literal["constant", "linear", "cosine"], Facts(lr_state="wd_incr_style")] = (
+        "constant"
+    )
+    """How weight decay moves between the two."""
+    adam_beta1: Annotated[float, Facts(at_least=0, below=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Facts(at_least=0, below=1)] = 0.999
+    """Decay of the second moment."""
+    adam_eps: Annotated[float, Facts(above=0)] = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: Annotated[float, Facts(at_least=0)] = 1.0
+    """Largest global L2 norm of the gradient; 0 is off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Where samples come from (megatron.core.datasets)."""
+
+    data_path: Annotated[list[str], Facts(per_host=True)] = field(default_factory=lambda: ["embedded"])
+    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text in the package."""
+    train_data_path: Annotated[list[str] | None, Facts(per_host=True)] = None
+    """Prefixes for training alone; instead of data_path and split."""
+    valid_data_path: Annotated[list[str] | None, Facts(per_host=True)] = None
+    """Prefixes for validation alone."""
+    test_data_path: Annotated[list[str] | None, Facts(per_host=True)] = None
+    """Prefixes for testing alone."""
+    split: str = "969,30,1"
+    """Shares of train, valid, test in data_path."""
+    mock_data: bool = False
+    """Made-up samples (Megatron's MockGPTDataset) in place of data_path, to measure with."""
+    tokenizer_type: str | None = None
+    """Megatron's name of the kind of tokenizer; default: a Hugging Face tokenizers file."""
+    vocab_file: Annotated[str | None, Facts(per_host=True)] = None
+    """vocab.json of a GPT-2 tokenizer."""
+    merge_file: Annotated[str | None, Facts(per_host=True)] = None
+    """merges.txt of a GPT-2 tokenizer."""
+    tokenizer_model: Annotated[str | None, Facts(per_host=True)] = None
+    """A Hugging Face tokenizers file (tokenizer.json), or a folder with one; default: the one beside the dataset."""
+    data_cache_path: Annotated[str | None, Facts(per_host=True)] = None
+    """Folder for the index files that the dataset builds; default: a cache folder inside save or output_dir."""
+    mmap_bin_files: Annotated[bool, Facts(per_host=True)] = True
+    """Map the .bin files into memory rather than read them."""
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+    reset_position_ids: bool = False
+    """Restart positions after an end-of-document token."""
+    reset_attention_mask: bool = False
+    """Keep attention inside documents."""
+    num_workers: Annotated[int, Facts(at_least=0, per_host=True)] = 2
+    """Micro-batches that are prepared ahead, off the critical path; 0 prepares them when they are asked for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """The run: how long, what is written, when it stops."""
+
+    train_iters: Annotated[int, Facts(required=True, at_least=1, lr_state="wd_incr_steps", in_samples=True)] = 0
+    """Optimizer steps of the whole run; the learning-rate schedule is laid out over them. Required."""
+    max_steps: Annotated[int | None, Facts(at_least=1)] = None
+    """Stop after this many steps of this start, whatever train_iters says (the schedule stays as it is)."""
+    eval_interval: Annotated[int, Facts(at_least=0)] = 1000
+    """Steps between evaluations; 0 is off."""
+    eval_iters: Annotated[int, Facts(at_least=0)] = 100
+    """Global batches per evaluation; 0 is off."""
+    output_dir: Annotated[str, Facts(per_host=True)] = "runs/default"
+    """Folder of logs, pictures and, unless save is set, checkpoints."""
+    save: Annotated[str | None, Facts(per_host=True)] = None
+    """Folder of checkpoints; default output_dir/checkpoints."""
+    load: Annotated[str | None, Facts(per_host=True)] = None
+    """Folder to resume from; default: save, when it holds a checkpoint."""
+    exit_on_missing_checkpoint: bool = False
+    """End the run where `load` holds no checkpoint, rather than start afresh."""
+    save_interval: Annotated[int, Facts(at_least=0)] = 0
+    """Steps between checkpoints; 0 leaves only the one of save_at_end."""
+    save_at_end: bool = True
+    """A checkpoint when the run ends or gets a signal to stop."""
+    keep_last: Annotated[int, Facts(at_least=0)] = 2
+    """Checkpoints kept; 0 keeps all."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+    save_retain_interval: Annotated[int | None, Facts(at_least=1)] = None
+    """Checkpoints at multiples of these steps are kept for good, whatever keep_last says."""
+    exit_interval: Annotated[int | None, Facts(at_least=1)] = None
+    """End this start when the step is a multiple of it, after a checkpoint."""
+    exit_duration_in_mins: Annotated[float | None, Facts(above=0)] = None
+    """End this start after this many minutes, after a checkpoint."""
+    finetune: bool = False
+    """Take the weights alone from `load`, and begin at step 0."""
+    reset_iteration: bool = False
+    """Take weights and optimizer state from `load`, and begin at step 0."""
+    no_load_optim: bool = False
+    """Leave optimizer state and learning-rate schedule of the checkpoint out."""
+    override_opt_param_scheduler: bool = False
+    """The schedule of this configuration holds where the checkpoint's differs."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """The schedule of the checkpoint holds where this configuration's differs."""
+    no_load: bool = False
+    """Start afresh even if a checkpoint is there."""
+    seed: Annotated[int, Facts(at_least=0)] = 1234
+    """Seed of weights, dropout and sample order."""
+    rng: Literal["sample", "megatron"] = "sample"
+    """What dropout and router jitter draw from. sample: seed, step, micro-batch of the global batch and layer, so that
+    masks are the same in every layout and after a resume. megatron: random states of each rank, as in Megatron."""
+    schedule_trace: Annotated[str | None, Facts(per_host=True)] = None
+    """Write the second flush, as run and as planned, to this file in Chrome's trace format (megaaccum's schedules)."""
+    log_interval: Annotated[int, Facts(at_least=1)] = 10
+    """Steps between progress lines."""
+    rank_report_interval: Annotated[int, Facts(at_least=0)] = 10
+    """Steps between two looks at all ranks: late ones, and bytes and memory that leave the plan; 0 is off."""
+    straggler_threshold: Annotated[float, Facts(above=0, needs="rank_report_interval")] = 0.2
+    """A rank is late that waits for data, or computes, longer than its peers by this share of a step, in every step."""
+    tensorboard_dir: Annotated[str | None, Facts(per_host=True)] = None
+    """Write TensorBoard events here."""
+    wandb_project: Annotated[str | None, Facts(per_host=True)] = None
+    """Write to this Weights & Biases project."""
+    csv_dir: Annotated[str | None, Facts(per_host=True)] = None
+    """Write CSV metrics here."""
+    step_timeout_seconds: Annotated[float, Facts(at_least=0)] = 0.0
+    """A step that takes longer ends the run with every rank's stack; 0 is off."""
+    num_threads: Annotated[int | None, Facts(at_least=1, per_host=True)] = None
+    """CPU threads per rank in the CPU lane; default: cores / local ranks."""
+    nproc_per_node: Annotated[int | None, Facts(at_least=1, planned=True, per_host=True)] = None
+    """Local ranks that `megaaccum train` starts; default: the GPUs, or tp * cp * pp on a machine without."""

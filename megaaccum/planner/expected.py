@@ -1,0 +1,77 @@
+"""The bytes and seconds of a plan's step by the planner: for receipts, and for alarms when a run leaves them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megaaccum.config.plan import Plan
+from megaaccum.model.layers import Layers
+from megaaccum.planner import footprint
+from megaaccum.planner.hardware import entry_of, load_hardware
+from megaaccum.planner.layouts import SCHEDULES
+from megaaccum.planner.sync_mode import Forecast
+from megaaccum.planner.workload import Workload
+
+OF_THE_DEVICE = ("runtime", "margin")
+"""Kinds of planner/memory.py that are no tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A rank of pipeline rank `pp_rank`: bytes that it receives from other data-parallel ranks in a step, of parameters
+    and of gradients, and bytes that it holds, by kind. per_element: bytes of both per parameter of its stage, for what
+    padding adds."""
+
+    pp_rank: int
+    gathered: float
+    reduced: float
+    per_element: float
+    memory: dict[str, float]
+
+
+def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
+    """By pipeline rank; empty where the planner does not know the schedule (a table of the user's). vocab: entries of
+    the vocabulary before padding. layers: those that the machine trains."""
+    if plan.layout.schedule not in SCHEDULES:
+        return []
+    forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
+    model, at = forecast.model(mode), forecast.layout(mode)
+    m, ranks = plan.batch.num_microbatches, plan.layout.dp * plan.layout.cp
+    one = footprint.moved(mode, plan.config.sharding, 1, ranks, microbatches=m).total
+    found = []
+    for pp_rank in range(plan.layout.pp):
+        moved = forecast.moved(mode, pp_rank)
+        kinds = {kind: float(size[0]) for kind, size in model.on_rank(at, pp_rank).items()}
+        tensors = {kind: size for kind, size in kinds.items() if kind not in OF_THE_DEVICE}
+        found.append(Expected(pp_rank, moved.gathered, moved.reduced, one, tensors))
+    return found
+
+
+def seconds(plan: Plan, vocab: int, layers: Layers, hardware: str) -> float:
+    """Of a step on that entry of the hardware table. The schedule has to be one that the planner knows."""
+    forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
+    workload = Workload(
+        config=plan.config,
+        model=plan.config.model,
+        sharding=plan.config.sharding,
+        vocab_size=vocab,
+        world_size=plan.layout.world_size,
+        hardware=load_hardware(hardware),
+        global_batch_size=plan.batch.global_batch_size,
+    )
+    return float(workload.time_model(forecast.model(mode)).step(forecast.layout(mode)).total[0])
+
+
+def for_receipt(
+    plan: Plan, vocab: int, layers: Layers, *, device: str | None, device_bytes: float | None
+) -> dict[str, Any]:
+    """The prediction as a receipt has it. device: its name, None for a CPU, of which the hardware table has
+    no entry."""
+    stages = of_plan(plan, vocab, layers)
+    hardware = entry_of(device, device_bytes) if stages and device is not None else None
+    return {
+        "stages": [asdict(each) for each in stages],
+        "hardware": hardware,
+        "seconds_per_step": None if hardware is None else seconds(plan, vocab, layers, hardware),
+    }

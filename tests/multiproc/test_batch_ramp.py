@@ -1,0 +1,104 @@
+"""Batch warm-up on ranks: every step is the step of its batch alone, also through a kill and other ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.metrics import journal
+from megaaccum.testing import run_ranks
+from tests.support import ramps
+from tests.support.distance import EXACT, relative_error
+from tests.support.parity import Case
+from tests.support.whole_runs import make_data, train
+
+SMALL = "--num_layers 4"
+RAMPS = (
+    Case(4, "--pp 2 --num_chunks 2 --grad_accum_steps 4 --batch_warmup_steps 3", SMALL, "fp64"),
+    Case(4, "--num_chunks 1 --grad_accum_steps 8 --batch_warmup_steps 2 --flush per_round", SMALL, "fp64"),
+    Case(
+        4, "--pp 2 --schedule dualpipev --global_batch_size 16 --rampup_batch_size 4 4 24", SMALL, "fp64"
+    ),
+    Case(
+        4,
+        "--pp 2 --num_layers_per_virtual_pipeline_stage 1 --step_batch_size_schedule 0:8,200:12,500:20,700:24",
+        SMALL,
+        "fp64",
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def walked():
+    """{case: its steps on each rank}, of one start of ranks."""
+    by_rank = run_ranks(ramps.walk_all, 4, RAMPS, timeout=120)
+    return {case: list(ranks) for case, ranks in zip(RAMPS, zip(*by_rank, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("case", RAMPS, ids=str)
+def test_every_step_is_the_step_of_its_batch_alone(walked, case):
+    ranks = walked[case]
+    assert len({step.size for step in ranks[0]}) > 2, "the batch does not grow"
+    for steps in zip(*ranks, strict=True):
+        alone = ramps.whole_model(steps, "alone")
+        for name, after in ramps.whole_model(steps, "after").items():
+            assert relative_error(after, alone[name]) <= EXACT, (steps[0].size, name)
+
+
+def test_every_gradient_is_that_of_one_process_on_the_same_samples(walked):
+    wanted = []
+    for case in RAMPS:
+        wanted += [
+            (case.model, ramps.whole_model(steps, "before"), steps[0]) for steps in zip(*walked[case], strict=True)
+        ]
+    (exact,) = run_ranks(ramps.one_process, 1, [(m, w, s.first, s.size) for m, w, s in wanted], timeout=120)
+    found = [steps for case in RAMPS for steps in zip(*walked[case], strict=True)]
+    for steps, gradient in zip(found, exact, strict=True):
+        for name, part in ramps.whole_model(steps, "gradient").items():
+            assert relative_error(part, gradient[name]) <= EXACT, (steps[0].size, name)
+
+
+def test_a_divisor_of_the_whole_batch_would_be_seen(walked):
+    """A step that divides by the tokens of the configured batch, in place of its own, is far from the exact one."""
+    case = RAMPS[0]
+    first = [ranks[0] for ranks in walked[case]]
+    (exact,) = run_ranks(ramps.one_process, 1, [(case.model, ramps.whole_model(first, "before"), 0, 16)], timeout=60)
+    wrong = ramps.whole_model(first, "gradient")
+    assert max(relative_error(wrong[name], gradient) for name, gradient in exact[0].items()) > 1e-2
+
+
+# --- killed in the middle of it, and gone on with other ranks ---------------------------------------------------------
+
+EXACT_RUN = {
+    "backend": "ddp", "params_dtype": "fp64", "pp_microbatches": 2, "global_batch_size": 24, "batch_warmup_steps": 4,
+    "attention_dropout": 0, "nproc_per_node": 4, "lr_decay_style": "cosine", "lr_warmup_iters": 3,
+}  # fmt: skip
+
+
+def seen(folder):
+    """(step, samples consumed, size, rate, loss) of a run, each step once."""
+    records = {r["step"]: r for r in journal.read(folder / "run" / "log.jsonl") if r["kind"] == "train"}
+    names = ("step", "consumed_samples", "global_batch_size", "lr")
+    return [tuple(r[name] for name in names) for r in records.values()], [r["loss"] for r in records.values()]
+
+
+def test_a_run_killed_in_mid_ramp_goes_on_exactly_on_other_ranks(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    make_data(tmp_path)
+    for folder in (whole, killed):
+        folder.mkdir()
+    keys = {"data_path": tmp_path / "corpus", **EXACT_RUN}
+    assert train(whole, **keys).code == 0
+    ended = train(killed, **keys, worker="dies_after_three_steps")
+    assert ended.code != 0
+    assert "SIGKILL" in ended.output
+    again = train(killed, **(keys | {"nproc_per_node": 2}))
+    assert again.code == 0, again.output
+    assert "resumed from" in again.output
+    (steps, losses), (expected, exact) = seen(killed), seen(whole)
+    assert len({size for _, _, size, _ in expected}) > 3
+    warm = expected[2][1]  # samples of the three steps of warm-up of the learning rate
+    assert [rate for *_, rate in expected[:4]] == pytest.approx(
+        [1e-2 * (consumed - size) / warm for _, consumed, size, _ in expected[:4]], rel=1e-12
+    )
+    assert steps == expected
+    assert losses == pytest.approx(exact, rel=EXACT)

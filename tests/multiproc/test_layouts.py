@@ -1,0 +1,149 @@
+"""`reproducible: layout`: one loss, norm, gradient and model, to the bit, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+
+from megaaccum.testing import run_ranks
+from tests.support.layouts import MODEL, Outcome, outcomes
+from tests.support.parity import Case
+
+SAME = "--reproducible layout "
+STEPS = 3
+PP = "--pipeline_model_parallel_size 2 "
+
+
+def row(world_size: int, layout: str, model: str = "", mode: str = SAME) -> Case:
+    return Case(world_size, layout + mode, MODEL + model)
+
+
+TWELVE = "--global_batch_size 12 "
+BF16 = "--bf16 "
+ROWS = [
+    row(4, "--pp_microbatches 4 "),
+    row(4, "--pp_microbatches 2 --grad_accum_steps 2 --sync streaming "),
+    row(4, "--pp_microbatches 4 --zero_stage 1 "),
+    row(4, PP + "--pp_microbatches 4 --grad_accum_steps 2 --flush per_round --zero_stage 2 "),
+    row(4, PP + "--virtual_pipeline_model_parallel_size 2 --pp_microbatches 8 --backend ddp "),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming "),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --backend megatron "),
+    row(4, "--pipeline_model_parallel_size 4 --schedule zb-h1 --pp_microbatches 16 --recompute_granularity full "),
+    row(4, "--pp_microbatches 3 ", TWELVE),
+    row(4, PP + "--pp_microbatches 6 --sync streaming ", TWELVE),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", BF16),
+    row(4, "--pp_microbatches 4 --backend megatron ", BF16),
+    row(4, PP + "--schedule v-half --pp_microbatches 8 --zero_stage 1 ", BF16),
+]
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def ranks_one_by_one() -> Iterator[None]:
+    """What ranks have is added in rank order."""
+    from megaaccum.sharding import reduction
+
+    with patch.object(reduction, "in_tree_order", reduction.in_rank_order):
+        yield
+
+
+def as_they_come() -> Iterator[None]:
+    """Micro-batches are added one after the other, as autograd does."""
+    from megaaccum.sharding.sum_tree import SumTree
+
+    def add(self, leaf, tensor, *, lent=False):
+        self.came = getattr(self, "came", 0) + 1
+        held = self._nodes.pop(self._root, None)
+        self._nodes[self._root] = tensor.clone() if held is None else held.add_(tensor)
+        return self.came == self._root[1]
+
+    with patch.object(SumTree, "add", add):
+        yield
+
+
+def turns() -> Iterator[None]:
+    """Ranks take turns at the micro-batches, as without `reproducible`."""
+    from megaaccum.config import Plan
+
+    with patch.object(Plan, "in_runs", property(lambda _: False)):
+        yield
+
+
+def fused_kernel() -> Iterator[None]:
+    """The optimizer's kernel treats a tensor's last elements otherwise."""
+    import torch
+
+    adamw = torch.optim.AdamW
+    with patch.object(torch.optim, "AdamW", lambda *args, **keys: adamw(*args, **keys | {"fused": True})):
+        yield
+
+
+def norm_of_shards() -> Iterator[None]:
+    """Squares are added shard by shard, then over the ranks."""
+    from megaaccum.step import grad_norm
+
+    with patch.object(grad_norm, "_square_in_any_order", grad_norm._square):
+        yield
+
+
+def one_weight_for_two_uses() -> Iterator[None]:
+    """The gradients of embedding and head are added in each micro-batch, where one stage has both."""
+    from megaaccum.model import gpt
+
+    with patch.object(gpt, "_copy_for_head", lambda chunk: None):
+        yield
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+def run(case: Case, mistake=None, steps: int = STEPS) -> Outcome:
+    with contextmanager(mistake)() if mistake else nullcontext():
+        (seen,) = outcomes([case], steps)
+        return seen
+
+
+@cache
+def one_process(model: str) -> Outcome:
+    """Of one process with the same micro-batches."""
+    return run_ranks(run, 1, row(1, f"--pp_microbatches {12 if TWELVE in model else 16} ", model.removeprefix(MODEL)))[
+        0
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[Case, Outcome]:
+    return dict(zip(ROWS, run_ranks(outcomes, 4, ROWS, STEPS, timeout=150)[0], strict=True))
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_every_layout_is_one_process_to_the_bit(case, measured):
+    assert measured[case] == one_process(case.model)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "what"),
+    [
+        (ranks_one_by_one, ROWS[0], "gradient"),
+        (as_they_come, ROWS[0], "gradient"),
+        (turns, ROWS[0], "gradient"),
+        (fused_kernel, ROWS[0], "state"),
+        (norm_of_shards, ROWS[0], "norms"),
+        (one_weight_for_two_uses, row(1, "--pp_microbatches 16 "), "gradient"),
+    ],
+)
+def test_a_mistake_is_seen(mistake, case, what):
+    seen = run_ranks(run, case.world_size, case, mistake)[0]
+    assert getattr(seen, what) != getattr(one_process(case.model), what)
+
+
+def test_without_it_every_layout_has_bits_of_its_own():
+    loose = [row(1, "--pp_microbatches 16 ", mode=""), row(4, "--pp_microbatches 4 ", mode="--deterministic ")]
+    one, four = (run_ranks(run, case.world_size, case)[0] for case in loose)
+    assert one.gradient != four.gradient and one.state != four.state
+    assert one.losses == pytest.approx(four.losses, rel=1e-5)

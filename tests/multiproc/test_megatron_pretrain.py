@@ -1,0 +1,69 @@
+"""Megatron's pretraining loop with the import changed: what it prints is what Megatron's own objects print."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.testing import run_ranks
+from tests.support.megatron_pretrain import INTERLEAVED, Run, numbers, pretrained
+
+ROUNDING = 1e-5
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> dict[str, list[str]]:
+    """The lines of each run, of 6 steps with evaluation, or of the last 3 steps after a load."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
+    save = {name: f"--save {folder} --save-interval 3 " for name, folder in folders.items()}
+    load = {name: f"--load {folder} --ckpt-step 3 " for name, folder in folders.items()}
+    zbv, fsdp2 = dict(schedule="zbv"), dict(backend="fsdp2")
+    runs = {
+        "theirs": Run(save["theirs"], ours=False),
+        "ours": Run(save["ours"]),
+        "interleaved": Run(INTERLEAVED),
+        "zbv": Run(INTERLEAVED, keys=zbv),
+        "dualpipev": Run(INTERLEAVED, keys=dict(schedule="dualpipev")),
+        "theirs, resumed": Run(load["theirs"], ours=False),
+        "ours, resumed": Run(load["ours"]),
+        "resumed under zbv": Run(load["ours"] + INTERLEAVED, keys=zbv),
+        "resumed with fsdp2": Run(f"{load['ours']} --save {folders['ours']} --save-interval 5 ", keys=fsdp2),
+        "theirs, with our weights": Run(load["ours"] + "--no-load-optim --no-load-rng ", ours=False),
+    }
+    found = dict(zip(runs, run_ranks(pretrained, 4, list(runs.values()), timeout=200)[-1], strict=True))
+    two = {
+        "resumed at dp 1": Run(load["ours"]),
+        "resumed at dp 1 from fsdp2": Run(f"--load {folders['ours']} --ckpt-step 5 "),
+    }
+    return found | dict(zip(two, run_ranks(pretrained, 2, list(two.values()), timeout=60)[-1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["ours", "interleaved"])
+def test_all_digits_are_those_of_megatrons_own_ddp(printed, name):
+    assert len(printed["theirs"]) == 10
+    assert printed[name] == printed["theirs"]
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+def test_a_v_within_rounding(printed, name):
+    assert numbers(printed[name]) == pytest.approx(numbers(printed["theirs"]), rel=ROUNDING)
+
+
+def test_resumed_as_megatrons_own(printed):
+    assert printed["ours, resumed"] == printed["theirs, resumed"]
+
+
+@pytest.mark.parametrize("name", ["resumed at dp 1", "resumed under zbv", "resumed with fsdp2"])
+def test_resumed_at_another_layout(printed, name):
+    assert numbers(printed[name]) == pytest.approx(numbers(printed["theirs, resumed"]), rel=ROUNDING)
+
+
+def test_fully_sharded_weights_are_written_whole(printed):
+    """The last step again, from what FSDP2 has written, and the evaluations after it."""
+    again = numbers(printed["resumed at dp 1 from fsdp2"])
+    assert again == pytest.approx(numbers(printed["theirs, resumed"])[-len(again) :], rel=ROUNDING)
+
+
+def test_megatron_reads_our_weights(printed):
+    """They are in Megatron's own form: its loss of the next batch is the same."""
+    (loss, *_), (ours, *_) = numbers(printed["theirs, with our weights"]), numbers(printed["ours, resumed"])
+    assert loss == ours

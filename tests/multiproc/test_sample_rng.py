@@ -1,0 +1,156 @@
+"""`rng: sample`: a micro-batch has the same dropout masks wherever it runs, so that every layout has one gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from megaaccum.testing import run_ranks
+from tests.support.distance import EXACT
+from tests.support.parity import Case, Gradient, Rig
+
+MODEL = "--attention_dropout 0.1 --hidden_dropout 0.1 "
+BATCH = "--global_batch_size 8 "
+PP = "--pipeline_model_parallel_size 2 "
+VPP = PP + "--virtual_pipeline_model_parallel_size 2 "
+FULL = "--recompute_granularity full "
+PAIRS = FULL + "--recompute_method uniform --recompute_num_layers 2 "
+SELECTIVE = "--recompute_granularity selective --recompute_modules core_attn mlp "
+
+
+def fp64(layout: str, model: str = "") -> Case:
+    return Case(4, layout + BATCH + "--params_dtype fp64 ", MODEL + model, "fp64")
+
+
+def fp32(layout: str) -> Case:
+    return Case(4, layout + BATCH, MODEL)
+
+
+ONE = replace(fp64("--pp_microbatches 8 "), world_size=1)
+LAYOUTS = [
+    fp64("--pp_microbatches 2 "),
+    fp64(PP + "--grad_accum_steps 1 --pp_microbatches 4 " + FULL),
+    fp64(VPP + "--pp_microbatches 4 --schedule interleaved "),
+    fp64(PP + "--schedule zb-h1 --pp_microbatches 4 "),
+    fp64("--pipeline_model_parallel_size 4 --schedule zbv --pp_microbatches 8 " + FULL),
+    fp64(VPP + "--schedule dualpipev --pp_microbatches 4 " + SELECTIVE),
+    fp64("--pipeline_model_parallel_size 4 --pp_microbatches 8 " + PAIRS),
+    fp64(PP + "--backend fsdp2 --sync streaming --pp_microbatches 4 " + FULL),
+    fp32(PP + "--sync streaming --pp_microbatches 4 " + FULL),
+    fp32(PP + "--zero_stage 1 --pp_microbatches 4 "),
+    fp32(PP + "--backend megatron --pp_microbatches 4 "),
+]  # fmt: skip
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def by_rank() -> Iterator[None]:
+    """Each pipeline stage and data-parallel rank has masks of its own, whatever its micro-batches are."""
+    from megaaccum.distributed import rng
+
+    def seed_at(self, layer: str, stream: str) -> None:
+        place = (self._groups.pp.rank(), self._groups.dp.rank())
+        rng._set_states(f"{self._step}/{self._forward}/{layer}/{place}", stream, tp_rank=0)
+
+    with patch.object(rng.SampleSeeds, "_seed_at", seed_at):
+        yield
+
+
+def counted_by_forwards() -> Iterator[None]:
+    """A recomputed forward belongs to the micro-batch that went forward last."""
+    from megaaccum import upstream
+
+    with patch.object(upstream, "in_backward", lambda: False):
+        yield
+
+
+def by_chunk() -> Iterator[None]:
+    """A chunk's layers draw on from where its first one began."""
+    from megaaccum.distributed import rng
+
+    with patch.object(rng, "_seeded_modules", lambda chunk: ()):
+        yield
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def gradients(cases: list[Case], mistake=None) -> list[Gradient]:
+    with contextmanager(mistake)() if mistake else nullcontext():
+        return [Rig.of(case).watched(step=7)[0] for case in cases]
+
+
+def again(case: Case) -> dict[str, Gradient]:
+    """Step 7 of `case`: at once, and after other steps, an evaluation and draws of the process' own; and step 8."""
+    import torch
+
+    rig = Rig.of(case)
+    seen = {"at once": rig.watched(step=7)[0]}
+    before = torch.get_rng_state()
+    rig.watched(step=3)
+    rig.train_step.evaluate(rig.microbatches())
+    assert torch.equal(before, torch.get_rng_state())
+    torch.rand(3)
+    return seen | {"later": rig.watched(step=7)[0], "another step": rig.watched(step=8)[0]}
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+def error(ranks: list[Gradient], exact: Gradient) -> float:
+    """Largest relative L2 error of any parameter's gradient on any rank."""
+    found = {name for rank in ranks for name in rank.parts}
+    assert found == exact.parts.keys()
+    return max(
+        float((part - exact.parts[name]).norm() / exact.parts[name].norm())
+        for rank in ranks
+        for name, part in rank.parts.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def exact() -> Gradient:
+    return run_ranks(gradients, 1, [ONE])[0][0]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[Gradient]]:
+    by_rank = run_ranks(gradients, 4, LAYOUTS, timeout=150)
+    return dict(zip(map(str, LAYOUTS), map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_layout_draws_the_same_masks(case, measured, exact):
+    assert error(measured[str(case)], exact) < (EXACT if case.lane == "fp64" else 5e-6)
+
+
+def test_the_masks_are_there_and_belong_to_the_step(exact):
+    without = run_ranks(gradients, 1, [replace(ONE, model="")])[0][0]
+    assert error([exact], without) > 0.1
+    seen = run_ranks(again, 1, ONE)[0]
+    assert error([seen["at once"]], exact) == error([seen["later"]], exact) == 0
+    assert error([seen["another step"]], exact) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("mistake", "number"),
+    [(by_rank, 0), (by_rank, 3), (counted_by_forwards, 1), (counted_by_forwards, 6), (by_chunk, 2)],
+)
+def test_a_mistake_is_seen(mistake, number, exact):
+    ranks = run_ranks(gradients, 4, [LAYOUTS[number]], mistake)
+    assert error([each for (each,) in ranks], exact) > 0.01
+
+
+def test_under_tp_the_masks_are_those_of_the_sample_too():
+    """Ranks of a tp group hold other heads and other tokens, and draw from states of their own."""
+    tp = "--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 4 "
+    by_rank = run_ranks(gradients, 4, [fp64(tp), fp64(tp + PP + FULL)])
+    for rank in (0, 1):
+        exact = by_rank[rank][0]
+        stages = [each for _, each in by_rank if each.tp_rank == exact.tp_rank]
+        assert error(stages, exact) < EXACT

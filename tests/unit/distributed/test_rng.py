@@ -1,0 +1,72 @@
+"""What a sample's draws depend on, and on which ranks they are the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from megaaccum.distributed import cpu, rng
+from tests.support.configs import plan
+
+
+class _Group:
+    def __init__(self, rank: int = 0, size: int = 1):
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def seeds(mode: str = "sample", *, tp: int = 0, cp: int = 0, dp: tuple[int, int] = (0, 1)) -> rng.SampleSeeds:
+    collection = SimpleNamespace(cp=_Group(cp))
+    groups = SimpleNamespace(tp=_Group(tp), dp=_Group(*dp), collection=collection)
+    return rng.SampleSeeds(plan(rng=mode), cast(Any, groups), [])
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    cpu.install()
+    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+    before = rng.snapshot()
+    yield
+    rng.restore(before)
+
+
+def draws(of: rng.SampleSeeds, microbatch: int = 0, step: int = 1) -> dict[str, float]:
+    """The first number of each stream in the forward of a micro-batch."""
+    with of.flush(step):
+        of.begin_forward(microbatch)
+        drawn = {"default": float(torch.rand(()))}
+        for name in ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"):
+            with get_cuda_rng_tracker().fork(name):
+                drawn[name] = float(torch.rand(()))
+    return drawn
+
+
+def test_a_global_microbatch_has_one_set_of_draws_on_any_number_of_ranks():
+    assert draws(seeds(), 5) == draws(seeds(dp=(1, 2)), 2) == draws(seeds(dp=(1, 4)), 1)
+    first = draws(seeds())
+    for other in (draws(seeds(), 1), draws(seeds(), step=2), draws(seeds(cp=1)), draws(seeds(dp=(1, 2)))):
+        assert all(other[name] != first[name] for name in first)
+    assert len({*first.values()}) == len(first)
+
+
+def test_ranks_of_a_tp_group_share_what_megatron_lets_them_share():
+    first, second = draws(seeds()), draws(seeds(tp=1))
+    assert {name for name in first if first[name] == second[name]} == {"default", "data-parallel-rng"}
+
+
+def test_the_states_of_the_process_are_left_alone():
+    before = rng.snapshot()
+    draws(seeds())
+    after = rng.snapshot()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    of = seeds("megatron")
+    assert draws(of) != draws(of), "Megatron's states draw on"

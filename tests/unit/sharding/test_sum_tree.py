@@ -1,0 +1,96 @@
+"""The tree in which gradients are added: one sum to the bit, whatever the order and the ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, most_nodes, tree_sum
+
+COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(7, generator=generator) * 10.0**exponent for exponent in torch.randn(count).tolist()]
+
+
+def summed(parts: list[torch.Tensor], order: list[int], *, lent: bool = False) -> torch.Tensor:
+    tree = SumTree(len(parts))
+    done = [tree.add(leaf, parts[leaf].clone(), lent=lent) for leaf in order]
+    assert done == [False] * (len(parts) - 1) + [True]
+    total = tree.total()
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_order_of_arrival_does_not_matter(count):
+    parts = leaves(count)
+    first = summed(parts, list(range(count)))
+    assert torch.allclose(first.double(), torch.stack(parts).double().sum(0), rtol=1e-5, atol=1e-5)
+    for seed in range(5):
+        order = random.Random(seed).sample(range(count), count)
+        assert torch.equal(summed(parts, order, lent=bool(seed % 2)), first)
+    assert torch.equal(tree_sum([part.clone() for part in parts]), first)
+
+
+def test_an_order_that_is_another_trees_is_seen():
+    """One after the other, as autograd adds."""
+    parts = leaves(16)
+    one_by_one = parts[0].clone()
+    for part in parts[1:]:
+        one_by_one += part
+    assert not torch.equal(one_by_one, summed(parts, list(range(16))))
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(12, 2), (12, 4), (20, 4), (16, 8), (24, 8)])
+def test_the_run_of_a_rank_is_a_subtree(count, ranks):
+    parts, run = leaves(count), count // ranks
+    rows = [summed(parts[start : start + run], list(range(run))) for start in range(0, count, run)]
+    assert torch.equal(tree_sum(rows), summed(parts, list(range(count))))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_partial_sums_are_few(count):
+    assert most_nodes(count) <= math.ceil(math.log2(count))
+    tree, most = SumTree(count), 0
+    for leaf, part in enumerate(leaves(count)):
+        most = max(most, len(list(tree.tensors())))
+        tree.add(leaf, part)
+    assert most == most_nodes(count)
+
+
+def test_what_did_not_come_counts_nothing():
+    parts = leaves(5)
+    tree = SumTree(5)
+    assert tree.total() is None
+    assert not any(tree.add(leaf, parts[leaf].clone()) for leaf in (4, 0, 3))
+    total = tree.total()
+    assert total is not None and torch.equal(total, parts[0] + (parts[3] + parts[4]))
+
+
+def test_a_parameter_gets_its_sum_back_with_the_last_micro_batch():
+    sums, param = MicrobatchSums(), torch.nn.Parameter(torch.zeros(7))
+    sums.count, parts = 4, leaves(4)
+    for flush, first in enumerate((0, 2)):
+        sums.begin_flush(first)
+        for index in (1, 0):  # a W comes by its number in the flush, a backward by that in the step
+            sums.begin_weight_grad(index) if flush else sums.begin_backward(first + index)
+            param.grad = parts[first + index].clone()
+            assert sums.take(param) is ((first, index) == (2, 0))
+            assert (param.grad is None) is ((first, index) != (2, 0))
+    assert param.grad is not None and torch.equal(param.grad, summed(parts, [0, 1, 2, 3]))
+    sums.clear()
+    sums.begin_backward(3)
+    assert not sums.take(param), "another step has sums of its own"
+
+
+def test_a_step_with_another_number_of_micro_batches_is_named():
+    sums = MicrobatchSums()
+    sums.count = 4
+    assert sums.missing(4) == ""
+    assert "had 3 micro-batches" in sums.missing(3) and "the 4 of the plan" in sums.missing(3)

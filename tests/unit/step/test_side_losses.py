@@ -1,0 +1,41 @@
+"""The scale of Megatron's side losses in each micro-batch's backward."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megaaccum.step.loss import Divisor
+from megaaccum.step.microbatches import Microbatches
+from megaaccum.step.side_losses import SideLosses
+
+
+def test_a_scale_that_comes_back_is_what_it_was(monkeypatch):
+    """Megatron keeps the first tensor that it is given and copies later scales into it."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    config = SimpleNamespace(num_moe_experts=4)
+    sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
+    weights = [3.0, 1.0, 3.0]
+    batch = Microbatches(forward_step_func=lambda *_: None, data=[None] * 3, count=3, tokens=[4] * 3, weights=weights)  # type: ignore[arg-type, return-value]
+    sides.begin_attempt(Divisor.at_commit(reduction_divisor=2), 1.0, 0)
+    sides.begin_flush(batch)
+    seen = []
+    for index in range(3):
+        MoEAuxLossAutoScaler.set_loss_scale(config.moe_grad_scale_func())
+        output = torch.ones((), requires_grad=True) * 1.0
+        sides.follow(batch, index, output)
+        output.backward()
+        seen.append(float(MoEAuxLossAutoScaler.main_loss_backward_scale))  # type: ignore[arg-type]
+    assert seen == [2 * weight / 4 for weight in weights]
+
+
+def test_scales_are_not_rounded(monkeypatch):
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(()))
+    config = SimpleNamespace(num_moe_experts=4)
+    sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
+    batch = Microbatches(forward_step_func=lambda *_: None, data=[None], count=1, tokens=[4])  # type: ignore[arg-type, return-value]
+    sides.begin_attempt(Divisor.known(3.0, reduction_divisor=1), 1.0, 7)
+    sides.begin_flush(batch)
+    MoEAuxLossAutoScaler.set_loss_scale(config.moe_grad_scale_func())
+    assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == pytest.approx(1 / 28, rel=1e-15)  # type: ignore[arg-type]
