@@ -165,8 +165,8 @@ def mean_of_means(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="dp, unequal weights",
 )  # fmt: skip
 def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
-    def own(weights: list[float], count: int, group: torch.distributed.ProcessGroup) -> tuple[float, int]:
-        return sum(weights) * group.size(), count * group.size()
+    def own(weights: list[float], count: int, groups: Any, places: Any = None) -> tuple[float, int]:
+        return sum(weights) * groups.dp.size(), count * groups.dp.size()
 
     with replaced(train_step, "total_weight", own):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,23 +13,17 @@ from megatron.core import parallel_state
 from megaaccum.config import Plan
 from megaaccum.model import gpt
 from megaaccum.step import grad_norm
+from megaaccum.step.loss import sums_over_ranks
 from megaaccum.verification.bank.mistake import mistake, replaced
 
 
 def _norm_over(group: Callable[[], Any]) -> AbstractContextManager[None]:
     """The norm's squares are summed over another group; losses and weights, as they should be."""
 
-    class OverGroup:
-        """torch.distributed as grad_norm.py uses it."""
+    def over_group(parts: Sequence[torch.Tensor]) -> list[float]:
+        return [*sums_over_ranks(parts[:1], group()), *sums_over_ranks(parts[1:])]
 
-        @staticmethod
-        def all_reduce(tensor: torch.Tensor) -> None:
-            square = tensor[:1].clone()
-            dist.all_reduce(tensor)
-            dist.all_reduce(square, group=group())
-            tensor[:1] = square
-
-    return replaced(grad_norm, "dist", OverGroup)
+    return replaced(grad_norm, "sums_over_ranks", over_group)
 
 
 @mistake(
