@@ -89,6 +89,7 @@ def _backend(case: Case) -> Case | None:
     """torch DDP in place of another; what is an option of that other falls away."""
     keys: Keys = dict.fromkeys(
         ("zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas", "deterministic",
+         "reproducible",
          "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
     )  # fmt: skip
     return None if case.keys.get("backend") == "ddp" else _with(case, keys | {"backend": "ddp"})
@@ -112,7 +113,7 @@ _AXES: dict[str, Callable[[Case], Case | None]] = {
     "recompute": _recompute,
     "sync": _only("sync", sync=None, max_live_parameters=None),
     "offload": _only("offload_optimizer", offload_optimizer=None),
-    "deterministic": _only("deterministic", deterministic=None),
+    "deterministic": _only("deterministic", deterministic=None, reproducible=None),
     "flush": _only("flush", flush=None),
     "schedule": _schedule,
     "sp": _only("sequence_parallel", sequence_parallel=None),

@@ -25,6 +25,7 @@ _LEFT_OUT = frozenset(
     {
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
         *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage", "max_position_embeddings"),
+        *("batch_warmup_steps", "rampup_batch_size", "step_batch_size_schedule", "variable_seq_lengths"),
         *("global_batch_size", "device_batch_size", "memory_gib", "kv_channels", "distributed_timeout_minutes"),
         *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
         *("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "start_weight_decay", "end_weight_decay"),
