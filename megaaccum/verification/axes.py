@@ -88,9 +88,8 @@ def _tied(case: Case) -> Case | None:
 def _backend(case: Case) -> Case | None:
     """torch DDP in place of another; what is an option of that other falls away."""
     keys: Keys = dict.fromkeys(
-        ("zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas", "deterministic", "reproducible",
-         "reproducible",
-         "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
+        ("zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas", "deterministic",
+         "reproducible", "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
     )  # fmt: skip
     return None if case.keys.get("backend") == "ddp" else _with(case, keys | {"backend": "ddp"})
 
