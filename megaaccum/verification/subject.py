@@ -12,6 +12,7 @@ from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.step.chunk_config import batch_statistics
 from megaaccum.verification.case import Case, OwnModel
 
@@ -165,7 +166,7 @@ class _Own:
             for name in ("params_dtype", "pipeline_dtype"):
                 if getattr(config, name, None) == own:
                     setattr(config, name, dtype)
-        return model
+        return model if hasattr(model, "set_input_tensor") else TorchChunk(model)
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
         return self._own.forward_step_func

@@ -41,7 +41,9 @@ def truth_of(case: Case, lane: Lane, steps: int, *, keep_parts: bool = False) ->
             if truth.problem:
                 break
         return truth
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises a RuntimeError on a CPU
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
         return Truth({}, problem=f"one process does not hold the model in {lane} ({error}): make it smaller (--shrink)")
     except ConfigError as error:
         return Truth({}, problem=str(error))

@@ -29,7 +29,6 @@ def plan_of(ranks: int, *, micro_batch_size: int = own_models.ROWS, **layout) ->
     "layout",
     [
         dict(pp=2),
-        dict(pp=2, schedule="interleaved", vpp=2),
         dict(pp=2, schedule="zbv"),
         dict(pp=2, schedule="dualpipev"),
     ],
@@ -66,7 +65,7 @@ def test_a_plain_module():
         (own_models.noisy, own_models.forward_step, "not deterministic: noise (Noise) gives another output"),
         (own_models.with_batch_norm, own_models.forward_step, "batch_norm (BatchNorm1d) takes statistics"),
         (own_models.plain, own_models.step_of_means, "samples depend on each other"),
-        (own_models.too_large, own_models.forward_step, "GiB are free: make it smaller"),
+        (own_models.too_large, own_models.forward_step, "one process does not hold the model"),
     ],
     ids=["noise", "batch norm", "means", "memory"],
 )
@@ -76,11 +75,8 @@ def test_what_cannot_be_verified(build, step, reason):
     assert reason in verdict.problem
 
 
-SAMPLE = (
-    "division per stage", "mean of means", "tied copy not summed", "sequence parallel norms not summed",
-    "norm per stage", "weight gradient left out", "norms decay", "rate moves on a skip", "balancing divided by ranks",
-)  # fmt: skip
-"""One mistake of each kind; `python -m benchmarks verify` makes all."""
+SAMPLE = ("division per stage", "weight gradient left out")
+"""Two of the bank; `python -m benchmarks verify` makes all."""
 
 
 @pytest.fixture(scope="module")
