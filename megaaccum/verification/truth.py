@@ -96,12 +96,11 @@ class OneProcess:
         for (name, first), (_, again) in zip(*outputs, strict=False):
             if any(not torch.equal(one, other) for one, other in zip(first, again, strict=False)):
                 module = self.module.get_submodule(name)
+                shown = name.removeprefix("module.") or "the model"
                 return (
-                    f"the model is not deterministic: {name or 'the model'} ({type(module).__name__}) gives another"
-                    f" output"
-                    " when the same micro-batch comes again. Switch its randomness off (dropout 0), or have it depend"
-                    " on"
-                    " the micro-batch alone"
+                    f"the model is not deterministic: {shown} ({type(module).__name__}) gives another output when the"
+                    " same micro-batch comes again. Switch its randomness off (dropout 0), or have it depend on the"
+                    " micro-batch alone"
                 )
         return ""
 
