@@ -111,14 +111,28 @@ class MemoryModel:
             layers = self._layer_bytes(part)
             for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
                 held = pipeline.in_flight(name, pp=pp, vpp=vpp, rank=rank, microbatches=part.num_microbatches)
-                yield rows, rank, np.mean(held, axis=0), self._of_rank(part, chunks, held, layers)
+                kinds = self._of_rank(part, chunks, held, layers)
+                kinds["activations"] = kinds["activations"] + self._gathered_until_w(part, name, pp, rank, chunks)
+                yield rows, rank, np.mean(held, axis=0), kinds
 
     def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
         """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
         ((code, pp, vpp, _),) = at.by_pipeline()
         chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
         held = pipeline.in_flight(SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, microbatches=at.num_microbatches)
-        return self._of_rank(at, chunks, held, self._layer_bytes(at))
+        kinds = self._of_rank(at, chunks, held, self._layer_bytes(at))
+        kinds["activations"] = kinds["activations"] + self._gathered_until_w(at, SCHEDULES[code], pp, rank, chunks)
+        return kinds
+
+    def _gathered_until_w(self, at: Layouts, name: str, pp: int, rank: int, chunks: list[Stage]) -> Any:
+        """Transformer Engine gathers the inputs of a layer's two column-parallel matrices over tp in I and keeps them
+        until W (2.20: delay_wgrad_compute), where local layers keep this rank's part alone."""
+        gathered = activations.gathered_input(self.model, at, self.kernels) * self.kernels.saved_input
+        if self.kernels.local or not np.any(gathered):
+            return 0.0
+        layers = sum(chunk.layers for chunk in chunks) / len(chunks)
+        owed = pipeline.owed(name, pp=pp, rank=rank, microbatches=at.num_microbatches)
+        return owed * layers * 2 * (1 - 1 / at.tp) * gathered / self.kernels.element
 
     def stages(self, pp: int, vpp: int) -> list[Stage]:
         """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
