@@ -6,9 +6,11 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "planner_accuracy", "search", "fuzz", "tune", "verify")
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; planner_accuracy and search need a folder of
-tables; fuzz and verify measure no time."""
+NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_train")
+"""Tables, or command lines."""
+BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "fuzz", "restarts", "tune", "verify", *NEED_FILES)
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, verify
+and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

@@ -1,6 +1,6 @@
 """Real command lines through `megaaccum check`: how many are accepted, noted, refused, and which are wrong.
 
-    python benchmarks/megatron_cases.py --cases FILE [--show] [--only TEXT]
+    python -m benchmarks megatron_cases --cases FILE [--show] [--only TEXT]
 
 FILE is a JSON list; of each case are read: file, program, flags, megatron (ok: what Megatron's own parser says; world)
 and expected (run, note or refuse). Files that the flags name need not exist: --deepspeed_config is left out. A world
@@ -13,6 +13,7 @@ import argparse
 import collections
 import json
 import math
+import sys
 from pathlib import Path
 
 from megaaccum.config import resolve
@@ -60,12 +61,12 @@ def check(case: dict) -> tuple[list[str], list[str]]:
     return problems, notes
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", required=True)
     parser.add_argument("--show", action="store_true", help="print the problems of each case that is wrong")
     parser.add_argument("--only", default="", help="cases whose file holds this text")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     table: collections.Counter[tuple[str, str]] = collections.Counter()
     wrong = []
     for case in json.loads(Path(args.cases).read_text(encoding="utf-8")):
@@ -86,7 +87,8 @@ def main() -> None:
         print(f"\n{case['file']} (expected {case['expected']})")
         for text in problems:
             print(f"  - {text}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

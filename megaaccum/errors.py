@@ -83,5 +83,5 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 2, cutoff: floa
     """' (did you mean lr or lr_decay_iters?)', to follow an unknown name; '' where nothing is near."""
     from difflib import get_close_matches  # a module of some size, for errors alone
 
-    near = get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    near = get_close_matches(name, list(dict.fromkeys(known)), n=most, cutoff=cutoff)
     return f" (did you mean {' or '.join(near)}?)" if near else ""

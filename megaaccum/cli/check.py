@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megaaccum import units
 from megaaccum.cli.arguments import Asked, asked, smallest_world, split_command, take_path
-from megaaccum.config import resolve
+from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import Config, ShardingConfig
@@ -102,7 +102,7 @@ def describe(
         problems += error.problems
     if plan is None or problems:
         raise ConfigError(problems)
-    parts = (_batch, _ramp, _schedule, _model, _sharding, _notes)
+    parts = (_batch, _ramp, _rates, _schedule, _model, _sharding, _notes)
     sections = [_layout(plan, source), *(part(plan) for part in parts)]
     if with_json:
         sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
@@ -155,6 +155,8 @@ def _layout(plan: Plan, source: str) -> _Section:
 def _batch(plan: Plan) -> _Section:
     over = {"token": "the step's unmasked tokens", "microbatch": "num_microbatches, a mean of means"}
     lines = plan.batch.describe().splitlines()
+    if plan.config.batch.static_graph:
+        lines.append("static_graph: every step has this count and this shape; batch warm-up is off")
     return "Batch", [
         *lines,
         f"loss_norm: {plan.batch.loss_norm}, so the loss is divided by {over[plan.batch.loss_norm]}",
@@ -176,6 +178,12 @@ def _ramp(plan: Plan) -> _Section:
             f"{_bubble(plan, batch):>9.1%}"
         )
     return "Batch warm-up", [*lines, "micro-batches = grad_accum_steps * pp_microbatches; bubble with equal stages"]
+
+
+def _rates(plan: Plan) -> _Section:
+    """Learning rates that follow the batch; nothing where they do not."""
+    assert plan.written is not None
+    return "Learning rate", lr_scaling.describe(plan.config, plan.written)
 
 
 def _span(first: int, count: int) -> str:

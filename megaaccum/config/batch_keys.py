@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, either, nearest_multiples
 
 SIZES = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
 """The five sizes, in the order in which a file's are kept when the command line changes the size of the batch."""
@@ -26,6 +28,7 @@ def settle(config: Config, data_parallel_size: int, notes: list[str]) -> BatchPl
         ConfigError: sizes of one source contradict each other, or a rule of the batch is broken.
     """
     sizes = {name: getattr(config.batch, name) for name in SIZES if getattr(config.batch, name) is not None}
+    _check_total(config, sizes, data_parallel_size)
     asked = {name for name in sizes if config.origin.get(name) == COMMAND_LINE}
     if not asked:
         _require_a_size(sizes, config)
@@ -43,6 +46,31 @@ def settle(config: Config, data_parallel_size: int, notes: list[str]) -> BatchPl
     plan = _solve(config, data_parallel_size, kept)
     notes += [_recomputed(name, sizes[name], plan, asked) for name in dropped]
     return plan
+
+
+def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
+    """total_batch_size is whole accumulation steps of the sizes that are written where it is, or on the command
+    line."""
+    total, seq_length, origin = config.batch.total_batch_size, config.model.seq_length, config.origin
+    if total is None or seq_length < 1:
+        return
+    places = (COMMAND_LINE, origin.get("total_batch_size"))
+    known: dict[str, int] = {name: size for name, size in sizes.items() if origin.get(name) in places}
+    parts = ("device_batch_size",) if "device_batch_size" in known else ("micro_batch_size", "pp_microbatches")
+    factors = {name: known[name] for name in parts if name in known}
+    factors |= {"seq_length": seq_length, "data_parallel_size": dp}
+    unit = math.prod(factors.values())
+    if total % unit:
+        product = " * ".join(f"{name} {value}" for name, value in factors.items())
+        raise ConfigError(
+            f"total_batch_size {total} tokens are not a whole number of accumulation steps of {product} = {unit}: set"
+            f" total_batch_size to {either(nearest_multiples(total, unit))}."
+        )
+    if sizes["global_batch_size"] * seq_length != total:
+        raise ConfigError(
+            f"total_batch_size {total} tokens / seq_length {seq_length} = {total // seq_length} sequences contradicts"
+            f" global_batch_size {sizes['global_batch_size']}: leave one of them out."
+        )
 
 
 def _check_file_alone(sizes: dict[str, int], data_parallel_size: int) -> None:

@@ -112,7 +112,7 @@ def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Br
         train_iters: steps of the run; 0 where that is not known.
 
     Raises:
-        ConfigError: the keys contradict each other or `batch`, or the ramp does not reach `batch` in the run.
+        ConfigError: the keys contradict each other or `batch`, or the run ends before a ramp that is no schedule.
     """
     given = [name for name in KEYS if getattr(keys, name)]
     if len(given) > 1:
@@ -130,11 +130,14 @@ def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Br
         ramp = _ramp((start, cut.to(size)) for start, size in wanted)
     notes += [f"{given[0]}: {note}" for note in cut.notes()]
     if train_iters and ramp.num_steps >= train_iters:
-        raise ConfigError(
+        ends = (
             f"{given[0]}: the batch reaches its {batch.global_batch_size} sequences after {ramp.num_steps} steps, and"
-            f" the run ends after train_iters {train_iters}: shorten the ramp, or set train_iters to more than"
-            f" {ramp.num_steps}."
+            f" the run ends after train_iters {train_iters}"
         )
+        # A schedule by samples or tokens is that of the whole training, of which a run may be the beginning.
+        if not keys.step_batch_size_schedule:
+            raise ConfigError(f"{ends}: shorten the ramp, or set train_iters to more than {ramp.num_steps}.")
+        notes.append(f"{ends}, in the middle of the schedule.")
     return ramp
 
 

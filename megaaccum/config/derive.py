@@ -22,6 +22,9 @@ def derive(config: Config, notes: list[str]) -> None:
     _derive_mlp(config.model)
     _derive_recompute(config.model)
     _derive_batch(config)
+    if config.batch.static_graph and config.batch.batch_warmup_steps:
+        notes.append(f"static_graph: batch_warmup_steps {config.batch.batch_warmup_steps} is set to 0.")
+        config.batch.batch_warmup_steps = 0
     _derive_schedule(config, notes)
     _note_kernels(config, notes)
     _derive_precision(config.sharding)
@@ -44,8 +47,9 @@ def _derive_attention(model: ModelConfig) -> None:
 
 def _derive_mlp(model: ModelConfig) -> None:
     if model.ffn_hidden_size is None:
-        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments.
-        gated = int(4 * model.hidden_size * 2 / 3) // 64 * 64
+        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments,
+        # which give a toy's MLP no width at all.
+        gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
         model.ffn_hidden_size = gated if model.swiglu else 4 * model.hidden_size
     if model.num_experts is not None and model.moe_ffn_hidden_size is None:
         model.moe_ffn_hidden_size = model.ffn_hidden_size
@@ -55,6 +59,8 @@ def _derive_mlp(model: ModelConfig) -> None:
 
 
 def _derive_recompute(model: ModelConfig) -> None:
+    if model.gradient_checkpointing and model.recompute_granularity is None:
+        model.recompute_granularity = "full"
     if model.recompute_granularity == "full":
         model.recompute_method = model.recompute_method or "uniform"
         if model.recompute_num_layers is None:
@@ -64,13 +70,23 @@ def _derive_recompute(model: ModelConfig) -> None:
 
 
 def _derive_batch(config: Config) -> None:
-    """The global batch that a schedule of batch sizes ends with."""
-    batch, key = config.batch, "step_batch_size_schedule"
-    if batch.step_batch_size_schedule is not None and batch.global_batch_size is None:
+    """The global batch, where it is given in tokens, or is what a schedule of batch sizes ends with."""
+    batch, seq_length = config.batch, config.model.seq_length
+    if batch.global_batch_size is not None:
+        return
+    if batch.total_batch_size is not None and seq_length > 0:
+        batch.global_batch_size = max(1, batch.total_batch_size // seq_length)  # batch_keys reports a remainder
+        _same_origin(config, "total_batch_size")
+    elif batch.step_batch_size_schedule is not None:
         with suppress(ConfigError):  # build_ramp reports it
-            batch.global_batch_size = parse_schedule(batch.step_batch_size_schedule, config.model.seq_length)[-1][1]
-            if key in config.origin:
-                config.origin["global_batch_size"] = config.origin[key]
+            batch.global_batch_size = parse_schedule(batch.step_batch_size_schedule, seq_length)[-1][1]
+            _same_origin(config, "step_batch_size_schedule")
+
+
+def _same_origin(config: Config, key: str) -> None:
+    """The global batch counts as written where `key` is."""
+    if key in config.origin:
+        config.origin["global_batch_size"] = config.origin[key]
 
 
 def _derive_schedule(config: Config, notes: list[str]) -> None:

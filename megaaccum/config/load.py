@@ -27,6 +27,8 @@ RIVALS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"data_path", "train_data_path"}),
     frozenset(batch_ramp.KEYS),
+    frozenset({"total_batch_size", "global_batch_size"}),
+    frozenset({"lr_reference_batch_size", "lr_reference_tokens"}),
 )
 """Keys that say the same thing in different ways: one on the command line sets aside the others of a file."""
 

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from functools import partial
 
+from megaaccum.config import lr_scaling
 from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, settle
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
@@ -39,6 +40,7 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
     ramp = _ramp(settled, batch, notes, problems) if batch is not None and not problems else None
     if batch is None or ramp is None or problems:
         raise ConfigError(problems)
+    lr_scaling.scale(settled)
     return Settled(settled, batch, ramp, notes)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaaccum.config.schema import Config, DataConfig
 from megaaccum.data.corpus import EMBEDDED, EMBEDDED_VOCAB_SIZE, embedded_prefix
 from megaaccum.data.indexed import open_pair
-from megaaccum.data.tokenizer import Vocabulary, tokenizer_beside
+from megaaccum.data.tokenizer import Vocabulary, gpt2_tokenizer, read_tokenizer, tokenizer_beside
 from megaaccum.data.vocabulary import null_vocabulary, read_gpt2_vocabulary, read_vocabulary
 from megaaccum.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +171,27 @@ def _tokenizers_vocabulary(config: Config) -> Vocabulary:
             f"embedded text is built with it"
         )
     return _vocabulary_beside(prefixes, config.model.vocab_size)
+
+
+def read_run_tokenizer(config: Config, wanted_by: str) -> tokenizers.Tokenizer:
+    """The tokenizer of this configuration's data, to make tokens of text and text of tokens.
+
+    Raises:
+        DataError: the data come without one that encodes text; `wanted_by` is the key that cannot be honoured.
+    """
+    data = config.data
+    if data.tokenizer_model and data.tokenizer_type in (None, "HuggingFaceTokenizer"):
+        return read_tokenizer(data.tokenizer_model)
+    if data.vocab_file is not None and data.merge_file is not None:
+        return gpt2_tokenizer(data.vocab_file, data.merge_file)
+    prefixes = [] if data.mock_data or data.tokenizer_type is not None else read_sources(data).prefixes
+    for prefix in prefixes:
+        if path := tokenizer_beside(resolve_prefix(prefix, config)):
+            return read_tokenizer(path)
+    raise DataError(
+        f"{wanted_by} needs a tokenizer that encodes text, but the data come without one: set tokenizer_model to a"
+        f" Hugging Face tokenizer.json, or {wanted_by} to 0"
+    )
 
 
 def _vocabulary_beside(prefixes: list[str], given_size: int | None) -> Vocabulary:

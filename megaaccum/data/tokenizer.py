@@ -66,6 +66,19 @@ def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def gpt2_tokenizer(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
+    """The byte-level BPE tokenizer of GPT-2's vocab.json and merges.txt. Raises DataError where they cannot be read."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"vocab_file {vocab_file} and merge_file {merge_file} cannot be read: {error}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def tokenizer_file(path: str | Path) -> Path:
     """`path` itself, or the tokenizer.json in it when it is a folder."""
     path = Path(path)

@@ -65,6 +65,22 @@ class Reconciler:
         """`path` is something that megaaccum does not do."""
         self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
 
+    def sort(
+        self, path: str, value: object, refused: dict[str, str], dropped: dict[str, str], known: Iterable[str]
+    ) -> None:
+        """Refuse or note a key that no key of megaaccum's stands for, by its list; name one that DeepSpeed lacks."""
+        name = path.rsplit(".", 1)[-1]
+        if name in refused:
+            if keys.is_on(value):
+                self.refuse(path, value, refused[name])
+        elif name in dropped:
+            self.notes.append(f"deepspeed.{path} is left out: {dropped[name]}.")
+        elif name not in known:
+            near = did_you_mean(name, sorted(known))
+            self.problems.append(
+                f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{near}."
+            )
+
 
 def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> dict[str, object] | None:
     """The DeepSpeed configuration at `path`, or None with a text added to `problems`."""
@@ -103,13 +119,8 @@ def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
     for name, value in block.items():
         if handler := _HANDLERS.get(name):
             handler(reconciler, name, value)
-        elif name in keys.REFUSED:
-            if keys.is_on(value):
-                reconciler.refuse(name, value, keys.REFUSED[name])
-        elif name in keys.DROPPED:
-            config.notes.append(f"deepspeed.{name} is left out: {keys.DROPPED[name]}.")
-        elif name not in keys.TOP_LEVEL:
-            reconciler.problems.append(_unknown(name, name, keys.TOP_LEVEL))
+        else:
+            reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
     _adopt_batch(reconciler)
     return reconciler.problems
 
@@ -167,11 +178,6 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
     }
 
 
-def _unknown(path: str, name: str, known: Iterable[str]) -> str:
-    near = did_you_mean(name, sorted(known))
-    return f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{near}."
-
-
 def _short(value: object) -> str:
     return "(a block)" if isinstance(value, dict) else str(value)
 
@@ -224,14 +230,7 @@ def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
 def _zero(reconciler: Reconciler, name: str, value: object) -> None:
     block = _mapping(reconciler, name, value)
     for inner, item in block.items():
-        path = f"{name}.{inner}"
-        if inner in keys.ZERO_REFUSED:
-            if keys.is_on(item):
-                reconciler.refuse(path, item, keys.ZERO_REFUSED[inner])
-        elif inner in keys.ZERO_DROPPED:
-            reconciler.notes.append(f"deepspeed.{path} is left out: {keys.ZERO_DROPPED[inner]}.")
-        elif inner not in keys.ZERO:
-            reconciler.problems.append(_unknown(path, inner, keys.ZERO))
+        reconciler.sort(f"{name}.{inner}", item, keys.ZERO_REFUSED, keys.ZERO_DROPPED, keys.ZERO)
     if block.get("stage") == 0:
         reconciler.refuse(f"{name}.stage", 0, "set it to 1, 2 or 3, or leave the JSON out and write backend: ddp")
     else:

@@ -15,7 +15,8 @@ from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read
 from megaaccum.errors import ConfigError
 from megaaccum.interop import deepspeed_json, megatron_args, megatron_fields
 from megaaccum.interop.launch import Launch
-from megaaccum.interop.megatron_keys import Reading, read_flags
+from megaaccum.interop.megatron_keys import read_flags
+from megaaccum.interop.megatron_rules import Reading
 
 
 def load(

@@ -210,6 +210,9 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
     except ConfigError as error:
         given.problems.append(f"{shown}: {error}.")
         return []
+    except KeyError as error:  # a name that an enumeration of Megatron's lacks, which argparse does not catch
+        given.problems.append(f"{shown}: Megatron has no {error}.")
+        return []
     if rest[:1] == [flag]:
         own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
         if own is not None:

@@ -10,7 +10,7 @@ from megaaccum.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaaccum.interop.megatron_args import Given
-    from megaaccum.interop.megatron_keys import Reading
+    from megaaccum.interop.megatron_rules import Reading
 
 _SAMPLES = {
     "train_samples": "train_iters",

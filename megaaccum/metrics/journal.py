@@ -13,9 +13,9 @@ from megaaccum.errors import MegaaccumError
 
 Record = dict[str, Any]
 
-KINDS = ("train", "valid", "start", "end")
-"""Values of a record's `kind`: an optimizer step, an evaluation, a start that goes on after `step` (0: a fresh one),
-the end of a start that was not killed."""
+KINDS = ("train", "valid", "core_metric", "sample", "start", "end")
+"""Values of a record's `kind`: an optimizer step, an evaluation, a look by core_metric_every or sample_every, a start
+that goes on after `step` (0: a fresh one), the end of a start that was not killed."""
 
 
 class Journal:

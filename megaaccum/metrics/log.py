@@ -113,6 +113,14 @@ class RunLog:
         self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
         self._services.flush()
 
+    def look(self, kind: str, record: Mapping[str, Any], text: str) -> None:
+        """Record another look at the model after `step` steps (kind `core_metric`, `sample`), and print `text`."""
+        if not self._is_writer:
+            return
+        self._write({"kind": kind, **_read(record)})
+        self.note(f"{self._progress.position(record['step'])} | {text}")
+        self._services.flush()
+
     def step_note(self, step: int, text: str) -> None:
         """Print what was wrong with `step` ("": nothing); what is the same but for its numbers in the next steps is
         counted, and printed when it ends."""

@@ -1,4 +1,5 @@
-"""The core of attention of Megatron's local layers, on torch's fused kernel: no scores are kept.
+"""The core of attention of Megatron's local layers: Megatron's own, for latent attention too, or torch's fused kernel,
+which keeps no scores.
 
 Under context parallelism a rank holds two pieces of a sequence, one from each half (Megatron's zigzag). Its queries
 meet the keys and values of the whole sequence, which are gathered over the ranks and whose gradients are scattered
@@ -16,11 +17,24 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megaaccum import upstream
 from megaaccum.errors import ConfigError
 from megaaccum.model.local_norm import replaced
+from megaaccum.model.names import as_in_local_layers
+
+
+class LatentAttention(DotProductAttention):
+    """Megatron's own core of attention where values have another width than queries. k_channels, v_channels: widths of
+    a head's keys and values, which latent attention gives and the class of Megatron-core 0.19 does not take. (It also
+    builds one without them, which it then replaces.)"""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 class FusedAttention(MegatronModule):
@@ -36,6 +50,7 @@ class FusedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **channels: int,
     ):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
@@ -129,3 +144,22 @@ def with_fused_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictio
 ) -> Block:
     """`spec` (a block of local layers, or of prediction layers) with FusedAttention in place of Megatron's own."""
     return replaced(spec, DotProductAttention, FusedAttention)
+
+
+def with_latent_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block,
+) -> Block:
+    """`spec` with LatentAttention in place of Megatron's own."""
+    return replaced(spec, DotProductAttention, LatentAttention)
+
+
+def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
+    """Make the gradients of latent attention whole under tp: of the rotated part of its keys, and of the norm of the
+    queries' latent, which has the name of a norm of heads though every tp rank sees all of it."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MLASelfAttention) and module.tp_group.size() > 1:
+                upstream.sum_rotated_key(module)
+                for name, param in module.named_parameters():
+                    of_queries = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")
+                    param.is_of_latent = of_queries  # type: ignore[attr-defined]

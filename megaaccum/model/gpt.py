@@ -12,28 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-    get_transformer_block_with_experimental_attention_variant_spec,
-)
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
-from megaaccum.model import layers, recompute
-from megaaccum.model.attention import with_fused_attention
+from megaaccum.model import layer_specs, layers, recompute
+from megaaccum.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
-from megaaccum.model.local_norm import with_own_norms
 from megaaccum.model.names import as_in_local_layers, over_stages
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
@@ -179,16 +168,8 @@ def _check_local_layers(plan: Plan) -> None:
     model = plan.config.model
     if not layers_of(plan).local:
         return
-    here = (
-        "layers here are Megatron's local ones: no GPU was found, or Transformer Engine is not installed (`megaaccum "
-        "doctor` says which)"
-    )
+    here = "layers here are Megatron's local ones (no GPU, or no Transformer Engine: `megaaccum doctor` says which)"
     problems = []
-    if model.multi_latent_attention:
-        problems.append(
-            f"multi_latent_attention needs Transformer Engine's attention, and {here}. Run it on a machine with both, "
-            "or set multi_latent_attention to false."
-        )
     if model.num_experts and model.add_bias_linear:
         problems.append(
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
@@ -214,10 +195,10 @@ def _check_dispatcher(plan: Plan) -> None:
     """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
     if plan.config.model.moe_token_dispatcher_type != "flex":
         return
-    name = plan.config.megatron.get("moe_flex_dispatcher_backend", "deepep")
-    needed = "transformer_engine" if name == "ncclep" else "deep_ep"
+    backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
+    needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
     if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        text = f"moe_token_dispatcher_type flex ({name}) needs GPUs and the module {needed}, of which one is missing"
+        text = f"moe_token_dispatcher_type flex needs GPUs and the module {needed}, of which one is missing"
         raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
 
 
@@ -257,27 +238,13 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
             if upstream.is_parallel_linear(module):
                 upstream.set_linear_forward(module, upstream.linear_forward)
         if config.params_dtype is torch.float64:
-            chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
+            chunk.compute_language_model_loss = partial(cross_entropy_in_float64, groups.tp)
     return chunks
 
 
 def _is_cut_before_it_moves(plan: Plan) -> bool:
     """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
     return plan.config.sharding.sync == "streaming"
-
-
-def _cross_entropy_in_float64(
-    tp: torch.distributed.ProcessGroup, labels: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
-    """Per-token losses [batch, sequence] of labels of that shape and logits [sequence, batch, vocabulary / tp].
-
-    Megatron's own cross entropy works in FP32 whatever it is given (megatron-core 0.19:
-    VocabParallelCrossEntropy.calculate_logits_max).
-    """
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    whole = gather_from_tensor_model_parallel_region(logits, tp)
-    return torch.nn.functional.cross_entropy(whole.permute(1, 2, 0), labels, reduction="none")
 
 
 def seed_dropout(groups: Groups, *, seed: int) -> None:
@@ -291,7 +258,7 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
 
 
 def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
-    model = plan.config.model
+    model, made_of = plan.config.model, layers_of(plan)
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
     pattern = plan.config.megatron.get("hybrid_layer_pattern")
@@ -299,8 +266,8 @@ def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_si
     builder = GPTModelBuilder if pattern is None else HybridModelBuilder
     own_fields = {field.name for field in fields(kind)}
     with groups.seated(chunk):
-        spec = _block_spec(plan, config, vp_stage, pp_rank=stage % plan.layout.pp)
-        mtp = _prediction_spec(plan, config, vp_stage) if model.mtp_num_layers else None
+        spec = layer_specs.of_block(config, made_of, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = layer_specs.of_prediction(config, made_of, vp_stage) if model.mtp_num_layers else None
         whole = kind(
             transformer=config,
             **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
@@ -338,40 +305,6 @@ def _copy_for_head(chunk: GPTModel) -> None:
     chunk.output_layer.weight = copy
     head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
     chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
-
-
-def _block_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None, *, pp_rank: int):
-    """Layer specs of this chunk: Transformer Engine's, or Megatron's local ones with norms that know their place."""
-    made_of = layers_of(plan)
-    if config.experimental_attention_variant is not None:
-        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
-    spec = get_gpt_decoder_block_spec(
-        config,
-        not made_of.local,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-        vp_stage=vp_stage,
-        pp_rank=pp_rank,
-    )
-    return _with_own_modules(spec, made_of)
-
-
-def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, made_of: Layers
-) -> Block:
-    if not made_of.local:
-        return spec
-    spec = with_own_norms(spec)
-    return with_fused_attention(spec) if made_of.fused_attention else spec
-
-
-def _prediction_spec(plan: Plan, config: TransformerConfig, vp_stage: int | None):
-    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
-    last layer, which may be on another stage."""
-    made_of = layers_of(plan)
-    last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
-    spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
-    return None if spec is None else _with_own_modules(spec, made_of)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -442,7 +375,8 @@ def is_same_over_tp(param: torch.nn.Parameter) -> bool:
 def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
     under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
-    return bool(getattr(param, "sequence_parallel", False)) or "q_layernorm" in name or "k_layernorm" in name
+    of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
+    return bool(getattr(param, "sequence_parallel", False)) or of_heads
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:
@@ -466,6 +400,8 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
     config = chunk.config
     for name, param in chunk.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
+        if config.gated_linear_unit and "linear_fc1" in name:
+            param.partition_stride = 2  # [gate; up], each cut over tp; megatron-core 0.19's grouped experts say 1
         if leaf in ("A_log", "D", "dt_bias") or "conv1d" in name:
             continue
         if param.dim() < 2 and leaf.endswith("weight") and "norm" in name:
@@ -479,15 +415,12 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         init = config.output_layer_init_method if scaled else config.init_method
         if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
             init = config.embedding_init_method
-        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups, _is_gated(config, name)))
+        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups))
 
 
-def _is_gated(config: TransformerConfig, name: str) -> bool:
-    return bool(config.gated_linear_unit) and "linear_fc1" in name
-
-
-def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
-    shape = list(param.shape)
+def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
+    """Of all tensor-parallel ranks' parts and all data-parallel ranks' shards together."""
+    shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left
     if is_sharded_over_tp(param):
         shape[param.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
     return shape
@@ -497,7 +430,7 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
     device, wherever the parameter is, since another kind of device draws other numbers."""
     device = cpu.device()
-    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=device)
+    full = torch.empty(whole_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -506,12 +439,9 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     return full
 
 
-def _own_part(full: torch.Tensor, param, groups: Groups, gated: bool) -> torch.Tensor:
+def _own_part(full: torch.Tensor, param, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
     if not is_sharded_over_tp(param):
         return full
     axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
-    if gated and axis == 0:
-        gate, up = full.chunk(2, dim=0)
-        return torch.cat([gate.chunk(size, dim=0)[rank], up.chunk(size, dim=0)[rank]])
-    return full.chunk(size, dim=axis)[rank]
+    return torch.cat([each.chunk(size, axis)[rank] for each in full.chunk(param.partition_stride, axis)], axis)

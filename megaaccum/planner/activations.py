@@ -96,9 +96,11 @@ def layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> La
 def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, *, moe: bool) -> LayerBytes:
     t, element = tokens(model, at), kernels.element
     dense = local_layers.mlp(model, at, t, whole, element)
+    latent = model.multi_latent_attention
+    heads = local_layers.attention(model, at, t, whole, element, fused=kernels.flash)
     return LayerBytes(
         norms=2 * local_layers.norm(model, whole, element) + local_layers.dropouts(model, whole, element),
-        attention=local_layers.attention(model, at, t, whole, element, fused=kernels.flash),
+        attention=_latent_attention(model, at, kernels) if latent else heads,
         scores=0 if kernels.flash else local_layers.scores(model, at, t, element),
         mlp=_experts(model, at, kernels) if moe else dense,
     )

@@ -15,7 +15,7 @@ from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.gather_units import Units, units_of
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
-from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
+from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.planner.weights import Elements, rank_parameters
 
 StageSource = Callable[[int, int], list[Stage]]
@@ -82,6 +82,8 @@ class MemoryModel:
     """Groups of data-parallel ranks that hold the whole sharded model each."""
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
+    head_copy: bool = False
+    """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
     joined_units: bool = False
     """What is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
@@ -109,14 +111,28 @@ class MemoryModel:
             layers = self._layer_bytes(part)
             for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
                 held = pipeline.in_flight(name, pp=pp, vpp=vpp, rank=rank, microbatches=part.num_microbatches)
-                yield rows, rank, np.mean(held, axis=0), self._of_rank(part, chunks, held, layers)
+                kinds = self._of_rank(part, chunks, held, layers)
+                kinds["activations"] = kinds["activations"] + self._gathered_until_w(part, name, pp, rank, chunks)
+                yield rows, rank, np.mean(held, axis=0), kinds
 
     def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
         """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
         ((code, pp, vpp, _),) = at.by_pipeline()
         chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
         held = pipeline.in_flight(SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, microbatches=at.num_microbatches)
-        return self._of_rank(at, chunks, held, self._layer_bytes(at))
+        kinds = self._of_rank(at, chunks, held, self._layer_bytes(at))
+        kinds["activations"] = kinds["activations"] + self._gathered_until_w(at, SCHEDULES[code], pp, rank, chunks)
+        return kinds
+
+    def _gathered_until_w(self, at: Layouts, name: str, pp: int, rank: int, chunks: list[Stage]) -> Any:
+        """Transformer Engine gathers the inputs of a layer's two column-parallel matrices over tp in I and keeps them
+        until W (2.20: delay_wgrad_compute), where local layers keep this rank's part alone."""
+        gathered = activations.gathered_input(self.model, at, self.kernels) * self.kernels.saved_input
+        if self.kernels.local or not np.any(gathered):
+            return 0.0
+        layers = sum(chunk.layers for chunk in chunks) / len(chunks)
+        owed = pipeline.owed(name, pp=pp, rank=rank, microbatches=at.num_microbatches)
+        return owed * layers * 2 * (1 - 1 / at.tp) * gathered / self.kernels.element
 
     def stages(self, pp: int, vpp: int) -> list[Stage]:
         """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
@@ -138,10 +154,9 @@ class MemoryModel:
     def _of_rank(
         self, at: Layouts, chunks: list[Stage], held: list[Any], layers: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        params, zero = (
-            rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp),
-            np.zeros(len(at)),
-        )
+        holds = with_head_apart(chunks) if self.head_copy else chunks
+        params = rank_parameters(self.model, holds, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        zero = np.zeros(len(at))
         kinds = self._states(at, params, chunks)
         kinds["activations"] = zero + sum(
             self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
@@ -174,7 +189,7 @@ class MemoryModel:
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
             totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
-            totals["gradients"] += here * per.gradients(whole, shard, units.grads)
+            totals["gradients"] += here * per.gradients(whole, shard, units.grads, microbatches=at.num_microbatches)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
 

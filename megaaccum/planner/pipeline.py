@@ -8,9 +8,14 @@ ZB-V: arXiv 2401.10241, table 2 and section 6; DualPipeV: simulation of its tabl
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
+
+from megaaccum.schedule.build import build
+from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.simulate import by_executor
 
 
 def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> list[Any]:
@@ -38,6 +43,23 @@ def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> 
     if name == "dualpipev":
         return [np.minimum(m, pp + 1), np.minimum(m, pp)]
     raise KeyError(name)
+
+
+def owed(name: str, *, pp: int, rank: int, microbatches: Any) -> Any:
+    """Passes through a chunk of rank `rank` whose weight gradient is not computed yet, at most; one per entry of
+    `microbatches`. Counted in the schedule's table, where more than 4 pp micro-batches owe no more; zb-h2 has none."""
+    if not by_executor(name) or name == "zb-h2":
+        return np.zeros(len(microbatches))
+    m = np.minimum(np.asarray(microbatches), 4 * pp).astype(int)
+    most = {count: _owed(name, pp, int(count))[rank] for count in np.unique(m)}
+    return np.array([most[count] for count in m])
+
+
+@cache
+def _owed(name: str, pp: int, microbatches: int) -> tuple[float, ...]:
+    schedule = build(name, pp=pp, num_microbatches=microbatches, short=True)
+    none = (0.0,) * schedule.num_stages
+    return Memory(activation=none, deferred=(1.0,) * schedule.num_stages, state=none).peaks(schedule)
 
 
 def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:

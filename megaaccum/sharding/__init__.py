@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megaaccum.model.attention import prepare_latent_attention
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, note_held
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def build(
     for chunk in chunks:
         # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
+    prepare_latent_attention(chunks)
     backend = kind(plan, groups, chunks, optimizer)
     fill_hooks(backend, chunks)
     optimizer.register_step_pre_hook(lambda *_: note_held(backend))

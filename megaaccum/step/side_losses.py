@@ -43,7 +43,7 @@ class SideLosses:
         self._mean_weight = (divisor.total or 1.0) / max(num_microbatches, 1)
         self._scalars.clear()
         # Megatron keeps the first scale that it is ever given, and copies later ones into it.
-        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones((), dtype=torch.float64, device=cpu.device())
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, dtype=torch.float64, device=cpu.device())
 
     def begin_flush(self, batch: Microbatches) -> None:
         """Give Megatron the scales that most micro-batches of `batch` have: those of its first real one."""

@@ -182,22 +182,20 @@ class TrainStep:
 
     def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """The flushes of one call; the step's first call begins it."""
-        if self._open is None:
-            self._begin(step, self._divisor([batch], total, alone=last))
-        assert self._open is not None
-        self._open.calls.append(batch)
+        opened = self._open or self._begin(step, self._divisor([batch], total, alone=last))
+        opened.calls.append(batch)
         self.observer.phase("forward_backward")
         try:
-            self._flushes(batch, self._open, reduce=last or not self._backend.can_defer)
+            self._flushes(batch, opened, reduce=last or not self._backend.can_defer)
         except BaseException:
             self._open = None
             raise
 
-    def _begin(self, step: int, divisor: Divisor) -> None:
+    def _begin(self, step: int, divisor: Divisor) -> OpenStep:
         self.observer.phase("gather")
-        before = Before(rng.snapshot(), self._fp8.snapshot())
-        self._open = OpenStep(step, divisor, before)
+        self._open = OpenStep(step, divisor, Before(rng.snapshot(), self._fp8.snapshot()))
         self._begin_attempt(self._open)
+        return self._open
 
     # --- a flush that another loop runs, between these two ---
 
@@ -207,15 +205,12 @@ class TrainStep:
         ConfigError with `reproducible: layout`, which has to know which micro-batch runs."""
         if self._backend.sums is not None:
             raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
-        if self._open is None:
-            self._num_microbatches = 0
-            self._begin(step, self._divisor_at_commit(expected))
-        assert self._open is not None
-        if self._open.reduced:
+        opened = self._open or self._begin(step, self._divisor_at_commit(expected))
+        if opened.reduced:
             self._backend.resume_accumulation()
-            self._open.reduced = False
+            opened.reduced = False
         self._backend.set_last_flush(True)
-        return self._open.divisor.in_loss
+        return opened.divisor.in_loss
 
     def end_flush(self, weight: torch.Tensor | float) -> None:
         """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
@@ -225,9 +220,7 @@ class TrainStep:
 
     def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Divisor:
         """Of a step. total: N where the caller knows it. alone: there is this one call, so its weights are all."""
-        factor = self._backend.reduction_divisor
         weights = [each.weights for each in calls]
-        self._num_microbatches = 0
         if total is None and alone and all(each is not None for each in weights):
             known = [weight for each in weights for weight in each or ()]
             count = sum(len(each) - len(each.dummies) for each in calls)
@@ -236,14 +229,14 @@ class TrainStep:
             )
         elif total is not None:
             self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
-        if total is not None:
-            return Divisor.known(total, reduction_divisor=factor)
-        return self._divisor_at_commit(calls[0].expected)
+        if total is None:
+            return self._divisor_at_commit(calls[0].expected)
+        return Divisor.known(total, reduction_divisor=self._backend.reduction_divisor)
 
     def _divisor_at_commit(self, expected: float | None) -> Divisor:
         """Of a step whose weight is not known before it ends: about that of the last one, else by what is `expected` of
         a micro-batch."""
-        nominal, batch = None, self.batch
+        nominal, batch, self._num_microbatches = None, self.batch, 0
         if self.scaler is not None:
             expected = expected or float(batch.micro_batch_size * batch.seq_length)
             nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size

@@ -1,4 +1,4 @@
-"""The validation loss of a run."""
+"""Looks at the model between steps: the validation loss, the core metric, a sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.data.loader import MicrobatchLoader
+from megaaccum.data.sources import read_run_tokenizer
 from megaaccum.errors import MegaaccumError
+from megaaccum.training.core_metric import core_metric
+from megaaccum.training.sampling import NUM_PROMPT, sample
 
 if TYPE_CHECKING:
     from megaaccum.data.dataset import Datasets
@@ -28,6 +31,43 @@ def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
         log.evaluation(
             {"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples}
         )
+
+
+class Texts:
+    """Looks at the model through texts: the core metric, and a sample, each by its interval. On every rank.
+
+    Raises DataError where the data come without a tokenizer that encodes text.
+    """
+
+    def __init__(self, engine: Engine, data: Datasets, log: RunLog):
+        run = engine.plan.config.run
+        self._engine, self._data, self._log = engine, data, log
+        self._every = {"core_metric_every": run.core_metric_every, "sample_every": run.sample_every}
+        wanted = [key for key, interval in self._every.items() if interval]
+        self._tokenizer = read_run_tokenizer(engine.plan.config, wanted[0]) if wanted else None
+
+    def after(self, step: int, *, is_last: bool) -> None:
+        """Look, where it is time. Collective over the world."""
+        due = [key for key, interval in self._every.items() if interval and (is_last or step % interval == 0)]
+        with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
+            if "core_metric_every" in due:
+                self._core_metric(step)
+            if "sample_every" in due:
+                self._sample(step)
+
+    def _core_metric(self, step: int) -> None:
+        assert self._tokenizer is not None
+        tokenizer = self._tokenizer
+        found = core_metric(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        text = f"core metric {found['core_metric']:.3f} (accuracy {found['accuracy']:.1%})"
+        self._log.look("core_metric", {"step": step, **found}, text)
+
+    def _sample(self, step: int) -> None:
+        assert self._tokenizer is not None
+        prompt = self._data.train[0]["tokens"][: min(NUM_PROMPT, self._engine.batch.seq_length - 1)].tolist()
+        drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
+        before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
+        self._log.look("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
 
 
 def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> MicrobatchLoader:

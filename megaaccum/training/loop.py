@@ -25,7 +25,7 @@ from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.planner import expected, sync_mode
-from megaaccum.training.evaluation import evaluate, loader_of
+from megaaccum.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
 from megaaccum.training.run_log import open_log
@@ -56,6 +56,7 @@ def train(plan: Plan) -> int:
     engine.shape = save_load.shape_of(plan, data.vocabulary.size)
     saver = Saver(engine, data)
     saver.resume()
+    data = saver.data
     log = open_log(plan, data, start_step=engine.step)
     log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:
@@ -84,6 +85,7 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals, started = engine.plan.config.run, _Signals(), time.monotonic()
     watchdog, stopwatch, ranks = _watchdog(engine), engine.observer.stopwatch, _ranks(engine, data)
+    texts = raise_on_all_ranks(Texts, engine, data, log)
     stopwatch.enter("between")
     last = run.train_iters if run.max_steps is None else min(run.train_iters, engine.step + run.max_steps)
     if engine.step >= last:
@@ -114,6 +116,9 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         if is_eval and data.valid is not None:
             with stopwatch.during("evaluation"):
                 evaluate(engine, data, log)
+        if result.advanced:
+            with stopwatch.during("evaluation"):
+                texts.after(engine.step, is_last=engine.step == last)
         ends = engine.step == last or result.stop
         if (result.advanced or result.stop) and saver.is_due(engine.step, ends, bad=result.bad):
             with stopwatch.during("checkpoint"):

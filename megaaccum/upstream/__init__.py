@@ -33,6 +33,7 @@ from megaaccum.upstream.megatron import (
     megatron_tensors,
     mtp_spec_of_builder,
     set_linear_forward,
+    sum_rotated_key,
 )
 from megaaccum.upstream.pytorch import (
     CHECKPOINT_METADATA_CLASSES,
@@ -92,6 +93,7 @@ __all__ = [
     "place_experts",
     "set_adam_step",
     "set_linear_forward",
+    "sum_rotated_key",
     "te",
     "watch_fsdp2",
     "watched_collectives",

@@ -14,10 +14,14 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
 def check() -> list[str]:
-    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords."""
+    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords; and that
+    latent attention projects down where `sum_rotated_key` looks for it."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     problems = []
+    if "self._qkv_down_projection(" not in inspect.getsource(MLASelfAttention.get_query_key_value_tensors):
+        problems.append("MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection")
     for cls in (ColumnParallelLinear, RowParallelLinear):
         source = inspect.getsource(cls.forward)
         for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
@@ -63,6 +67,34 @@ def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
         output = layers.linear_with_frozen_weight(weight=weight, bias=None, **arguments)
         return output if bias is None else output + bias
     return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
+
+
+def sum_rotated_key(attention: torch.nn.Module) -> None:
+    """Have a latent attention sum the gradient of the rotated part of its keys over tp.
+
+    All heads share that part, so each tp rank's backward has the sum over its own heads alone, and Megatron-core 0.19
+    leaves it at that unless its latents are whole and cut along the sequence (Megatron-LM#1699).
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    config, group = attention.config, attention.tp_group
+    widths: list[int] = [config.kv_lora_rank, config.qk_pos_emb_head_dim]  # type: ignore[union-attr, list-item]
+    project = type(attention)._qkv_down_projection  # type: ignore[attr-defined]
+
+    def down_projection(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents of queries, and of keys and values with the rotated part after them, both whole."""
+        queries, latent = project(attention, hidden)
+        if latent.shape[-1] != sum(widths):
+            latent = mappings.gather_from_tensor_model_parallel_region(latent, group=group)
+            if config.sequence_parallel:  # type: ignore[union-attr]
+                return queries, mappings.scatter_to_sequence_parallel_region(latent, group=group)
+        if config.sequence_parallel:  # type: ignore[union-attr]
+            return queries, latent
+        rest, rotated = latent.split(widths, dim=-1)
+        rotated = mappings.copy_to_tensor_model_parallel_region(rotated, group=group)
+        return queries, torch.cat([rest, rotated], dim=-1)
+
+    attention._qkv_down_projection = down_projection  # type: ignore[assignment]
 
 
 def megatron_reduce_scatter(reduce_scatter: Callable | None = None) -> None:

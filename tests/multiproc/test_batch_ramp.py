@@ -66,6 +66,29 @@ def test_a_divisor_of_the_whole_batch_would_be_seen(walked):
     assert max(relative_error(wrong[name], gradient) for name, gradient in exact[0].items()) > 1e-2
 
 
+def part_of_a_static_step() -> list[str]:
+    """What an engine with a static graph says of part of a step, and of all of it."""
+    from megaaccum.errors import ConfigError
+    from tests.support.engines import engine_of
+    from tests.support.parity import microbatches
+
+    engine = engine_of(Case(1, "--num_chunks 4 --static_graph true", SMALL, "fp64"))
+    batch, said = microbatches(engine.plan, 0), []
+    for part in (batch[:2], batch):
+        try:
+            engine.forward_backward(part)
+            said.append(f"norm {engine.optim_step().grad_norm > 0}")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_static_graph_takes_whole_steps_alone():
+    ((part, whole),) = run_ranks(part_of_a_static_step, 1, timeout=60)
+    assert "static_graph true: a call takes the 4 micro-batches of a step, not 2" in part
+    assert whole == "norm True"
+
+
 # --- killed in the middle of it, and gone on with other ranks ---------------------------------------------------------
 
 EXACT_RUN = {

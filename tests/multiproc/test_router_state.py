@@ -99,7 +99,6 @@ def build(flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--multi_latent_attention --position_embedding_type rope", "multi_latent_attention needs Transformer Engine"),
         ("--num_experts 4", "add_bias_linear needs Transformer Engine"),
         ("--num_experts 4 --no_add_bias_linear", "was built"),
         ("--recompute_granularity selective --recompute_modules core_attn layernorm", "layernorm, which needs Tran"),

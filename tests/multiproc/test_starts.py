@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_train import losses
@@ -26,7 +26,7 @@ def started(*starts: str) -> list[str]:
         try:
             loop.train(config.resolve(load(None, flags.split()), world_size=1))
             refusals.append("")
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             refusals.append(str(error))
     return refusals
 
@@ -36,7 +36,9 @@ def start(*starts: str) -> list[str]:
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """Of the log's records those of steps."""
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "train"]
 
 
 def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
@@ -52,18 +54,37 @@ def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
             other.replace("OTHER", "fresh").replace("LR", "1e-2") + "--no_load_optim",
             other.replace("OTHER", "kept").replace("LR", "5e-3") + "--use_checkpoint_opt_param_scheduler",
             other.replace("OTHER", "new").replace("LR", "5e-3") + "--override_opt_param_scheduler",
+            f"{RUN}--lr 1e-2 --output_dir {tmp_path}/timed --exit_duration_in_mins 1e-6",
         )
-        == [""] * 7
+        == [""] * 8
     )
     (refusal,) = start(other.replace("OTHER", "refused").replace("LR", "5e-3"))
     assert "set lr to 0.01" in refusal
     kept = sorted(path.name for path in (tmp_path / "run" / "ck").glob("step_*"))
     assert kept == ["step_0000002", "step_0000004"]
-    last = {name: rows(tmp_path / name)[-1] for name in ("run", "tuned", "reset", "fresh", "kept", "new")}
-    assert {name: row["step"] for name, row in last.items()} == dict(run=4, tuned=1, reset=1, fresh=5, kept=5, new=5)
+    last = {name: rows(tmp_path / name)[-1] for name in ("run", "tuned", "reset", "fresh", "kept", "new", "timed")}
+    steps = dict(run=4, tuned=1, reset=1, fresh=5, kept=5, new=5, timed=1)
+    assert {name: row["step"] for name, row in last.items()} == steps
     assert last["kept"]["lr"] == 2 * last["new"]["lr"]
     first = losses(tmp_path / "run")["train", 1]
     for name in ("tuned", "reset"):
         assert losses(tmp_path / name)["train", 1] == pytest.approx(last["tuned"]["loss"])
         assert losses(tmp_path / name)["train", 1] < first
     assert last["kept"]["loss"] == pytest.approx(last["fresh"]["loss"])
+
+
+def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path):
+    first = f"{RUN}--lr 1e-2 --output_dir {tmp_path}/run --save {tmp_path}/run/ck --exit_interval 2 "
+    other = f"{RUN}--lr 5e-3 --seed 5 --output_dir {tmp_path}/other --load {tmp_path}/run/ck --exit_interval 4 "
+    other = other.replace("--global_batch_size 4", "--global_batch_size 8")
+    asked = f"{other}--override lr_schedule,batch,data"
+    again = other.replace("run/ck", "other/checkpoints").replace("--exit_interval 4", "--exit_interval 5")
+    _, batch, rest, none, goes_on = start(first, other, other + "--override batch", asked, again)
+    assert "global_batch_size: 4 in the checkpoint, 8 in the configuration; set global_batch_size to 4" in batch
+    assert "lr: the checkpoint was made with 0.01, the configuration says 0.005; set lr to 0.01" in rest
+    assert "seed: 1234 in the checkpoint, 5 here; set seed back" in rest
+    assert rest.endswith("or add --override lr_schedule,data")
+    assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
+    steps = {row["step"]: row for row in rows(tmp_path / "other")}
+    assert {step: row["consumed_samples"] for step, row in steps.items()} == {3: 16, 4: 24, 5: 32}
+    assert steps[3]["lr"] == pytest.approx(5e-3 * (1 - 8 / 40)), "the new schedule, at the samples of the old one"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
 from megaaccum.config import Config, Plan, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
@@ -17,6 +22,20 @@ SMALL: dict[str, object] = dict(
     train_iters=100,
     lr=1e-3,
 )
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    """A configuration file of this text."""
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def problems_of(load: Callable[..., Config], *args: object) -> list[str]:
+    """What `load(*args)` raises."""
+    with pytest.raises(ConfigError) as caught:
+        load(*args)
+    return caught.value.problems
 
 
 def make(**keys: object) -> Config:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from megaaccum.testing import run_ranks
 from tests.support.parity import Case, Cut, Gradient, Reference, gradients, references
+
+if TYPE_CHECKING:
+    import pytest
 
 EXACT = 1e-12
 """Float64 lane: largest relative L2 error of any parameter's gradient."""
@@ -20,6 +23,8 @@ SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}
 
 def cells(*cases: Case) -> pytest.MarkDecorator:
     """A test of each case; it takes `case`, and `parity` of tests/multiproc/conftest.py."""
+    import pytest  # which a machine with a GPU need not have (tests/gpu)
+
     return pytest.mark.parametrize("case", cases, ids=str)
 
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from megaaccum.config.keys import ALIASES
+from megaaccum.distributed import cpu
 from megaaccum.interop.load import load
 
 if TYPE_CHECKING:
@@ -175,13 +176,17 @@ class Rig:
 
     def assemble(self) -> dict[str, torch.Tensor]:
         """{name: whole gradient of this rank's tp part}, from the shards of all dp ranks; nan without one."""
+        return self.whole((shard.name, shard.param, shard.start, shard.grad) for shard in self.backend.shards())
+
+    def whole(self, parts: Iterable[tuple[str, torch.nn.Parameter, int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """{name: this rank's tp part of a parameter, whole} of (name, parameter, start, flat part) on all dp ranks."""
         from megaaccum.model import gpt
 
         params = dict(gpt.named_parameters(self.chunks))
         mine = [
-            (s.name, s.start, s.grad.detach().clone(), gpt.is_expert(s.param))
-            for s in self.backend.shards()
-            if s.grad.numel()
+            (name, start, flat.detach().clone().cpu(), gpt.is_expert(param))
+            for name, param, start, flat in parts
+            if flat.numel()
         ]
         group = self.groups.collection.tp_dp_cp
         everyone: list = [None] * group.size()
@@ -221,9 +226,10 @@ def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -
     global_batch: the number of its first sequences, or these."""
     chunk, plan = one_process(model_flags, dtype)
     batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
+    batch = {name: each.to(cpu.device()) for name, each in batch.items()}
     scale = LOSS_SCALE if dtype == "fp16" else 1.0
     loss = sum(scaled_backward(chunk, plan, batch, scale))
-    grads = {name: param.grad.double() / scale for name, param in named(chunk)}
+    grads = {name: param.grad.cpu().double() / scale for name, param in named(chunk)}
     gated = bool(chunk.config.gated_linear_unit)
     cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())

@@ -14,6 +14,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megaaccum.distributed import cpu
 from tests.support import configs
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
@@ -209,14 +210,15 @@ def lanes_of_a_layout(pp: int, dp: int) -> list[float]:
     built = our_groups.build(at, timeout_minutes=1)
     channels = our_groups.PipelineChannels(built.pp, separate=True, timeout_minutes=1)
     pairs = [(source, source + step) for step in (1, -1) for source in range(pp) if 0 <= source + step < pp]
-    channels.connect([(*pair, kind) for pair in pairs for kind in "FB"], torch.device("cpu"))
+    device = cpu.device()
+    channels.connect([(*pair, kind) for pair in pairs for kind in "FB"], device)
     works, received = [], []
     for source, target in pairs:
         for lane, kind in enumerate("FB"):
             if channels.rank == source:
-                works.append(channels.send(torch.tensor([10.0 * source + lane]), target, kind))
+                works.append(channels.send(torch.tensor([10.0 * source + lane], device=device), target, kind))
             elif channels.rank == target:
-                received.append(torch.zeros(1))
+                received.append(torch.zeros(1, device=device))
                 works.append(channels.receive(received[-1], source, kind))
     for work in works:
         work.wait()

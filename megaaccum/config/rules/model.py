@@ -66,15 +66,6 @@ def latent_attention(subject: Subject) -> Iterator[str]:
         )
 
 
-def latent_attention_kernel(subject: Subject) -> Iterator[str]:
-    """Megatron-core 0.19's own attention kernel does not take the latent heads' widths (it fails when it is built)."""
-    if subject.model.multi_latent_attention and subject.model.transformer_impl == "local":
-        yield (
-            "multi_latent_attention needs Transformer Engine's attention, but transformer_impl is local: set"
-            " transformer_impl to auto."
-        )
-
-
 def document_mask(subject: Subject) -> Iterator[str]:
     """Transformer Engine's attention reads a mask only where its kind says so, and Megatron-core gives it the causal
     kind: documents would attend to each other without a word (transformer-engine 2.20: DotProductAttention)."""
@@ -121,6 +112,11 @@ def latent_keys(subject: Subject) -> Iterator[str]:
 
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
+    if subject.model.gradient_checkpointing and subject.model.recompute_granularity == "selective":
+        yield (
+            "gradient_checkpointing asks for recompute_granularity full, which is set to selective: leave one of them"
+            " out."
+        )
     model, written = subject.model, subject.given(*that_need("recompute_granularity"))
     if model.recompute_granularity is None:
         if written:
@@ -183,7 +179,6 @@ RULES: tuple[Rule, ...] = (
     positions,
     activation,
     latent_attention,
-    latent_attention_kernel,
     document_mask,
     kernels,
     latent_keys,

@@ -19,6 +19,20 @@ def rates(subject: Subject) -> Iterator[str]:
             yield f"{name} {value:g} is more than lr {optimizer.lr:g}: set {name} to at most {optimizer.lr:g}."
 
 
+def scaling(subject: Subject) -> Iterator[str]:
+    """A rule for the learning rate, and the one batch for which the rates are given."""
+    optimizer, names = subject.optimizer, subject.given(*that_need("lr_scaling"))
+    references = [name for name in names if "reference" in name]
+    if optimizer.lr_scaling == "none" and names:
+        yield f"{', '.join(names)} only counts with lr_scaling linear or sqrt: set lr_scaling, or leave it out."
+    elif optimizer.lr_scaling != "none" and len(references) != 1:
+        found = " and ".join(references) or "none"
+        yield (
+            f"lr_scaling {optimizer.lr_scaling} needs one reference batch, but {found} is given: set"
+            " lr_reference_batch_size (sequences) or lr_reference_tokens."
+        )
+
+
 def warm_up(subject: Subject) -> Iterator[str]:
     """One way to say how long the warm-up is, and a decay that is longer."""
     optimizer = subject.optimizer
@@ -69,4 +83,4 @@ def weight_decay(subject: Subject) -> Iterator[str]:
         yield f"end_weight_decay {end} is less than start_weight_decay {start}, and it can only grow: swap them."
 
 
-RULES: tuple[Rule, ...] = (rates, warm_up, stable_then_decay, weight_decay)
+RULES: tuple[Rule, ...] = (rates, scaling, warm_up, stable_then_decay, weight_decay)

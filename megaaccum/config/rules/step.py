@@ -66,6 +66,28 @@ def exact_without_microbatches(subject: Subject) -> Iterator[str]:
         )
 
 
+def static_graph(subject: Subject) -> Iterator[str]:
+    """One count and one shape for the whole run; batch_warmup_steps is set to 0 by `derive`."""
+    batch, step, model = subject.config.batch, subject.config.step, subject.model
+    if not batch.static_graph:
+        return
+    capacity = subject.config.megatron.get("moe_pad_expert_input_to_capacity")
+    changing = {
+        "rampup_batch_size": (batch.rampup_batch_size is not None, "leave it out"),
+        "step_batch_size_schedule": (batch.step_batch_size_schedule is not None, "leave it out"),
+        "variable_seq_lengths true": (batch.variable_seq_lengths, "set it to false and pad to seq_length"),
+        f"short_batch {step.short_batch}": (step.short_batch != "error", "set it to error"),
+        f"nonfinite {step.nonfinite}": (step.nonfinite == "drop_microbatch", "set it to skip or zero"),
+        f"num_experts {model.num_experts} without a capacity": (
+            model.num_experts is not None and not capacity,
+            "set moe_expert_capacity_factor, and moe_pad_expert_input_to_capacity to true",
+        ),
+    }
+    for name, (changes, remedy) in changing.items():
+        if changes:
+            yield f"static_graph true has one count and one shape in every step, which {name} changes: {remedy}."
+
+
 def watchdog_is_first(subject: Subject) -> Iterator[str]:
     """A step that hangs should end with what each rank was doing, and not with NCCL's abort of the process."""
     limit, collective = subject.run.step_timeout_seconds, subject.parallel.distributed_timeout_minutes * 60
@@ -83,5 +105,6 @@ RULES: tuple[Rule, ...] = (
     overflow_is_seen,
     guard_needs_itself,
     exact_without_microbatches,
+    static_graph,
     watchdog_is_first,
 )

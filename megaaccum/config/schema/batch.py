@@ -12,7 +12,7 @@ from megaaccum.config.facts import Facts
 class ParallelConfig:
     """How the model is cut over ranks. world = tp * cp * pp * dp."""
 
-    tensor_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, fixed=True, planned=True)] = 1
+    tensor_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Ranks that share each matrix (tp)."""
     pipeline_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Pipeline stages' ranks (pp)."""
@@ -66,6 +66,8 @@ class BatchConfig:
     """Sequences in one pipeline micro-batch on one data-parallel rank."""
     global_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences per optimizer step over all ranks."""
+    total_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
+    """Tokens per optimizer step over all ranks: another way to give global_batch_size, a multiple of seq_length."""
     device_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences a data-parallel rank takes in per accumulation step (dbs)."""
     pp_microbatches: Annotated[int | None, Facts(at_least=1, planned=True)] = None
@@ -79,6 +81,9 @@ class BatchConfig:
     global_batch_size after SAMPLES."""
     step_batch_size_schedule: str | None = None
     """Sequences of the global batch from a number of tokens on, '0:768 250B:1536'. The last is global_batch_size."""
+    static_graph: bool = False
+    """Every step has one count of micro-batches and one shape (CUDA graphs, XLA, regional compile): no batch warm-up,
+    and whatever else changes them in a run is refused."""
     variable_seq_lengths: bool = False
     """Micro-batches may have different lengths, up to seq_length; with a pipeline, every stage knows them in
     advance."""

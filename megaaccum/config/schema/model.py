@@ -21,7 +21,8 @@ class ModelConfig:
     seq_length: Annotated[int, Facts(required=True, at_least=1)] = 0
     """Tokens per sequence. Required."""
     ffn_hidden_size: Annotated[int | None, Facts(at_least=1, core=True, fixed=True)] = None
-    """Width of the MLP; default 4 * hidden_size, with swiglu 2/3 of that rounded down to a multiple of 64."""
+    """Width of the MLP; default 4 * hidden_size, with swiglu 2/3 of that rounded down to a multiple of 64,
+    but at least 64."""
     num_query_groups: Annotated[int | None, Facts(at_least=1, core=True, fixed=True)] = None
     """Key/value heads (grouped-query attention); default num_attention_heads."""
     kv_channels: Annotated[int | None, Facts(at_least=1, core=True)] = None
@@ -64,6 +65,8 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     recompute_granularity: Annotated[Literal["full", "selective"] | None, Facts(core=True, planned=True)] = None
     """Recompute activations in the backward pass: whole layers, or the modules of recompute_modules."""
+    gradient_checkpointing: Annotated[bool, Facts(planned=True)] = False
+    """Another way to ask for recompute_granularity full."""
     recompute_method: Annotated[
         Literal["uniform", "block"] | None, Facts(needs="recompute_granularity", core=True, planned=True)
     ] = None

@@ -20,8 +20,9 @@ class StepConfig:
     """Floor of the dynamic loss scale: a step that overflows there ends the run."""
     loss_scale_window: Annotated[int, Facts(at_least=1, needs="fp16")] = 2000
     """Steps in a row without an overflow after which the dynamic loss scale doubles."""
-    hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 2
-    """Overflows before the dynamic loss scale is halved; counted afresh when it doubles, as in Megatron."""
+    hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 1
+    """Overflows before the dynamic loss scale is halved, 1 for at once; counted afresh when it doubles, as in
+    Megatron."""
     nonfinite: Literal["skip", "zero", "drop_microbatch", "raise", "off"] = "skip"
     """A gradient that is not finite: skip the step, set it to 0, leave its micro-batch out, end the run, or none."""
     skipped_samples: Literal["consumed", "retried"] = "consumed"
@@ -52,6 +53,14 @@ class OptimizerConfig:
     """Peak learning rate of the input embedding and the output head, where it differs from lr."""
     decoupled_min_lr: Annotated[float | None, Facts(at_least=0)] = None
     """Their learning rate at the end of the decay; default min_lr."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply every learning rate by the batch over its reference, or by the root of that."""
+    lr_reference_batch_size: Annotated[int | None, Facts(at_least=1, needs="lr_scaling")] = None
+    """Sequences of the global batch for which the learning rates are given."""
+    lr_reference_tokens: Annotated[int | None, Facts(at_least=1, needs="lr_scaling")] = None
+    """The same in tokens per step."""
+    lr_scaling_follows_rampup: Annotated[bool, Facts(needs="lr_scaling")] = False
+    """During batch warm-up, scale by the batch of the step rather than by global_batch_size."""
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Facts(lr_state="lr_decay_style")
     ] = "linear"
@@ -145,6 +154,10 @@ class RunConfig:
     """Steps between evaluations; 0 is off."""
     eval_iters: Annotated[int, Facts(at_least=0)] = 100
     """Global batches per evaluation; 0 is off."""
+    sample_every: Annotated[int, Facts(at_least=0)] = 0
+    """Steps between samples: a short text that the model goes on with, printed; 0 is off."""
+    core_metric_every: Annotated[int, Facts(at_least=0)] = 0
+    """Steps between evaluations of the likelihood comparisons in the package; 0 is off."""
     output_dir: Annotated[str, Facts(per_host=True)] = "runs/default"
     """Folder of logs, pictures and, unless save is set, checkpoints."""
     save: Annotated[str | None, Facts(per_host=True)] = None
@@ -173,8 +186,11 @@ class RunConfig:
     """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
+    override: list[Literal["lr_schedule", "batch", "data"]] = field(default_factory=list)
+    """Go on from a checkpoint of another learning-rate schedule, global batch or data; the log names what differs. A
+    difference that is not asked for ends the start."""
     override_opt_param_scheduler: bool = False
-    """The schedule of this configuration holds where the checkpoint's differs."""
+    """The schedule of this configuration holds where the checkpoint's differs (as override lr_schedule)."""
     use_checkpoint_opt_param_scheduler: bool = False
     """The schedule of the checkpoint holds where this configuration's differs."""
     no_load: bool = False

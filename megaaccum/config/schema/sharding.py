@@ -35,8 +35,8 @@ class ShardingConfig:
     """layout: loss, norm, gradient and weights are the same to the bit under every pp, vpp, dp, schedule, backend and
     sync mode with the same micro_batch_size: sums over micro-batches and ranks are made in one order. It includes
     deterministic. With sync resident each rank takes a run of the global batch's micro-batches, not every dp-th."""
-    reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 500_000_000
-    """Elements reduced in one collective."""
+    reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 50_000_000
+    """Elements reduced in one collective. A step's last is under no compute; DeepSpeed allocates as much in full."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where DeepSpeed keeps optimizer state and runs the optimizer."""
     cold_expert_offload: bool = False

@@ -230,3 +230,20 @@ def test_the_whole_ramp_is_shown_with_what_was_rounded() -> None:
     assert [row.split("  ")[1] for row in rows] == ["1 to 4", "5", "6", "7", "8", "9 on"]
     assert "batches of 8 sequences are rounded up to 16" in text
     assert "Batch warm-up" not in check.run(TINY)
+
+
+def test_the_arithmetic_of_the_learning_rate_is_shown() -> None:
+    scaling = ["--lr_scaling", "sqrt", "--lr_reference_batch_size", "8"]
+    text = check.run(TINY, [*scaling, "--batch_warmup_steps", "4", "--lr_scaling_follows_rampup"])
+    assert "factor = (32 sequences / lr_reference_batch_size 8) ^ 0.5 = 2" in text
+    assert "lr = 0.006 * 2 = 0.012" in text
+    assert "min_lr = 0.0006 * 2 = 0.0012" in text
+    assert "the step's own batch" in text
+    assert "Learning rate" not in check.run(TINY)
+
+
+def test_a_static_graph_has_no_warm_up_and_says_so() -> None:
+    text = check.run(TINY, ["--static_graph", "--batch_warmup_steps", "8"])
+    assert "static_graph: batch_warmup_steps 8 is set to 0." in text
+    assert "static_graph: every step has this count and this shape" in text
+    assert "Batch warm-up" not in text

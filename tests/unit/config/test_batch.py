@@ -10,6 +10,7 @@ import pytest
 from megaaccum.config.batch import BatchPlan
 from megaaccum.errors import ConfigError
 from megaaccum.schedule.build import interleaved_problems
+from tests.support import configs
 
 
 def solve(*, dp: int = 1, pp: int = 1, **sizes: object) -> BatchPlan:
@@ -175,3 +176,25 @@ def test_the_interleaved_rule_is_megatrons(pp: int) -> None:
     for m, group in itertools.product(range(1, 20), range(1, 20)):
         legal = pp <= group <= m and not 0 < m % group < pp
         assert legal == (not list(interleaved_problems(m, pp, group)))
+
+
+def test_tokens_per_step_are_a_way_to_give_the_batch() -> None:
+    settled = configs.plan(2, pp_microbatches=4, total_batch_size=64 * 4 * 2 * 3)
+    assert (settled.batch.grad_accum_steps, settled.batch.tokens_per_step) == (3, 1536)
+    assert configs.plan(2, pp_microbatches=None, device_batch_size=2, total_batch_size=512).batch.grad_accum_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (dict(total_batch_size=1000), "= 512: set total_batch_size to 512 or 1024"),
+        (dict(total_batch_size=100), "pp_microbatches 4 * seq_length 64 * data_parallel_size 2 = 512: set"),
+        (dict(total_batch_size=1024, global_batch_size=8), "= 16 sequences contradicts global_batch_size 8"),
+        (dict(total_batch_size=0), "total_batch_size is 0: it must be at least 1"),
+        (dict(total_batch_size=1024, grad_accum_steps=3), "contradicts"),
+    ],
+)
+def test_tokens_per_step_that_do_not_divide(keys, text) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configs.plan(2, pp_microbatches=4, **keys)
+    assert any(text in problem for problem in raised.value.problems), raised.value.problems

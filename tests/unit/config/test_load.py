@@ -11,18 +11,12 @@ from megaaccum.config.coerce import NotOfType, coerce, evaluate_int_list
 from megaaccum.config.keys import ALIASES, all_keys, canonical
 from megaaccum.config.load import given
 from megaaccum.errors import ConfigError
-
-
-def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
+from tests.support import configs
+from tests.support.configs import problems_of, write
 
 
 def problems(*args: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(*args)
-    return caught.value.problems
+    return problems_of(load, *args)
 
 
 def test_flat_keys_and_sections_read_alike(tmp_path: Path) -> None:
@@ -226,3 +220,22 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_a_file_that_is_no_mapping_is_told(tmp_path: Path, text: str) -> None:
     (problem,) = problems(write(tmp_path, text))
     assert problem.startswith("run.yaml: ")
+
+
+def test_names_of_recipes_are_keys() -> None:
+    argv = (
+        "--dbs 4 --max_grad_accum_steps 8 --save_every 5 --core_metric_every 3 --sample_every 2 --eval_every 7"
+        " --warmup_ratio 0.25 --max_seq_len 64 --gradient_checkpointing"
+    )
+    config = load(None, argv.split())
+    assert (config.batch.device_batch_size, config.batch.grad_accum_steps, config.model.seq_length) == (4, 8, 64)
+    run = config.run
+    assert (run.save_interval, run.core_metric_every, run.sample_every, run.eval_interval) == (5, 3, 2, 7)
+    assert (config.optimizer.lr_warmup_fraction, config.model.gradient_checkpointing) == (0.25, True)
+
+
+def test_gradient_checkpointing_is_full_recompute() -> None:
+    model = configs.plan(gradient_checkpointing=True).config.model
+    assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "uniform", 1)
+    with pytest.raises(ConfigError, match="recompute_granularity full, which is set to selective"):
+        configs.plan(gradient_checkpointing=True, recompute_granularity="selective")

@@ -64,7 +64,8 @@ def test_everything_that_can_be_derived_is() -> None:
         "wandb_project", "csv_dir", "num_threads", "nproc_per_node",
         "loss_scale", "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",
-        "rampup_batch_size", "step_batch_size_schedule",
+        "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
+        "lr_reference_tokens",
     }  # fmt: skip
 
 
@@ -73,6 +74,7 @@ def test_everything_that_can_be_derived_is() -> None:
     [
         (dict(), dict(ffn_hidden_size=256, num_query_groups=8, kv_channels=8, max_position_embeddings=64)),
         (dict(swiglu=True, hidden_size=96), dict(ffn_hidden_size=256)),
+        (dict(swiglu=True, hidden_size=16), dict(ffn_hidden_size=64)),
         (dict(num_experts=4), dict(moe_ffn_hidden_size=256)),
         (dict(recompute_granularity="full"), dict(recompute_method="uniform", recompute_num_layers=1)),
         (dict(recompute_granularity="selective"), dict(recompute_modules=["core_attn"])),

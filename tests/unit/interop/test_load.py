@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
-
-
-def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
+from tests.support.configs import problems_of, write
 
 
 def problems(*args: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(*args)
-    return caught.value.problems
+    return problems_of(load, *args)
 
 
 def test_a_deepspeed_block_may_be_a_file_beside_the_configuration(tmp_path: Path) -> None:

@@ -218,3 +218,17 @@ def test_fp8_keeps_narrow_inputs_and_two_narrow_copies_of_the_layers_weights() -
     assert states[1]["activations"][0] < states[0]["activations"][0]
     seconds = [each.time_model(each.memory_model()).step(at).total[0] for each in (wide, narrow)]
     assert seconds[1] < seconds[0]
+
+
+def test_inputs_that_are_gathered_until_w_count_whole() -> None:
+    """The 4 - 1 other parts of two inputs per layer, for as many passes as rank 1 owes W of (16 of 64 layers)."""
+    at = pipelined(schedule=SCHEDULES.index("zb-h1"), pp=4, tp=4, sequence_parallel=1, pp_microbatches=16)
+    of_te, local = model_of(), model_of(kernels=Kernels(local=True))
+    owed = pipeline.owed("zb-h1", pp=4, rank=1, microbatches=at.num_microbatches)
+    chunks = [of_te.stages(4, 1)[1]]
+    part = activations.tokens(of_te.model, at) * of_te.model.hidden_size * 2 / 4
+    assert owed[0] >= 1
+    kept = of_te._gathered_until_w(at, "zb-h1", 4, 1, chunks)
+    assert kept == pytest.approx(owed * chunks[0].layers * 2 * 3 * part)
+    assert local._gathered_until_w(at, "zb-h1", 4, 1, chunks) == 0.0
+    assert np.all(of_te._gathered_until_w(at, "1f1b", 4, 1, chunks) == 0.0)

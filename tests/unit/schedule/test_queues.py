@@ -6,7 +6,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.schedule import build, p2p
 from tests.support.queues import stuck
 
-OWN = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
+OWN = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]
 
 
 def schedule(name: str, pp: int):

@@ -1,0 +1,53 @@
+"""Specs of a chunk's layers: Transformer Engine's, or Megatron's local ones with norms and attention of our own."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megaaccum.model.attention import with_fused_attention, with_latent_attention
+from megaaccum.model.layers import Layers
+from megaaccum.model.local_norm import with_own_norms
+
+
+def of_block(config: TransformerConfig, made_of: Layers, vp_stage: int | None, *, pp_rank: int):
+    """Specs of the decoder's layers in chunk `vp_stage` of pipeline rank `pp_rank`."""
+    if config.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
+    spec = get_gpt_decoder_block_spec(
+        config,
+        not made_of.local,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    return _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
+
+
+def of_prediction(config: TransformerConfig, made_of: Layers, vp_stage: int | None):
+    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
+    last layer, which may be on another stage."""
+    last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
+    return None if spec is None else _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
+
+
+def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block, made_of: Layers, *, latent: bool
+) -> Block:
+    if not made_of.local:
+        return spec
+    spec = with_own_norms(spec)
+    if made_of.fused_attention:
+        return with_fused_attention(spec)
+    return with_latent_attention(spec) if latent else spec

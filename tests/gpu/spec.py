@@ -1,0 +1,143 @@
+"""The cases of one GPU by subcommand: what each runs, on how many ranks, and how long it may take."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """function: of tests.gpu.cases; it is called with `arguments` and `dry`, on every rank, and returns a dict with
+    `ok`. seconds: until its processes are ended. environment: of its processes."""
+
+    name: str
+    group: str
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    seconds: int = 60
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., dict[str, Any]]:
+        """The function, which imports torch."""
+        return partial(getattr(importlib.import_module("tests.gpu.cases"), self.function), **self.arguments)
+
+
+PP, TP, CP = "--pp 2 ", "--tp 2 --sequence_parallel ", "--cp 2 "
+LOCAL, LLAMA = "--transformer_impl local ", "--swiglu --normalization RMSNorm --position_embedding_type rope "
+EXPERTS = "--num_experts 4 --no_add_bias_linear "
+
+_SMOKE = {
+    "zero-3": "",
+    "zero-3 streaming": "--sync streaming",
+    "zero-2": "--zero_stage 2",
+    "zero-1": "--zero_stage 1",
+    "fsdp2": "--backend fsdp2",
+    "fsdp2 streaming": "--backend fsdp2 --sync streaming",
+    "megatron": "--backend megatron",
+    "ddp": "--backend ddp",
+}
+_EXTRA = {
+    "offload": ("--offload_optimizer cpu", "", "fp32"),
+    "offload zero-1": ("--offload_optimizer cpu --zero_stage 1", "", "fp32"),
+    "gelu without bias": ("", "--no_add_bias_linear", "bf16"),
+    "optimizer in bf16": ("--optimizer_dtype bf16", "", "bf16"),
+    "cold experts": ("--cold_expert_offload --cold_expert_steps 1 --cold_expert_tokens 20", EXPERTS, "fp32"),
+    "experts": ("", EXPERTS, "bf16"),
+    "rank order": ("--deterministic", "", "fp32"),
+}
+_TWO = {
+    "1f1b": (2, PP),
+    "interleaved": (2, PP + "--vpp 2"),
+    "gpipe": (2, PP + "--schedule gpipe"),
+    "zb-h1": (2, PP + "--schedule zb-h1"),
+    "zbv": (2, PP + "--schedule zbv"),
+    "dualpipev": (2, PP + "--schedule dualpipev"),
+    "pp 2 x dp 2": (4, PP),
+    "pp 2 x dp 2 streaming": (4, PP + "--sync streaming"),
+    "pp 2 x dp 2 fsdp2": (4, PP + "--backend fsdp2"),
+    "tp 2": (2, TP),
+    "tp 2 x pp 2 zb-h1": (4, TP + PP + "--schedule zb-h1"),
+    "cp 2": (2, CP),
+}
+
+
+def specs() -> list[Spec]:
+    """Every case, in the order in which they run."""
+    return [
+        Spec(name="env", group="env", function="environment"),
+        *_smoke(),
+        Spec(name="sync", group="sync", function="host_syncs", seconds=120),
+        Spec(name="sync streaming", group="sync", function="host_syncs", arguments={"layout": "--sync streaming"}),
+        Spec(name="adam", group="adam", function="adam", seconds=120),
+        *_two_hosts(),
+        *_speed(),
+        *_memory(),
+        Spec(name="te", group="te", function="transformer_engine", seconds=480),
+    ]
+
+
+def _smoke() -> list[Spec]:
+    found = [
+        Spec(name=f"{name} {lane}", group="smoke", function="gradient", arguments={"layout": layout, "lane": lane})
+        for name, layout in _SMOKE.items()
+        for lane in ("fp32", "bf16", *(() if name in ("megatron", "ddp") else ("fp16",)))
+        if (name, lane) != ("ddp", "bf16")
+    ]
+    found += [
+        Spec(name=name, group="smoke", function="gradient", arguments=dict(layout=layout, model=model, lane=lane))
+        for name, (layout, model, lane) in _EXTRA.items()
+    ]
+    long = LOCAL + "--attention_backend unfused --seq_length 2048 --max_position_embeddings 2048"
+    found.append(Spec(name="local bf16 at 2048", group="smoke", function="three_steps", arguments={"model": long}))
+    return [*found, Spec(name="async save and resume", group="smoke", function="saved_in_background", seconds=90)]
+
+
+def _two_hosts() -> list[Spec]:
+    probe = Spec(name="probe", group="twohosts", function="probe", ranks=2)
+    lanes = Spec(name="lanes", group="twohosts", function="lanes", ranks=2)
+    cells = [
+        Spec(name=name, group="twohosts", function="gradient", ranks=ranks, arguments={"layout": layout},
+             environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+        for name, (ranks, layout) in _TWO.items()
+    ]  # fmt: skip
+    queues = [
+        Spec(name=f"pp 3 with {count} queues", group="twohosts", function="queues", ranks=3,
+             arguments={"count": count}, environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(count)})
+        for count in (1, 8, 32)
+    ]  # fmt: skip
+    return [probe, lanes, *cells, *queues, Spec(name="sent", group="twohosts", function="sent_tensors", ranks=2)]
+
+
+def _speed() -> list[Spec]:
+    arms = {"zero-3": "", "streaming": "--sync streaming", "zero-1": "--zero_stage 1", "fsdp2": "--backend fsdp2",
+            "buckets of 5e8": "--reduce_bucket_size 500000000"}  # fmt: skip
+    return [
+        Spec(name="mfu bare", group="mfu", function="speed", arguments={"bare": True}, seconds=180),
+        *(Spec(name=f"mfu {name}", group="mfu", function="speed", arguments={"layout": layout}, seconds=180)
+          for name, layout in arms.items()),
+        Spec(name="profile", group="profile", function="idle_gaps", seconds=180),
+        Spec(name="layer", group="layer", function="layer", seconds=120),
+    ]  # fmt: skip
+
+
+def _memory() -> list[Spec]:
+    cells = [
+        Spec(name=f"memory {size} {sync}{' growing' * grows}", group="memory", function="memory", seconds=120,
+             arguments={"size": size, "sync": sync},
+             environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
+        for size in ("0.3B", "1.2B", "3B")
+        for sync in ("resident", "streaming")
+        for grows in (False, True)
+    ]  # fmt: skip
+    return [
+        *cells,
+        Spec(name="communicator", group="memory", function="communicator"),
+        Spec(name="auto at the edge", group="memory", function="auto_at_the_edge"),
+        *(Spec(name=f"loop {name}", group="loop", function="executor_alone", arguments={"schedule": name})
+          for name in ("gpipe", "zb-h1")),
+    ]  # fmt: skip

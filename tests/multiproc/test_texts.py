@@ -1,0 +1,88 @@
+"""The core metric and samples under every kind of layout, and the command line that asks for them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaaccum.metrics import journal
+from megaaccum.testing import run_ranks, try_ranks
+from tests.support import texts
+from tests.support.parity import Case
+from tests.support.whole_runs import LAUNCHER
+
+SMALL = "--num_layers 4"
+LAYOUTS = (
+    Case(4, "--pp 2 --num_chunks 4", SMALL, "fp64"),
+    Case(4, "--pp 2 --num_layers_per_virtual_pipeline_stage 1 --num_chunks 4", SMALL, "fp64"),
+    Case(4, "--pp 2 --schedule dualpipev --num_chunks 4 --micro_batch_size 2", SMALL, "fp64"),
+    Case(4, "--tp 2 --cp 2 --num_chunks 1", SMALL, "fp64"),
+)
+ALONE = Case(1, "--num_chunks 1", SMALL, "fp64")
+
+
+@pytest.fixture(scope="module")
+def looked():
+    ((scores, text, kept),) = run_ranks(texts.looks, 1, [ALONE], timeout=60)[0]
+    assert kept
+    on_ranks = run_ranks(texts.looks, 4, LAYOUTS, timeout=120)
+    return scores, text, dict(zip(LAYOUTS, zip(*on_ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_a_layout_scores_and_writes_as_one_process(looked, case):
+    scores, text, by_layout = looked
+    for mine, written, kept in by_layout[case]:
+        assert mine == pytest.approx(scores, rel=1e-12)
+        assert written == text
+        assert kept, "a look changed the step after it"
+
+
+LINE = (
+    "python -m megaaccum.train --config configs/tiny_cpu.yaml --dbs 4 --grad_accum_steps 8 --save_every 0"
+    " --core_metric_every 0 --sample_every 0 --eval_every 0 --warmup_ratio 0.0 --max_steps 4"
+)
+
+
+def typed(line: str, folder: str) -> None:
+    """The command line, in `folder`, by a process that has the libraries imported."""
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.chdir(folder)
+    sys.argv = line.split()[2:]
+    try:
+        runpy.run_module("megaaccum.train", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        print("exit code", ended.code or 0, flush=True)
+
+
+def run(line: str, folder: Path) -> tuple[str, list[dict]]:
+    (folder / "configs").symlink_to(Path(__file__).parents[2] / "configs")
+    (rank,) = try_ranks(typed, 1, line, str(folder), init=False, timeout=150)
+    assert "exit code 0" in rank.output, f"{rank.output}\n{rank.error}"
+    return rank.output, journal.read(folder / "runs" / "tiny_cpu" / "log.jsonl")
+
+
+def test_the_line_of_a_recipe_runs_as_it_is(tmp_path):
+    output, records = run(LINE, tmp_path)
+    assert [record["kind"] for record in records] == ["train"] * 4
+    assert {record["global_batch_size"] for record in records} == {64}
+    assert {record["lr"] for record in records[:1]} == {6e-3}, "a warm-up of nothing"
+    assert "core metric" not in output
+    assert "sample" not in output
+
+
+def test_core_metric_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path):
+    line = LINE.replace("core_metric_every 0", "core_metric_every 2").replace("sample_every 0", "sample_every 3")
+    small = " --num_layers 2 --hidden_size 32 --seq_length 64 --nproc_per_node 2"
+    output, records = run(line.replace("grad_accum_steps 8", "grad_accum_steps 2") + small, tmp_path)
+    looks = [(record["kind"], record["step"]) for record in records if record["kind"] not in ("train", "valid")]
+    assert looks == [("core_metric", 2), ("sample", 3), ("core_metric", 4), ("sample", 4)]
+    assert all(-1 <= record["core_metric"] <= 1 for record in records if record["kind"] == "core_metric")
+    assert "step   2/300 | core metric" in output
+    (text, _) = [record["text"] for record in records if record["kind"] == "sample"]
+    assert f"-> {text!r}" in output

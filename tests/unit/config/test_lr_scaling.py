@@ -1,0 +1,70 @@
+"""Learning rates that follow the batch: the factor, what it moves, and what check prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.errors import ConfigError
+from megaaccum.training.lr_schedule import build
+from tests.support.configs import plan
+
+RATES = dict(lr=1e-3, min_lr=1e-4, lr_warmup_init=1e-5, decoupled_lr=2e-3, decoupled_min_lr=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        (dict(), 1.0),
+        (dict(lr_scaling="linear", lr_reference_batch_size=16), 4.0),
+        (dict(lr_scaling="sqrt", lr_reference_batch_size=16), 2.0),
+        (dict(lr_scaling="sqrt", lr_reference_tokens=16 * 64), 2.0),
+        (dict(lr_scaling="linear", lr_reference_batch_size=128), 0.5),
+    ],
+)
+def test_every_rate_and_its_floor_is_scaled_once_and_nothing_else(keys, factor) -> None:
+    given = plan(2, pp_microbatches=None, global_batch_size=64, **RATES, **keys)
+    scaled = given.config.optimizer
+    assert {name: getattr(scaled, name) for name in RATES} == {name: rate * factor for name, rate in RATES.items()}
+    plain = plan(2, pp_microbatches=None, global_batch_size=64, **RATES).config.optimizer
+    for name in ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"):
+        assert getattr(scaled, name) == getattr(plain, name)
+    assert given.written is not None
+    assert given.written.optimizer.lr == 1e-3
+
+
+def test_under_a_ramp_the_rate_follows_the_batch_of_the_step_if_asked() -> None:
+    keys = dict(
+        pp_microbatches=1, grad_accum_steps=4, batch_warmup_steps=3, lr_scaling="sqrt", lr_reference_batch_size=4,
+        lr_decay_style="constant", lr=1e-3,
+    )  # fmt: skip
+    for follows, expected in ((False, [1.0] * 5), (True, [0.25**0.5, 0.5**0.5, 0.75**0.5, 1.0, 1.0])):
+        settled = plan(**keys, lr_scaling_follows_rampup=follows)
+        groups: list[dict] = [{}]
+        schedule, rates, consumed = build(groups, settled.config, settled.ramp), [], 0
+        for _ in expected:
+            rates.append(groups[0]["lr"])
+            assert groups[0]["lr"] == schedule.lr
+            size = settled.ramp.size_at(consumed)
+            schedule.step(size)
+            consumed += size
+            schedule.follow(settled.ramp.size_at(consumed))
+        assert rates == pytest.approx([1e-3 * each for each in expected], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (dict(lr_scaling="sqrt"), "needs one reference batch, but none is given"),
+        (
+            dict(lr_scaling="sqrt", lr_reference_batch_size=8, lr_reference_tokens=8),
+            "lr_reference_batch_size and lr_reference_tokens is given",
+        ),
+        (dict(lr_scaling="linear", lr_reference_batch_size=0), "lr_reference_batch_size is 0: it must be at least 1"),
+        (dict(lr_reference_batch_size=8), "lr_reference_batch_size only counts with lr_scaling linear or sqrt"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_one_message(keys, text) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan(**keys)
+    (problem,) = raised.value.problems
+    assert text in problem
