@@ -8,8 +8,9 @@ import sys
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
 NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_train")
 """Tables, or command lines."""
-BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "fuzz", "tune", *NEED_FILES)
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz and megatron_train measure nothing."""
+BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "fuzz", "restarts", "tune", *NEED_FILES)
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts
+and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

@@ -259,7 +259,7 @@ class _Run:
         from megaaccum.checkpoint.folders import Progress
 
         progress = Progress(
-            step=step, consumed_samples=0, lr_schedule={}, data="", shape={}, transaction={"num_updates": num_updates}
+            step=step, consumed_samples=0, lr_schedule={}, data={}, shape={}, transaction={"num_updates": num_updates}
         )
         save_load.save(folder, self.backend, self.groups, progress, keep_last=1, buffers=self.buffers)
 

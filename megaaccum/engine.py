@@ -21,7 +21,8 @@ import torch
 from megatron.core import parallel_state
 
 from megaaccum import sharding
-from megaaccum.checkpoint import save_load
+from megaaccum.checkpoint import resume, save_load
+from megaaccum.checkpoint.folders import read_progress
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace
@@ -123,7 +124,7 @@ class Engine:
         reports: Mapping[str, str] | None = None,
     ):
         self.groups, self.chunks = groups, chunks
-        self.shape: dict[str, Any] = {"tensor_model_parallel_size": plan.layout.tp}
+        self.shape: dict[str, Any] = {}
         """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
         self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
@@ -297,13 +298,13 @@ class Engine:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
         return self._transaction.state_dict() | {"train_step": self.train_steps.state_dict()}
 
-    def progress(self, data: str = "") -> save_load.Progress:
-        """A checkpoint's record beside its tensors. data: a digest of the dataset, compared on load."""
+    def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
+        """A checkpoint's record beside its tensors. data: which samples come in which order."""
         return save_load.Progress(
             step=self.step,
             consumed_samples=self.consumed_samples,
             lr_schedule={} if self.lr_schedule is None else self.lr_schedule.state_dict(),
-            data=data,
+            data=dict(data or {}),
             shape=self.shape,
             transaction=self.state(),
             batch_ramp=self.plan.ramp_state(),
@@ -318,11 +319,30 @@ class Engine:
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
         """Take up the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states. Returns
-        whether there is one. The layout may be another than that of the save, but for tp. Raises CheckpointError."""
-        current = raise_on_all_ranks(save_load.latest, folder)
-        if current is not None:
-            self.resume(save_load.load(current, self.backend, self.groups, shape=self.shape, buffers=self.buffers))
-        return current is not None
+        whether there is one. The layout may be another than that of the save. A damaged checkpoint is reported, and the
+        one before it taken. Raises CheckpointError on every rank, with the engine as it was."""
+        return resume.first_good(folder, self._load, self.print) is not None
+
+    def _load(self, checkpoint: Path) -> Path:
+        progress = raise_on_all_ranks(read_progress, checkpoint)
+        notes = raise_on_all_ranks(resume.settle, checkpoint, self.differences(progress), self.override)
+        save_load.load(checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers)
+        self.resume(progress)
+        for note in notes:
+            self.print(note)
+        return checkpoint
+
+    @property
+    def override(self) -> set[str]:
+        """In what a checkpoint may differ from the configuration (the key of that name)."""
+        run = self.plan.config.run
+        return {*run.override, *(["lr_schedule"] if run.override_opt_param_scheduler else [])}
+
+    def differences(self, progress: save_load.Progress) -> dict[str, dict[str, str]]:
+        """In what else than its layout a run that goes on after `progress` would be another: texts with what to set
+        back, by the name under which they may be asked for."""
+        schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
+        return {"batch": self.plan.ramp_differences(progress.batch_ramp), "lr_schedule": schedule}
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
         """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up.

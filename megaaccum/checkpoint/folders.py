@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,29 @@ from megaaccum.data.files import sync
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not whole, or not what was written. The one before it may serve."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
-    lr_schedule: its state; data: digest of the dataset; shape: what a model must share to take these tensors;
-    transaction: state of Transaction (skipped steps, loss scale, guards), batch_ramp: that of the batch warm-up
-    (Plan.ramp_state), each empty in a checkpoint from before it."""
+    lr_schedule: its state; data: which samples come in which order (data/dataset.py), empty with a loader of the
+    user's; shape: what a model must share to take these tensors; transaction: state of Transaction (skipped steps, loss
+    scale, guards), batch_ramp: that of the batch of each step (Plan.ramp_state); metadata_sha256: of the list of
+    tensors, once it is written."""
 
     step: int
     consumed_samples: int
     lr_schedule: dict[str, Any]
-    data: str
+    data: dict[str, Any]
     shape: dict[str, Any]
     transaction: dict[str, Any] = field(default_factory=dict)
     batch_ramp: dict[str, Any] = field(default_factory=dict)
+    metadata_sha256: str = ""
 
     @property
     def num_updates(self) -> int:
@@ -41,32 +49,61 @@ class Progress:
 
 
 def latest(folder: str | os.PathLike) -> Path | None:
-    """The checkpoint that `folder` calls current; None where there is none. Raises CheckpointError when it is named
-    but not there."""
+    """The checkpoint that `folder` calls current, or the newest whole one where it calls none so; None where there is
+    none."""
+    found, _ = to_try(folder)
+    return found[0] if found else None
+
+
+def to_try(folder: str | os.PathLike) -> tuple[list[Path], str]:
+    """(the checkpoints of `folder` in the order in which a run tries to go on from them, what is wrong with the file
+    that names the current one). The current one comes first, then those of earlier steps, the newest first."""
+    whole = sorted(Path(folder).glob("step_*/state.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    newest = [state.parent for state in whole if state.parent.suffix != ".tmp"]
     pointer = Path(folder) / "latest"
-    if not pointer.exists():
-        return None
-    current = Path(folder) / pointer.read_text().strip()
-    if not (current / "state.json").exists():
-        raise CheckpointError(
-            f"{pointer} names {current.name}, which is not a whole checkpoint: write the name of another folder of "
-            f"{folder} into it, or start afresh with --no_load"
-        )
-    return current
+    try:
+        name = pointer.read_text(errors="replace").strip()
+    except OSError as error:
+        return newest, f"{pointer} cannot be read ({error.strerror or error})" if newest else ""
+    if name and (Path(folder) / name / "state.json").is_file():
+        current = Path(folder) / name
+        return [current, *(path for path in newest if _step(path) < _step(current))], ""
+    return newest, f"{pointer} names {name!r}, which is not a whole checkpoint"
+
+
+def _step(checkpoint: Path) -> int:
+    """By the folder's name; -1 for a name that is not ours."""
+    match = re.fullmatch(r"step_(\d+)(-\d+)?", checkpoint.name)
+    return int(match[1]) if match else -1
 
 
 def read_progress(current: Path) -> Progress:
-    """A checkpoint's record beside its tensors. Raises CheckpointError when it is not a whole one of this format."""
+    """A checkpoint's record beside its tensors. Raises DamagedCheckpoint when it is not what was written, and
+    CheckpointError when it is of another format."""
     path = current / "state.json"
     try:
         state = json.loads(path.read_text())
-        if state.pop("format", None) != FORMAT:
+        seal = state.pop("sha256", "")
+        if seal != _seal(state) and (seal or state["format"] == FORMAT):
+            raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")
+        if state.pop("format") != FORMAT:
             raise CheckpointError(f"{current} was written in another format than {FORMAT}")
         return Progress(**state)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+
+
+def write_progress(aside: Path, progress: Progress) -> None:
+    """Write the record of the checkpoint whose tensors are in `aside`, with the SHA-256 of their list and its own."""
+    digest = hashlib.sha256((aside / ".metadata").read_bytes()).hexdigest()
+    state = {"format": FORMAT} | asdict(replace(progress, metadata_sha256=digest))
+    write_text(aside / "state.json", json.dumps(state | {"sha256": _seal(state)}, indent=1))
+
+
+def _seal(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 class Files:
@@ -99,10 +136,7 @@ class Files:
         """The error to raise on every rank, once the space that the attempt took is free again."""
         if dist.get_rank() == 0:
             shutil.rmtree(self.aside, ignore_errors=True)
-        try:
-            current = latest(self._folder)
-        except CheckpointError:
-            current = None
+        current = latest(self._folder)
         still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
         return printed_once(CheckpointError(f"{what} ({self._space()}); {still}"))
@@ -122,7 +156,7 @@ class Files:
         self.aside.mkdir()
 
     def _publish(self) -> None:
-        write_text(self.aside / "state.json", json.dumps({"format": FORMAT} | asdict(self._progress), indent=1))
+        write_progress(self.aside, self._progress)
         self.aside.rename(self.target)
         sync(self._folder)  # after a power cut the name in `latest` is there only with what it names
         write_text(self._folder / "latest", self.target.name + "\n")

@@ -1,80 +1,113 @@
-"""Reading a checkpoint that may come from anywhere: nothing in it is run.
+"""Reading a checkpoint that may come from anywhere: nothing in it is run, and what was damaged is noticed.
 
 torch.distributed.checkpoint stores the list of a checkpoint's tensors, `.metadata`, as a pickle, and a pickle can call
 any function by name. Here only the classes that such a list is made of may be named. The tensors themselves torch
-reads with `weights_only`.
+reads with `weights_only`. The SHA-256 of each stored tensor is in `.metadata`, that of `.metadata` in state.json, and
+that of state.json in itself.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
+import io
 import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaaccum import upstream
+from megaaccum.checkpoint.folders import DamagedCheckpoint
 from megaaccum.errors import CheckpointError
 
 
-class CheckpointReader(dcp.FileSystemReader):
-    """torch's reader of the checkpoint in folder `path`, with a `.metadata` that is read once, before anything else.
+class CheckpointReader:
+    """The tensors of the checkpoint in folder `path`. metadata_sha256: of its `.metadata`, from state.json.
 
-    Raises CheckpointError when `.metadata` is missing or damaged, names something that no list of tensors holds, or a
-    file outside the folder.
+    Raises DamagedCheckpoint when `.metadata` is missing or damaged, CheckpointError when it names something that no
+    list of tensors holds, or a file outside the folder.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        super().__init__(path)
-        self._metadata = read_metadata(Path(path))
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list read at construction. torch reads it again on every load, each time with its own unpickler."""
-        return self._metadata
+    def __init__(self, path: Path, metadata_sha256: str):
+        self._path = path
+        metadata = _read_metadata(path / ".metadata", metadata_sha256)
+        self.stored: dict[str, TensorStorageMetadata] = {
+            key: what for key, what in metadata.state_dict_metadata.items() if isinstance(what, TensorStorageMetadata)
+        }
+        """Size and dtype of each tensor, by its key."""
+        self._storage = {index.fqn: storage for index, storage in metadata.storage_data.items()}
 
     def check_files(self, keys: Collection[str]) -> None:
-        """Hold that the files in which `keys` lie are there and long enough. Raises CheckpointError."""
+        """Check that the files in which `keys` lie are there and long enough. Raises DamagedCheckpoint."""
         ends: dict[str, int] = {}
-        for index, storage in self._metadata.storage_data.items():
-            if index.fqn in keys:
-                end = storage.offset + storage.length
-                ends[storage.relative_path] = max(end, ends.get(storage.relative_path, 0))
+        for key in keys:
+            storage = self._storage[key]
+            end = storage.offset + storage.length
+            ends[storage.relative_path] = max(end, ends.get(storage.relative_path, 0))
         for name, end in ends.items():
-            path = Path(self.path) / name
+            path = self._path / name
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+                raise _unreadable(path, error) from error
             if size < end:
-                raise CheckpointError(f"{path} is cut short: {size:,} bytes, where .metadata says at least {end:,}")
+                raise DamagedCheckpoint(f"{path} is cut short: {size:,} bytes, where .metadata says at least {end:,}")
+
+    def read(self, keys: Collection[str]) -> dict[str, torch.Tensor]:
+        """The tensors under `keys`, in host memory. Raises DamagedCheckpoint where one is not what was written."""
+        by_file: dict[str, list[str]] = {}
+        for key in sorted(keys, key=lambda key: self._storage[key].offset):
+            by_file.setdefault(self._storage[key].relative_path, []).append(key)
+        read: dict[str, torch.Tensor] = {}
+        for name, inside in by_file.items():
+            path = self._path / name
+            try:
+                with path.open("rb") as file:
+                    read |= {key: self._tensor(file, key) for key in inside}
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        return read
+
+    def _tensor(self, file: BinaryIO, key: str) -> torch.Tensor:
+        storage = self._storage[key]
+        file.seek(storage.offset)
+        content = file.read(storage.length)
+        if hashlib.sha256(content).hexdigest() != storage.sha256:
+            raise DamagedCheckpoint(f"{file.name} is damaged: {key} is not what was written (SHA-256)")
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The list of tensors of the checkpoint in `folder`. Raises CheckpointError as CheckpointReader."""
-    path = folder / ".metadata"
+def _unreadable(path: Path, error: OSError) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}")
+
+
+def _read_metadata(path: Path, sha256: str) -> Metadata:
+    """The list of a checkpoint's tensors. Raises as CheckpointReader."""
     try:
-        with path.open("rb") as stream:
-            metadata = _Unpickler(stream).load()
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
     except _Refused as error:
         raise CheckpointError(
             f"{path} names {error}, which no checkpoint of megaaccum holds, and was read no further: it could run "
             "commands. Take the checkpoint from a source that you trust"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    except Exception as error:  # a pickle that was tampered with can raise anything
+        raise CheckpointError(f"{path} is no list of tensors ({type(error).__name__}: {error})") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(metadata).__name__}, not a list of tensors")
+        raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not a list of tensors")
     for storage in metadata.storage_data.values():
         file = str(getattr(storage, "relative_path", ""))
         if not file or Path(file).name != file:
             raise CheckpointError(f"{path} names the file {file!r}, which is not in its folder")
-    metadata.storage_meta = StorageMeta()
     return metadata
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints: written aside and then made current, in pieces keyed by a parameter's name in the whole model.
+"""Checkpoints: written aside and then made current, in pieces keyed by what they are of the whole model.
 
-Every rank hands torch.distributed.checkpoint the pieces that only it holds, as plain tensors under
-`NAME/KIND/tpR/START:STOP` (KIND: param, exp_avg, exp_avg_sq; START, STOP: elements of the flattened parameter). A load
-reads the pieces that overlap what this rank holds, so pipeline, data-parallel and ZeRO layout may differ from those of
-the save. What is not a tensor is JSON beside them.
+Every rank hands torch.distributed.checkpoint the pieces that only it holds, as plain tensors (checkpoint/pieces.py has
+their keys). A load reads the pieces that overlap what this rank holds, so the layout may differ from that of the save
+in everything: tensor, pipeline, expert and data parallelism, ZeRO stage, backend. What is not a tensor is JSON beside
+them. Each tensor's SHA-256 is checked before any of them changes the model.
 
     SAVE/step_0000120/   the pieces, .metadata and state.json
     SAVE/latest          the name of the folder to resume from, replaced in one rename
@@ -11,6 +11,7 @@ the save. What is not a tensor is JSON beside them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -21,42 +22,33 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from megaaccum.checkpoint.folders import Files, Progress, cause, latest, read_progress
+from megaaccum.checkpoint import pieces
+from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import cpu, rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
-from megaaccum.model import gpt
 from megaaccum.model.flops import padded_vocab_size
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
-    from megaaccum.sharding.base import StatePiece
 
-__all__ = [
-    "BackgroundSave",
-    "Progress",
-    "is_elsewhere",
-    "latest",
-    "load",
-    "prefix",
-    "read_progress",
-    "save",
-    "shape_of",
-]
+__all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
-    """Everything that has to be equal between a checkpoint and the model that takes it (layouts of pp, dp and ZeRO may
-    differ)."""
+    """Everything that has to be equal between a checkpoint and the model that takes it, whatever their layouts.
+    vocab_size: before padding."""
     fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
-    return fixed | {"vocab_size": padded_vocab_size(plan.config, vocab_size)}
+    return fixed | {"vocab_size": vocab_size, _PADDED: padded_vocab_size(plan.config, vocab_size)}
+
+
+_PADDED = "padded vocab_size"
 
 
 Buffers = dict[str, torch.Tensor]
@@ -90,20 +82,26 @@ def save(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer; where the system refuses a write, other ranks raise its own error.
+    """torch's writer, and the SHA-256 of what then lies in the files, tensor by tensor, for `.metadata`.
 
-    torch's zip format, closed over half a tensor, raises another one about offsets, and an error that crosses ranks
-    comes without the one that it was raised in.
+    Where the system refuses a write, other ranks raise its own error: torch's zip format, closed over half a tensor,
+    raises another one about offsets, and an error that crosses ranks comes without the one that it was raised in.
     """
 
     def write_data(self, plan, planner):
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
         except RuntimeError as error:
             origin: BaseException | None = error
             while origin is not None and not isinstance(origin, OSError):
                 origin = origin.__context__
             raise origin or error from None
+        for result in written.value():
+            storage = result.storage_data
+            with open(Path(self.path) / storage.relative_path, "rb") as file:
+                file.seek(storage.offset)
+                storage.sha256 = hashlib.sha256(file.read(storage.length)).hexdigest()
+        return written
 
 
 class BackgroundSave:
@@ -225,60 +223,107 @@ def load(
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
     optimizer's moments and this rank's random states stay as they are at a start.
 
-    Raises CheckpointError on every rank when it is of another model (naming each number that differs), a piece is
-    missing, a file cannot be read, or it holds what no checkpoint holds.
+    Raises CheckpointError on every rank, with the model as it was: when the checkpoint is of another model, naming what
+    differs; DamagedCheckpoint when a file or a piece is missing or not what was written.
     """
-    progress, reader, wanted = raise_on_all_ranks(_open, current, backend, groups, shape, buffers or {}, only_weights)
-    stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    read = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in wanted}
-    states = {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in _rng(groups) if key in stored}
-    try:
-        dcp.load(read | states, storage_reader=reader, process_group=groups.host)
-    except CheckpointException as error:
-        what = cause(error)
-        if "eights only load failed" in what or "PytorchStreamReader" in what:  # torch then advises to trust the file
-            what = "one of its .distcp files is damaged"
-        raise printed_once(CheckpointError(f"{current} cannot be read: {what}")) from error
-    _fill(backend, groups, read, only_weights)
-    for name, buffer in (buffers or {}).items():
-        if _BUFFER + name in read:
-            _take(buffer, read[_BUFFER + name])
-    backend.adopt_state(0 if only_weights else progress.num_updates)
-    if only_weights:
-        return progress
-    rng.restore({key.rsplit("/", 1)[1]: state for key, state in states.items()})
+    progress = raise_on_all_ranks(read_progress, current)
+    reader, stored = raise_on_all_ranks(_open, current, progress, backend, groups, shape, only_weights)
+    _check_size(current, stored, backend, groups)
+    _take_up(current, progress, reader, stored, backend, groups, buffers or {}, only_weights)
     return progress
 
 
 def _open(
     current: Path,
+    progress: Progress,
     backend: ShardingBackend,
     groups: Groups,
     shape: dict[str, Any],
+    only_weights: bool,
+) -> tuple[CheckpointReader, pieces.Stored]:
+    """The tensors of `current`, which is found to be one of this model. Raises CheckpointError."""
+    if wrong := _other_shape(current, progress.shape, shape, groups.tp.size()):
+        raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
+    reader = CheckpointReader(current, progress.metadata_sha256)
+    stored = pieces.Stored(key for key in reader.stored if not key.startswith((_RNG, _BUFFER)))
+    pieces.check_fit(current, stored, backend, groups, only_weights=only_weights)
+    return reader, stored
+
+
+def _other_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp: int) -> list[str]:
+    """The differences between a checkpoint's model and this one, as texts."""
+    wrong = sorted(key for key in here if there.get(key) != here[key])
+    if wrong == [_PADDED]:
+        return [_other_padding(current, there, here, tp)]
+    return [f"{key} is {there.get(key)} in {current} and {here[key]} in the configuration" for key in wrong]
+
+
+def _other_padding(current: Path, there: dict[str, Any], here: dict[str, Any], tp: int) -> str:
+    """make_vocab_size_divisible_by * tp is another: rows of the padding take part in the softmax, so they stay."""
+    vocabulary, rows = here["vocab_size"], there[_PADDED]
+    fitting = [unit for unit in range(1, rows // tp + 1) if rows % (unit * tp) == 0 and rows - unit * tp < vocabulary]
+    remedy = f"set make_vocab_size_divisible_by to {fitting[-1]}" if fitting else f"no padding for tp {tp} gives {rows}"
+    return f"the vocabulary is padded to {rows} rows in {current} and to {here[_PADDED]} at tp {tp} ({remedy})"
+
+
+def _check_size(current: Path, stored: pieces.Stored, backend: ShardingBackend, groups: Groups) -> None:
+    """Check that the checkpoint has no more parameters than the model, over all stages. Collective over the world;
+    raises CheckpointError on every rank."""
+    mine = [piece for piece, _, writes in pieces.own(backend, groups, only_weights=True) if writes]
+    total = torch.tensor(sum(piece.stop - piece.start for piece in mine))
+    dist.all_reduce(total, group=groups.host)
+    if int(total) == stored.numel:
+        return
+    everyone: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyone, {piece.name for piece in mine}, group=groups.host)
+    names = sorted(stored.names.difference(*everyone))
+    raise printed_once(
+        CheckpointError(
+            f"{current} has {stored.numel:,} parameters and the model {int(total):,}; the model has no"
+            f" {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        )
+    )
+
+
+def _take_up(
+    current: Path,
+    progress: Progress,
+    reader: CheckpointReader,
+    stored: pieces.Stored,
+    backend: ShardingBackend,
+    groups: Groups,
     buffers: Buffers,
     only_weights: bool,
-) -> tuple[Progress, CheckpointReader, list[str]]:
-    """The checkpoint's entries, its reader, and the keys that this rank needs. No collective."""
-    progress = read_progress(current)
-    wrong = [
-        f"{key} is {progress.shape.get(key)} in {current} and {shape[key]} in the configuration"
-        for key in shape
-        if progress.shape.get(key) != shape[key]
-    ]
-    if wrong:
-        raise CheckpointError("; ".join(wrong) + ": set what differs back, or start afresh with --no_load")
-    reader = CheckpointReader(current)
-    stored = reader.read_metadata().state_dict_metadata
-    wanted = _overlapping(stored, backend, groups, only_weights) + _wanted_buffers(stored, buffers)
-    if missing := [key for key in wanted if key not in stored]:
-        raise CheckpointError(f"{current} lacks {', '.join(missing)}")
-    if wrong := [f"{key[len(_BUFFER) :]} {size}" for key, size in _other_sizes(stored, buffers)]:
+) -> None:
+    """Read all that this rank needs, and then change the model."""
+    held = list(pieces.own(backend, groups, only_weights=only_weights))
+    covering = raise_on_all_ranks(lambda: [stored.covering(piece) for piece, _, _ in held])
+    wanted = {found.key for each in covering for found, _, _ in each}
+    random = [key for key in _rng(groups) if key in reader.stored and not only_weights]
+    keys = raise_on_all_ranks(_with_buffers, current, reader, buffers, wanted | set(random))
+    read = raise_on_all_ranks(reader.read, keys)
+    for (piece, tensor, _), each in zip(held, covering, strict=True):
+        for found, start, stop in each:
+            pieces.copy(read[found.key], found, start, stop, piece, tensor)
+    for name, buffer in buffers.items():
+        if _BUFFER + name in read:
+            _take(buffer, read[_BUFFER + name])
+    backend.adopt_state(0 if only_weights else progress.num_updates)
+    rng.restore({key.rsplit("/", 1)[1]: read[key] for key in random})
+
+
+def _with_buffers(current: Path, reader: CheckpointReader, buffers: Buffers, keys: set[str]) -> set[str]:
+    """`keys` and those of the buffers, all of which are found to be there. Raises CheckpointError."""
+    keys = keys.union(_wanted_buffers(reader.stored, buffers))
+    if missing := sorted(keys - reader.stored.keys()):
+        raise CheckpointError(f"{current} lacks {', '.join(missing[:_SHOWN])}")
+    if wrong := [f"{key[len(_BUFFER) :]} {size}" for key, size in _other_sizes(reader.stored, buffers)]:
         raise CheckpointError(
             f"{current} has histories of another length ({', '.join(wrong[:2])}{', ...' if len(wrong) > 2 else ''}):"
             " set fp8_amax_history_len back, or start afresh with --no_load"
         )
-    reader.check_files(set(wanted))
-    return progress, reader, wanted
+    reader.check_files(keys)
+    return keys
 
 
 def _wanted_buffers(stored: dict[str, Any], buffers: Buffers) -> list[str]:
@@ -300,89 +345,17 @@ def _take(buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.data = value.to(buffer.device)  # DeepSpeed has cast an FP32 buffer of a BF16 model
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
 _BUFFER, _RNG = "buffer/", "rng/"
+_SHOWN = 4
+"""Names that a message lists."""
 
 
 def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
     """All that this rank writes."""
     first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
     whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
-    return _pieces(backend, groups) | whole | _rng(groups)
-
-
-def prefix(name: str, kind: str, param: torch.nn.Parameter, groups: Groups) -> str:
-    """Beginning of the keys of a parameter's pieces."""
-    rank = groups.tp.rank() if gpt.is_sharded_over_tp(param) else 0
-    return f"{name}/{kind}/tp{rank}/"
-
-
-def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
-    """Whether another rank holds the same piece, and writes it."""
-    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
-    return twice or backend.replica > 0 or piece.replica > 0
-
-
-def _pieces(backend: ShardingBackend, groups: Groups) -> dict[str, torch.Tensor]:
-    """This rank's pieces, without those that another rank writes too."""
-    pieces = {}
-    for piece in backend.state():
-        if is_elsewhere(piece, backend, groups):
-            continue
-        for kind, tensor in piece.tensors.items():
-            if tensor.numel():
-                stop = piece.start + tensor.numel()
-                pieces[prefix(piece.name, kind, piece.param, groups) + f"{piece.start}:{stop}"] = tensor
-    return pieces
-
-
-def _ranges(stored: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
-    """{prefix: sorted (start, stop) of the stored pieces}."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for key, what in stored.items():
-        if isinstance(what, TensorStorageMetadata) and not key.startswith((_RNG, _BUFFER)):
-            prefix, _, span = key.rpartition("/")
-            start, stop = span.split(":")
-            found.setdefault(prefix + "/", []).append((int(start), int(stop)))
-    return {prefix: sorted(spans) for prefix, spans in found.items()}
-
-
-def _parts(backend: ShardingBackend, groups: Groups, only_weights: bool = False):
-    """(prefix, start, flat view) of every tensor that this rank holds."""
-    for piece in backend.state():
-        for kind, tensor in piece.tensors.items():
-            if only_weights and kind != "param":
-                continue
-            yield prefix(piece.name, kind, piece.param, groups), piece.start, tensor
-
-
-def _overlapping(
-    stored: dict[str, Any], backend: ShardingBackend, groups: Groups, only_weights: bool = False
-) -> list[str]:
-    """Keys of the stored pieces that cover what this rank holds. Raises CheckpointError where they leave a hole."""
-    ranges = _ranges(stored)
-    keys: dict[str, None] = {}  # ordered, without repeats
-    for prefix, start, tensor in _parts(backend, groups, only_weights):
-        position, stop = start, start + tensor.numel()
-        for low, high in ranges.get(prefix, []):
-            if low <= position < high and position < stop:
-                keys[f"{prefix}{low}:{high}"] = None
-                position = high
-        if position < stop:
-            raise CheckpointError(f"the checkpoint lacks elements {position} to {stop} of {prefix.rstrip('/')}")
-    return list(keys)
-
-
-def _fill(backend: ShardingBackend, groups: Groups, read: dict[str, torch.Tensor], only_weights: bool = False) -> None:
-    ranges = _ranges({key: TensorStorageMetadata(None, t.size(), []) for key, t in read.items()})  # type: ignore[arg-type]
-    for prefix, start, tensor in _parts(backend, groups, only_weights):
-        stop = start + tensor.numel()
-        for low, high in ranges.get(prefix, []):
-            first, last = max(low, start), min(high, stop)
-            if first < last:
-                tensor[first - start : last - start].copy_(read[f"{prefix}{low}:{high}"][first - low : last - low])
+    mine = {piece.key: tensor for piece, tensor, writes in pieces.own(backend, groups) if writes}
+    return mine | whole | _rng(groups)
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaaccum.checkpoint import save_load
+from megaaccum.checkpoint import resume, save_load
+from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, to_try
 from megaaccum.distributed import groups
-from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.training.run_folder import checkpoint_folder
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from megaaccum.checkpoint.save_load import BackgroundSave
-    from megaaccum.config import Config, Plan
-    from megaaccum.config.schema import RunConfig
+    from megaaccum.config import Plan
     from megaaccum.data.dataset import Datasets
     from megaaccum.engine import Engine
 
@@ -122,7 +122,7 @@ class Saver:
             self.folder,
             self.engine.backend,
             self.engine.groups,
-            self.engine.progress(self.data.digest),
+            self.engine.progress(self.data.state(self.engine.consumed_samples)),
             keep_last=run.keep_last,
             retain=run.save_retain_interval,
             buffers=self.engine.buffers,
@@ -135,74 +135,67 @@ class Saver:
         return self._group
 
     def resume(self) -> None:
-        """Take up the current checkpoint of `load` (default: `save`), if there is one."""
-        current = raise_on_all_ranks(self._current)
-        # Ranks that each resume from what their own host has would wait for each other for ever.
-        assert_same_on_ranks(
-            "the checkpoint to resume from; hosts have to share its folder", current.name if current else "none"
-        )
-        if current is None:
+        """Take up the current checkpoint of `load` (default: `save`), if there is one, or, where it is damaged, the one
+        before it. Raises CheckpointError on every rank."""
+        run = self.engine.plan.config.run
+        if run.no_load:
             return
+        if not resume.first_good(run.load or self.folder, self._take_up, self.engine.print):
+            raise_on_all_ranks(self._without_checkpoint)
+
+    def _take_up(self, checkpoint: Path) -> bool:
         engine, run = self.engine, self.engine.plan.config.run
-        only_weights = run.finetune or run.no_load_optim
-        progress = save_load.load(
-            current,
+        only_weights, afresh = run.finetune or run.no_load_optim, run.finetune or run.reset_iteration
+        progress = raise_on_all_ranks(read_progress, checkpoint)
+        differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
+        if only_weights:
+            differing.pop("lr_schedule", None)  # it begins afresh
+        notes = raise_on_all_ranks(resume.settle, checkpoint, differing, engine.override)
+        save_load.load(
+            checkpoint,
             engine.backend,
             engine.groups,
             shape=engine.shape,
             buffers=engine.buffers,
             only_weights=only_weights,
         )
-        if run.finetune or run.reset_iteration:
-            if int(os.environ["RANK"]) == 0:
-                print(f"{'weights' if only_weights else 'state'} of {current}; the run begins at step 0", flush=True)
-            return
-        if progress.data != self.data.digest:
-            text = (
-                f"{current} was trained on other samples: data, tokenizer, seed, seq_length, train_iters or "
-                "global_batch_size have changed; set them back, or start afresh with --no_load"
-            )
-            raise printed_once(CheckpointError(text))
+        if afresh:
+            engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
+            return True
         engine.resume(progress, with_optimizer=not only_weights)
-        if int(os.environ["RANK"]) == 0:
-            print(f"resumed from {current}: step {progress.step}, {progress.consumed_samples} samples", flush=True)
+        consumed, whole = progress.consumed_samples, engine.plan.ramp.samples_after(run.train_iters)
+        self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=max(consumed, whole))
+        engine.print(f"resumed from {checkpoint}: step {progress.step}, {progress.consumed_samples} samples")
+        for note in notes:
+            engine.print(note)
+        return True
 
-    def _current(self) -> Path | None:
+    def _without_checkpoint(self) -> None:
+        """Start afresh. Raises CheckpointError where the configuration asks for a checkpoint."""
         run = self.engine.plan.config.run
-        current = _to_resume(self.engine.plan.config)
-        if current is None and run.load and not run.no_load and int(os.environ["RANK"]) == 0:
-            print(f"{_missing(run)}: the run starts afresh", flush=True)
-        return current
+        if run.load:
+            missing = f"load: {run.load} holds no checkpoint (no file named latest)"
+            if run.exit_on_missing_checkpoint:
+                raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
+            if not _is_empty(Path(run.load)):
+                raise CheckpointError(f"{missing}, but other files: name the folder of one, or leave load out")
+            if int(os.environ["RANK"]) == 0:
+                print(f"{missing}: the run starts afresh", flush=True)
+        if run.finetune or run.reset_iteration:
+            raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
 
 
 def continued(plan: Plan) -> Plan:
-    """`plan` with the batch warm-up of the checkpoint that the run goes on from, which other ranks may have laid out.
-    Raises ConfigError where these ranks cannot go on with it, CheckpointError where there is no checkpoint to read."""
-    run, current = plan.config.run, _to_resume(plan.config)
-    if current is None or run.finetune or run.reset_iteration:
+    """`plan` with the batch of each step up to the checkpoint that the run goes on from, which other ranks may have
+    laid out. Raises ConfigError where these ranks cannot go on with it, or with another batch that is not asked for."""
+    run = plan.config.run
+    if run.no_load or run.finetune or run.reset_iteration:
         return plan
-    progress = save_load.read_progress(current)
-    return plan.continued(progress.batch_ramp, progress.consumed_samples)
-
-
-def _to_resume(config: Config) -> Path | None:
-    """The checkpoint to begin from, if any. Raises CheckpointError where one is asked for that is not there."""
-    run = config.run
-    if run.no_load:
-        return None
-    current = save_load.latest(run.load or checkpoint_folder(config))
-    if current is None and run.load:
-        if run.exit_on_missing_checkpoint:
-            raise CheckpointError(f"{_missing(run)}, and exit_on_missing_checkpoint is true")
-        if not _is_empty(Path(run.load)):
-            raise CheckpointError(f"{_missing(run)}, but other files: name the folder of one, or leave load out")
-    if current is None and (run.finetune or run.reset_iteration):
-        raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
-    return current
-
-
-def _missing(run: RunConfig) -> str:
-    return f"load: {run.load} holds no checkpoint (no file named latest)"
+    for checkpoint in to_try(run.load or checkpoint_folder(plan.config))[0]:
+        with suppress(DamagedCheckpoint):  # reported by `Saver.resume`
+            progress = read_progress(checkpoint)
+            return plan.continued(progress.batch_ramp, progress.consumed_samples)
+    return plan
 
 
 def _is_empty(folder: Path) -> bool:

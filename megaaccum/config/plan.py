@@ -109,22 +109,31 @@ class Plan:
         asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}
         return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
 
+    def ramp_differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """The keys by which this plan asks for other batches than a checkpoint (`ramp_state`) did: texts with both
+        sides, and what to set back."""
+        asked = self.ramp_state()["asked"]
+        return {
+            f"{name}: {then} in the checkpoint, {asked.get(name)} in the configuration": f"set {name} to {then}"
+            for name, then in saved.get("asked", {}).items()
+            if then != asked.get(name)
+        }
+
     def continued(self, saved: Mapping[str, Any], consumed_samples: int) -> Plan:
         """This plan with the ramp of a checkpoint (`ramp_state`), which may have been cut over other ranks, from
-        `consumed_samples` on. Raises ConfigError where another ramp is asked for, or these ranks cannot take it up."""
-        mine = self.ramp_state()
-        if not saved or saved["intervals"] == mine["intervals"]:
+        `consumed_samples` on; or its own ramp from there on, where another one is asked for by `override: batch`.
+        Raises ConfigError where it is not asked for so, or these ranks cannot take it up."""
+        if not saved or saved["intervals"] == self.ramp_state()["intervals"]:
             return self
-        differing = [name for name, each in saved["asked"].items() if each != mine["asked"].get(name)]
-        if differing:
-            raise ConfigError(
-                [
-                    f"{name} was {saved['asked'][name]} when the checkpoint was written, and is"
-                    f" {mine['asked'].get(name)}: set it back, or start afresh with --no_load."
-                    for name in differing
-                ]
-            )
-        ramp = recut(saved["intervals"], self.batch, partial(flush_problems, self.config), consumed_samples)
+        intervals = saved["intervals"]
+        if differing := self.ramp_differences(saved):
+            if "batch" not in self.config.run.override:
+                texts = [f"{text}; {remedy}" for text, remedy in differing.items()]
+                raise ConfigError([*texts, "or add --override batch, or start afresh with --no_load."])
+            past = [interval for interval in intervals if interval[0] < consumed_samples]
+            ahead = [interval for interval in self.ramp.intervals if interval[0] > consumed_samples]
+            intervals = [*past, (consumed_samples, self.ramp.size_at(consumed_samples)), *ahead]
+        ramp = recut(intervals, self.batch, partial(flush_problems, self.config), consumed_samples)
         return dataclasses.replace(self, ramp=ramp)
 
     def digest(self) -> str:

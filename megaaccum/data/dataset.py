@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megaaccum.config.plan import Plan
 from megaaccum.data.files import disk_errors, locked, staging_folder, with_suffix
 from megaaccum.data.indexed import IndexedPair, check_ids, check_tables, open_pair
+from megaaccum.data.order import Corpus, Order, SampleDataset, Span, extended, spans_after
 from megaaccum.data.shares import check_ranges, epoch_samples, split_ranges
 from megaaccum.data.sources import Blend, Sources, data_folder, read_run_vocabulary, read_sources, resolve_prefix
 from megaaccum.data.tokenizer import Vocabulary
@@ -29,19 +31,11 @@ from megaaccum.errors import ConfigError, DataError
 _TRAIN, _VALID = 0, 1
 
 
-class SampleDataset(Protocol):
-    """The part of a dataset that the loader needs: Megatron's GPTDataset and BlendedDataset have it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasets:
     """The samples of a run. The same on every rank."""
 
-    train: SampleDataset
+    train: Order
     """At least the samples that training consumes, in the order in which it consumes them."""
     valid: SampleDataset | None
     """The samples of one evaluation, the same each time; None where evaluation is off."""
@@ -50,9 +44,37 @@ class Datasets:
     vocabulary: Vocabulary
     """Every token id was, or will be, found to be below its size."""
     digest: str
-    """Hash of the contents, the vocabulary, and what orders the training samples, 16 hexadecimal digits; independent of
-    paths and of evaluation. Equal on two ranks, or before and after a restart, when they train on the same samples in
-    the same order."""
+    """Hash of the contents, the vocabulary, and what orders the training samples but for their number, 16 hexadecimal
+    digits; independent of paths and of evaluation. Equal on two ranks, or before and after a restart, when they train
+    on the same data."""
+    facts: dict[str, str]
+    """What the digest is of, for readers."""
+    rebuilt: Callable[[list[Span]], Order]
+    """The training samples in other spans."""
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """The record of them in a checkpoint after `consumed` samples: plain numbers and texts."""
+        return {"digest": self.digest, "facts": self.facts} | self.train.state(consumed)
+
+    def differences(self, state: dict[str, Any]) -> dict[str, str]:
+        """The facts in which these samples are others than those of `state`, with both sides, and what to set back."""
+        if state.get("digest") == self.digest:
+            return {}
+        then = state.get("facts", {})
+        differing = {name: fact for name, fact in self.facts.items() if then.get(name) != fact}
+        texts = {
+            f"{name}: {then.get(name)} in the checkpoint, {fact} here": f"set {name} back"
+            for name, fact in differing.items()
+        }
+        return texts or {"data: the contents are not those of the checkpoint": "restore the files"}
+
+    def after(self, state: dict[str, Any], *, consumed: int, needed: int) -> Datasets:
+        """These data for a run that goes on after `consumed` samples up to sample `needed`, where a checkpoint recorded
+        `state`: no sample comes twice and none is lost. Raises as `build_datasets`."""
+        same = state.get("digest") == self.digest
+        order = self.rebuilt(spans_after(state, consumed, needed, same_data=same))
+        longer = extended(order, needed)
+        return replace(self, train=order if longer == order.spans else self.rebuilt(longer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +92,26 @@ class _Request:
     @property
     def seq_length(self) -> int:
         return self.plan.config.model.seq_length
+
+    @property
+    def masks(self) -> list[str]:
+        """Which tokens, positions and scores a sample leaves out."""
+        keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        return [key for key in keys if getattr(self.plan.config.data, key)]
+
+    def shown(self) -> dict[str, str]:
+        """The facts that decide the training samples, for readers."""
+        train = self.sources.train
+        weights = train.weights or [1.0] * len(train.prefixes)
+        sizes = [f"{self.pairs[prefix].num_tokens:,} tokens of {Path(prefix).name}" for prefix in train.prefixes]
+        return {
+            "data": ", ".join(f"{weight:g} of {size}" for weight, size in zip(weights, sizes, strict=True)),
+            "split": str(self.sources.split),
+            "vocabulary": f"{self.vocabulary.size} ids ({self.vocabulary.digest[:8]})",
+            "seq_length": str(self.seq_length),
+            "seed": str(self.plan.config.run.seed),
+            "masks": ", ".join(self.masks) or "none",
+        }
 
     def facts(self) -> list[object]:
         """The facts that decide the order of training samples, apart from the contents of the pairs."""
@@ -100,35 +142,89 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
         return _mock_datasets(plan, train_samples)
     request, valid_batches = _request(plan, train_samples)
     _require_end_of_document(request)
-    folder = data_folder(plan.config) / "index" / _cache_key(request)
-    if not folder.exists():
-        with locked(data_folder(plan.config) / ".lock"):
-            if not folder.exists():
-                _build_orders(request, folder)
-    train, valid = _both_datasets(request, folder)
+    train, valid = _orders(request)
+
+    def own_order(count: int) -> SampleDataset:
+        return train if count == request.train_samples else _orders(replace(request, train_samples=count))[0]
+
+    weights = request.sources.train.weights or [1.0]
+    corpora = [
+        Corpus(_content_digest(request, [prefix]), weight, partial(_one_pass, request, prefix))
+        for prefix, weight in zip(request.sources.train.prefixes, weights, strict=True)
+    ]
     return Datasets(
-        train=train,
+        train=Order([Span(0, request.train_samples)], corpora, own_order),
         valid=valid,
         valid_batches=valid_batches,
         vocabulary=request.vocabulary,
-        digest=_content_digest(request),
+        digest=_content_digest(request, request.sources.train.prefixes),
+        facts=request.shown(),
+        rebuilt=lambda spans: Order(spans, corpora, own_order),
     )
+
+
+def _orders(request: _Request) -> tuple[SampleDataset, SampleDataset | None]:
+    """Megatron's orders for training and validation, built where the cache folder does not have them."""
+    config = request.plan.config
+    folder = data_folder(config) / "index" / _cache_key(request)
+    if not folder.exists():
+        with locked(data_folder(config) / ".lock"):
+            if not folder.exists():
+                _build_orders(request, folder)
+    return _both_datasets(request, folder)
+
+
+def _one_pass(request: _Request, prefix: str, number: int) -> SampleDataset:
+    """The training share of one pair, every sample once, in the order of pass `number`."""
+    alone = replace(request, sources=replace(request.sources, train=Blend(prefixes=[prefix]), valid=None))
+    folder, seed = data_folder(request.plan.config), request.plan.config.run.seed + number
+    with locked(folder / ".lock"), disk_errors("cannot write the order of samples to", folder):
+        return _megatron_dataset(alone, folder / "index" / "passes", _TRAIN, 1, seed)
 
 
 def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     """Megatron's made-up samples: counting tokens, the same on every rank and in every run."""
+    _require_index_builder()
+    run, batch = plan.config.run, plan.batch.global_batch_size
+    vocabulary = read_run_vocabulary(plan.config)
+    valid_batches = run.eval_iters if run.eval_interval > 0 else 0
+    first = Span(0, plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples)
+    facts = {
+        "data": "mock_data",
+        "vocabulary": f"{vocabulary.size} ids",
+        "seq_length": str(plan.config.model.seq_length),
+        "seed": str(run.seed),
+        "split": plan.config.data.split,
+    }
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    corpora = [Corpus(digest, 1.0, lambda number: _mock(plan, vocabulary, [1, 0, 0], run.seed + number)[_TRAIN])]
+
+    def order(spans: list[Span]) -> Order:
+        return Order(spans, corpora, lambda count: _mock(plan, vocabulary, [count, 0, 0], run.seed)[_TRAIN])
+
+    valid = (
+        _mock(plan, vocabulary, [first.count, valid_batches * batch, 0], run.seed)[_VALID] if valid_batches else None
+    )
+    return Datasets(
+        train=order([first]),
+        valid=valid,
+        valid_batches=valid_batches,
+        vocabulary=vocabulary,
+        digest=digest,
+        facts=facts,
+        rebuilt=order,
+    )
+
+
+def _mock(plan: Plan, vocabulary: Vocabulary, sizes: list[int], seed: int) -> list[SampleDataset]:
+    """Megatron's made-up datasets of train, valid, test."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 
-    _require_index_builder()
-    run, data, batch = plan.config.run, plan.config.data, plan.batch.global_batch_size
-    vocabulary = read_run_vocabulary(plan.config)
-    valid_batches = run.eval_iters if run.eval_interval > 0 else 0
-    wanted = plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples
-    sizes = [wanted, valid_batches * batch, 0]
+    data = plan.config.data
     with _no_process_group():
         config = GPTDatasetConfig(
-            random_seed=run.seed,
+            random_seed=seed,
             sequence_length=plan.config.model.seq_length,
             split=data.split,
             tokenizer=_MegatronTokenizer(vocabulary),
@@ -137,16 +233,8 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
             eod_mask_loss=data.eod_mask_loss,
             create_attention_mask=data.reset_attention_mask,
         )
-        train, valid, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
-    facts = [vocabulary.size, sizes[0], plan.config.model.seq_length, run.seed, data.split]
-    digest = hashlib.sha256(json.dumps(["mock", *facts]).encode()).hexdigest()[:16]
-    return Datasets(
-        train=train,
-        valid=valid if valid_batches else None,
-        valid_batches=valid_batches,
-        vocabulary=vocabulary,
-        digest=digest,
-    )
+        built: list[SampleDataset] = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+        return built
 
 
 def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
@@ -198,8 +286,7 @@ def _open_pairs(sources: Sources, plan: Plan) -> tuple[Sources, dict[str, Indexe
 
 
 def _require_end_of_document(request: _Request) -> None:
-    data = request.plan.config.data
-    wanted = [key for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, key)]
+    wanted = request.masks
     if wanted and request.vocabulary.eod is None:
         raise DataError(
             f"{', '.join(wanted)} needs the token that ends a document, but there is no tokenizer that has one; set "
@@ -219,10 +306,13 @@ def _cache_key(request: _Request) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _content_digest(request: _Request) -> str:
-    """Sizes of every pair, and the first and last 64 KiB of its files: no whole read of a large dataset."""
-    digest = hashlib.sha256(json.dumps(request.facts()).encode())
-    for prefix, pair in request.pairs.items():
+def _content_digest(request: _Request, prefixes: list[str]) -> str:
+    """A hash of what the training samples of some pairs are, and of their shares: sizes, and the first and last 64 KiB
+    of their files (no whole read of a large dataset), and what cuts them into samples."""
+    facts = [request.shown() | {"data": ""}, request.sources.train.weights if len(prefixes) > 1 else None]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for prefix in prefixes:
+        pair = request.pairs[prefix]
         digest.update(f"{pair.num_sequences} {pair.num_tokens} {pair.dtype}".encode())
         for suffix in (".idx", ".bin"):
             path = with_suffix(Path(prefix), suffix)
@@ -251,8 +341,11 @@ def _both_datasets(request: _Request, cache: Path) -> tuple[SampleDataset, Sampl
     return train, _megatron_dataset(request, cache, _VALID, request.valid_samples)
 
 
-def _megatron_dataset(request: _Request, cache: Path, part: int, num_samples: int) -> SampleDataset:
-    """Megatron's dataset of one part (its position in train, valid, test), the other parts left out.
+def _megatron_dataset(
+    request: _Request, cache: Path, part: int, num_samples: int, seed: int | None = None
+) -> SampleDataset:
+    """Megatron's dataset of one part (its position in train, valid, test), the other parts left out. seed: default the
+    run's.
 
     Left out, because Megatron counts the epochs of a share without tokens for ever, and test is never read.
     """
@@ -262,6 +355,7 @@ def _megatron_dataset(request: _Request, cache: Path, part: int, num_samples: in
     sizes = [num_samples if i == part else 0 for i in range(3)]
     with _no_process_group():
         config = _megatron_config(request, cache, part, num_samples)
+        config.random_seed = config.random_seed if seed is None else seed
         built: SampleDataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
         return built
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megaaccum.data.dataset import SampleDataset
+from megaaccum.data.order import SampleDataset
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nearest_multiples
 
 Batch = dict[str, torch.Tensor | None]

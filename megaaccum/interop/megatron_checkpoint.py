@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from megaaccum.checkpoint import save_load
+from megaaccum.checkpoint import pieces
 from megaaccum.errors import CheckpointError
 from megaaccum.model import gpt
 
@@ -107,9 +107,10 @@ def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, Stat
     """(key, piece, flat view) of every tensor that this rank holds a part of."""
     for piece in backend.state():
         copy = "copy" if gpt.is_tied_copy(piece.param) else ""  # a V has both on one rank
+        rank = groups.tp.rank() if gpt.is_sharded_over_tp(piece.param) else 0
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
-                yield save_load.prefix(piece.name, kind, piece.param, groups) + copy, piece, tensor
+                yield f"{piece.name}/{kind}/tp{rank}/{copy}", piece, tensor
 
 
 def _sharded(
@@ -124,5 +125,5 @@ def _sharded(
         global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
         global_offset=(piece.start,),
         axis_fragmentations=None,
-        replica_id=int(save_load.is_elsewhere(piece, backend, groups)),
+        replica_id=int(pieces.is_elsewhere(piece, backend, groups)),
     )

@@ -400,6 +400,8 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
     config = chunk.config
     for name, param in chunk.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
+        if config.gated_linear_unit and "linear_fc1" in name:
+            param.partition_stride = 2  # [gate; up], each cut over tp; megatron-core 0.19's grouped experts say 1
         if leaf in ("A_log", "D", "dt_bias") or "conv1d" in name:
             continue
         if param.dim() < 2 and leaf.endswith("weight") and "norm" in name:
@@ -413,15 +415,12 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         init = config.output_layer_init_method if scaled else config.init_method
         if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
             init = config.embedding_init_method
-        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups, _is_gated(config, name)))
+        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups))
 
 
-def _is_gated(config: TransformerConfig, name: str) -> bool:
-    return bool(config.gated_linear_unit) and "linear_fc1" in name
-
-
-def _full_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
-    shape = list(param.shape)
+def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
+    """Of all tensor-parallel ranks' parts and all data-parallel ranks' shards together."""
+    shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left
     if is_sharded_over_tp(param):
         shape[param.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
     return shape
@@ -431,7 +430,7 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
     device, wherever the parameter is, since another kind of device draws other numbers."""
     device = cpu.device()
-    full = torch.empty(_full_shape(param, groups), dtype=torch.float32, device=device)
+    full = torch.empty(whole_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -440,12 +439,9 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     return full
 
 
-def _own_part(full: torch.Tensor, param, groups: Groups, gated: bool) -> torch.Tensor:
+def _own_part(full: torch.Tensor, param, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
     if not is_sharded_over_tp(param):
         return full
     axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
-    if gated and axis == 0:
-        gate, up = full.chunk(2, dim=0)
-        return torch.cat([gate.chunk(size, dim=0)[rank], up.chunk(size, dim=0)[rank]])
-    return full.chunk(size, dim=axis)[rank]
+    return torch.cat([each.chunk(size, axis)[rank] for each in full.chunk(param.partition_stride, axis)], axis)

@@ -7,15 +7,19 @@ the reduced gradient is. It does not divide (step/loss.py), take norms (step/gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
+from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
 
 GradSync = Callable | list[Callable] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -189,6 +193,62 @@ class Kept:
             for shard, kept in zip(backend.shards(), self._shards, strict=True):
                 shard.grad.add_(kept)
             self.clear()
+
+
+class WholeOnEachRank:
+    """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
+
+    A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
+    """
+
+    grad_sync_func: GradSync = None
+    can_defer = True
+    loss_scale = 1.0
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
+    sums: MicrobatchSums | None = None
+    _groups: Groups
+
+    def __init__(self) -> None:
+        self.memory = HighWater()
+        self._last_flush, self._reduced = True, False
+        self._kept = Kept()
+
+    def _reduce(self) -> None:
+        raise NotImplementedError
+
+    def _begin_accumulation(self) -> None:
+        raise NotImplementedError
+
+    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+        """Nothing to do: parameters are whole."""
+
+    def gather(self) -> None:
+        """Nothing to do: parameters are whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def begin_step(self) -> None:
+        self._kept.clear()
+        self._begin_accumulation()
+
+    def resume_accumulation(self) -> None:
+        self._reduce()
+        self._kept.add(self)  # type: ignore[arg-type]
+        self._begin_accumulation()
+
+    def finish_reduction(self) -> None:
+        """Both cut the two copies of a tied embedding alike (Megatron gives it a bucket of its own)."""
+        self._reduce()
+        self._kept.give_back(self)  # type: ignore[arg-type]
+        sum_over_tp(self, self._groups)  # type: ignore[arg-type]
+        sum_tied_copies(self, self._groups)  # type: ignore[arg-type]
 
 
 def note_held(backend: ShardingBackend) -> None:

@@ -6,8 +6,8 @@ schedule, divisor and sums is checked to 1e-12.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import upstream
-from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, whole_frozen_pieces
-from megaaccum.sharding.reduction import average_in_order, rows_in_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, whole_frozen_pieces
+from megaaccum.sharding.reduction import average_in_order, rows_in_order
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
@@ -27,20 +26,15 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class DdpBackend:
+class DdpBackend(WholeOnEachRank):
     """Fills Megatron's five hooks for one torch DDP per chunk.
 
     The schedules call the bare chunks; DDP contributes its reducer, which learns before a chunk's last backward that
     the gradients it will see are final. optimizer: a torch optimizer over the chunks' parameters.
     """
 
-    grad_sync_func: GradSync = None
-    can_defer = True
-    loss_scale = 1.0
-    before_reduce: Callable[[str, torch.Tensor], None] | None = None
-
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        self.memory = HighWater()
+        super().__init__()
         self._groups = groups
         self._chunks = chunks
         self._optimizer = optimizer
@@ -57,8 +51,7 @@ class DdpBackend:
             ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size()
         self.replica = groups.dp_cp.rank()
-        self._last_flush, self._syncing, self._reduced = True, False, False
-        self._kept = Kept()
+        self._syncing = False
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
         if plan.layout.splits_backward:
@@ -67,9 +60,6 @@ class DdpBackend:
             for ddp in self._ddp:
                 for param in _trainable(ddp):
                     param.register_hook(partial(self._before_gradient, ddp, param))
-
-    def param_sync_func(self, params) -> None:
-        """Nothing to do: parameters are whole."""
 
     @contextmanager
     def no_sync_func(self):
@@ -117,9 +107,6 @@ class DdpBackend:
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
-    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.loss_scale
-
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         self._syncing = False
         if self._last_flush:
@@ -134,17 +121,6 @@ class DdpBackend:
         assert not self._waiting, "a chunk was not reduced"
         self._reduced = True
 
-    def finish_reduction(self) -> None:
-        self._reduce()
-        self._kept.give_back(self)
-        sum_over_tp(self, self._groups)
-        sum_tied_copies(self, self._groups)
-
-    def resume_accumulation(self) -> None:
-        self._reduce()
-        self._kept.add(self)
-        self._begin_accumulation()
-
     def _look_and_reduce(self, place, bucket):
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
         the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
@@ -156,25 +132,12 @@ class DdpBackend:
                 self.before_reduce(self._names[id(param)], grad)
         return self._reduce_bucket(group, bucket)
 
-    def begin_step(self) -> None:
-        self._kept.clear()
-        self._begin_accumulation()
-
     def _begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
         if self.sums is not None:
             self.sums.clear()
         self._optimizer.zero_grad(set_to_none=True)
-
-    def gather(self) -> None:
-        """Nothing to do: parameters are whole."""
-
-    def whole(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def set_last_flush(self, last: bool) -> None:
-        self._last_flush = last
 
     def shards(self) -> Iterator[GradShard]:
         """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""

@@ -6,8 +6,8 @@ bucket in each chunk's last backward; each rank steps its share and gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaaccum import upstream
 from megaaccum.distributed import cpu
-from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
-from megaaccum.sharding.reduction import ScatterInOrder, in_tree_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, whole_frozen_pieces
+from megaaccum.sharding.reduction import ScatterInOrder, in_tree_order
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
@@ -29,22 +28,18 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class MegatronBackend:
+class MegatronBackend(WholeOnEachRank):
     """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks.
 
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
     """
 
-    grad_sync_func: GradSync = None
-    can_defer = True
-    loss_scale = 1.0
-    before_reduce: Callable[[str, torch.Tensor], None] | None = None
     replica = 0
     reduction_divisor = 1
     """Megatron sums where the loss is per token, as its configuration says here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        self.memory = HighWater()
+        super().__init__()
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
         sharding = plan.config.sharding
@@ -72,8 +67,6 @@ class MegatronBackend:
             for param in self._trained():
                 param.grad_dtype = torch.float32
                 upstream.on_gradient(param, self._on_gradient)
-        self._last_flush, self._reduced = True, False
-        self._kept = Kept()
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
         if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
@@ -109,9 +102,6 @@ class MegatronBackend:
 
     # --- Megatron's five hooks ---
 
-    def param_sync_func(self, params) -> None:
-        """Nothing to do: the new weights were gathered at the end of the last step."""
-
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
@@ -138,9 +128,6 @@ class MegatronBackend:
         assert self.sums is not None
         self.sums.take(param)
 
-    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.loss_scale
-
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         if self._last_flush:
             assert not self._waiting, "a chunk's last backward ran without the reduction"
@@ -166,23 +153,7 @@ class MegatronBackend:
             ddp.finish_grad_sync()
         self._reduced = True
 
-    def finish_reduction(self) -> None:
-        self._reduce()
-        self._kept.give_back(self)
-        sum_over_tp(self, self._groups)
-        # Megatron gives a tied embedding a bucket of its own, so that both stages cut their copies alike.
-        sum_tied_copies(self, self._groups)
-
-    def resume_accumulation(self) -> None:
-        self._reduce()
-        self._kept.add(self)
-        self._begin_accumulation()
-
     # --- the step ---
-
-    def begin_step(self) -> None:
-        self._kept.clear()
-        self._begin_accumulation()
 
     def _begin_accumulation(self) -> None:
         self._reduced = False
@@ -192,15 +163,6 @@ class MegatronBackend:
         for ddp, stack in self._waiting.items():
             ddp.zero_grad_buffer()
             stack.enter_context(ddp.no_sync())
-
-    def gather(self) -> None:
-        """Nothing to do: parameters are whole."""
-
-    def whole(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def set_last_flush(self, last: bool) -> None:
-        self._last_flush = last
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""

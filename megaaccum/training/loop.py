@@ -56,6 +56,7 @@ def train(plan: Plan) -> int:
     engine.shape = save_load.shape_of(plan, data.vocabulary.size)
     saver = Saver(engine, data)
     saver.resume()
+    data = saver.data
     log = open_log(plan, data, start_step=engine.step)
     log.note(header(plan, vocab_size=data.vocabulary.size, start_step=engine.step))
     for note in notes:

@@ -50,13 +50,15 @@ class LrSchedule:
     def __init__(
         self,
         scheduler: OptimizerParamScheduler,
+        config: Config,
         ramp: BatchRamp,
         *,
         differing: Differing = "error",
         factor_of: Callable[[int], float] = lambda size: 1.0,
     ):
-        self._scheduler = scheduler
-        self._ramp = ramp
+        """ramp: the batch of each step, by which the steps of `config` were laid out as samples."""
+        self._scheduler, self._config = scheduler, config
+        self._ramp = self._laid_out_by = ramp
         self._differing = differing
         self._factor_of, self._factor = factor_of, 1.0
         self.follow(ramp.size_at(0))
@@ -94,40 +96,46 @@ class LrSchedule:
                 else:
                     group["lr"] = rate
 
-    def state_dict(self) -> dict[str, int | float | str | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""
         state = dict(self._scheduler.state_dict())
         # Megatron leaves these three out, so a checkpoint of its own would not notice that they changed.
         for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
             state[name] = getattr(self._scheduler, name)
-        return state
+        return state | {"laid_out_by": [list(interval) for interval in self._laid_out_by.intervals]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of `state` and set every group.
+        """Go to the position of `state` and set every group. Spans of samples stay as they were, also where a step has
+        another number of them now, unless the configuration's hold (`override: lr_schedule`).
 
-        Raises CheckpointError, and changes nothing, when the configuration lays out another schedule than the one that
-        `state` comes from: each number that differs is named with the key that decides it. Unless one of the two holds
-        (override_opt_param_scheduler, use_checkpoint_opt_param_scheduler).
+        Raises CheckpointError, and changes nothing, where there are `differences`.
         """
-        problems = self._differences(state) if self._differing == "error" else []
-        if problems:
-            raise CheckpointError("\n".join(problems))
-        for name in KEY_OF_STATE if self._differing == "checkpoint" else ():
-            setattr(self._scheduler, name, state[name])
+        if self._differing == "error" and (problems := self.differences(state)):
+            raise CheckpointError("\n".join(f"{text}; {remedy}" for text, remedy in problems.items()))
+        if self._differing != "configuration":
+            self._laid_out_by = _ramp_of(state)
+            for name in KEY_OF_STATE:
+                setattr(self._scheduler, name, state[name])
         # Megatron's own load adds the position to the present one, which is right only on a schedule that never moved.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=int(state["num_steps"]))
 
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        mine = self.state_dict()
-        missing = sorted(mine.keys() - state.keys())
+    def differences(self, state: dict[str, Any]) -> dict[str, str]:
+        """The numbers in which the configuration lays out another schedule than the one that `state` comes from, over
+        the same batches, each with the key to set back; none where the checkpoint's holds in any case."""
+        missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
-            return [f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}: it is damaged or not ours"]
-        return [
-            self._difference(name, state[name], mine[name])
+            what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
+            return {what: "it is damaged, or not one of megaaccum"}
+        if self._differing == "checkpoint":
+            return {}
+        ramp = _ramp_of(state)
+        mine = scheduler_arguments(self._config, ramp)
+        return dict(
+            self._difference(name, state[name], mine[name], ramp)
             for name in KEY_OF_STATE
             if state[name] != mine[name] and self._matters(name)
-        ]
+        )
 
     def _matters(self, name: str) -> bool:
         if name == "wd_incr_steps":
@@ -136,19 +144,22 @@ class LrSchedule:
             return self._scheduler.lr_decay_style == "WSD"
         return True
 
-    def _difference(self, name: str, saved: Any, now: Any) -> str:
+    @staticmethod
+    def _difference(name: str, saved: Any, now: Any, ramp: BatchRamp) -> tuple[str, str]:
         key = KEY_OF_STATE[name].name
-        if not KEY_OF_STATE[name].facts.in_samples:
-            return f"{key}: the checkpoint was made with {saved}, the configuration says {now}; set {key} to {saved}"
-        steps = None if saved is None else self._ramp.steps_within(int(saved))
-        from_start = self._ramp.is_constant or name != "wsd_decay_steps"
-        exact = steps is not None and from_start and self._ramp.samples_after(steps) == saved
-        remedy = f"set {key} to {steps}" if exact else "set both as they were"
-        size = self._ramp.intervals[-1][1]
-        return (
-            f"{key} * global_batch_size: the checkpoint's schedule has {saved} samples, the configuration gives {now}"
-            f" (global_batch_size {size}); {remedy}"
-        )
+        if not KEY_OF_STATE[name].facts.in_samples or None in (saved, now):
+            what = f"{key}: the checkpoint was made with {saved}, the configuration says {now}"
+            return what, f"set {key} to {saved}"
+        what = f"{key}: {saved} samples of the schedule in the checkpoint, {now} in the configuration"
+        steps = ramp.steps_within(int(saved))
+        from_start = ramp.is_constant or name != "wsd_decay_steps"
+        exact = from_start and ramp.samples_after(steps) == saved
+        return what, f"set {key} to {steps}" if exact else f"set {key} as it was"
+
+
+def _ramp_of(state: dict[str, Any]) -> BatchRamp:
+    """The batches by which a schedule's spans of samples were laid out."""
+    return BatchRamp(tuple((start, size) for start, size in state["laid_out_by"]), {})
 
 
 def build(
@@ -167,11 +178,11 @@ def build(
     optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
     scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config, ramp))
     run = config.run
-    ours = "configuration" if run.override_opt_param_scheduler else "error"
+    ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
     whole = ramp.intervals[-1][1]
     factor_of = partial(lr_scaling.of_step, config.optimizer, whole=whole)
-    return LrSchedule(scheduler, ramp, differing=differing, factor_of=factor_of)
+    return LrSchedule(scheduler, config, ramp, differing=differing, factor_of=factor_of)
 
 
 def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[str, Any]:

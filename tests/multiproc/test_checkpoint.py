@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import pickle
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from megaaccum.checkpoint.folders import Progress
+from megaaccum.checkpoint.folders import DamagedCheckpoint, Progress, read_progress, write_progress
 from megaaccum.errors import CheckpointError
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support import no_gradient
@@ -29,7 +29,7 @@ SHAPE = {"num_layers": 2}
 
 
 def progress(step: int) -> Progress:
-    return Progress(step=step, consumed_samples=step * 8, lr_schedule={}, data="made up", shape=SHAPE)
+    return Progress(step=step, consumed_samples=step * 8, lr_schedule={}, data={}, shape=SHAPE)
 
 
 @dataclass
@@ -127,7 +127,7 @@ def test_a_background_checkpoint_holds_its_step_while_training_moves_on(tmp_path
 
 
 def planned_beside_the_gpu(folder: str) -> tuple[bool, list[str]]:
-    """Save and load as where the world is NCCL's: the state is the same, and the backends that plans are sent over."""
+    """Save and load as where the world is NCCL's: the state is the same, and the backend that plans are sent over."""
     from unittest.mock import patch
 
     import torch.distributed.checkpoint as dcp
@@ -146,7 +146,6 @@ def planned_beside_the_gpu(folder: str) -> tuple[bool, list[str]]:
     with (
         patch.object(groups, "carries_by_nccl", lambda group: True),
         patch.object(dcp, "save", noting(dcp.save)),
-        patch.object(dcp, "load", noting(dcp.load)),
     ):
         save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2, buffers=run.buffers)
         then = run.state()
@@ -156,7 +155,7 @@ def planned_beside_the_gpu(folder: str) -> tuple[bool, list[str]]:
 
 
 def test_plans_of_a_checkpoint_stay_off_the_gpu(tmp_path):
-    assert run_ranks(planned_beside_the_gpu, 2, str(tmp_path)) == [(True, ["gloo", "gloo"])] * 2
+    assert run_ranks(planned_beside_the_gpu, 2, str(tmp_path)) == [(True, ["gloo"])] * 2
 
 
 BACKENDS = ("", "--sync streaming", "--zero_stage 2", "--zero_stage 1 --bf16", "--backend fsdp2", "--backend megatron",
@@ -255,7 +254,7 @@ def cut_short(folder: Path) -> str:
 def garbage(folder: Path) -> str:
     (file, *_) = sorted(folder.glob("*.distcp"))
     file.write_bytes(b"x" * file.stat().st_size)
-    return f"{folder} cannot be read: one of its .distcp files is damaged"
+    return f"{file} is damaged: "
 
 
 def gone(folder: Path) -> str:
@@ -265,23 +264,28 @@ def gone(folder: Path) -> str:
 
 
 def malicious(folder: Path) -> str:
-    (folder / ".metadata").write_bytes(pickle.dumps(Runs(folder / "owned")))
-    return f"{folder / '.metadata'} names pathlib"
+    return _sealed(folder, Runs(folder / "owned")) + " names pathlib"
+
+
+def not_a_list(folder: Path) -> str:
+    return _sealed(folder, {"a": 1}) + " holds a dict, not a list of tensors"
+
+
+def _sealed(folder: Path, content: object) -> str:
+    """Put `content` in place of the list of tensors, with hashes that fit, as who means harm would."""
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    write_progress(folder, read_progress(folder))
+    return str(folder / ".metadata")
 
 
 def empty_metadata(folder: Path) -> str:
     (folder / ".metadata").write_bytes(b"")
-    return f"{folder / '.metadata'} is damaged (EOFError"
+    return f"{folder / '.metadata'} is damaged"
 
 
 def without_metadata(folder: Path) -> str:
     (folder / ".metadata").unlink()
     return f"{folder / '.metadata'} cannot be read: No such file or directory"
-
-
-def not_a_list(folder: Path) -> str:
-    (folder / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    return "it holds a dict, not a list of tensors"
 
 
 def half_a_state(folder: Path) -> str:
@@ -290,17 +294,22 @@ def half_a_state(folder: Path) -> str:
 
 
 def another_model(folder: Path) -> str:
-    path = folder / "state.json"
-    path.write_text(path.read_text().replace('"num_layers": 2', '"num_layers": 3'))
+    write_progress(folder, replace(read_progress(folder), shape={"num_layers": 3}))
     return f"num_layers is 3 in {folder} and 2 in the configuration"
 
 
-METADATA = (malicious, empty_metadata, without_metadata, not_a_list)
-DAMAGE = (cut_short, garbage, gone, half_a_state, another_model, *METADATA)
+def another_format(folder: Path) -> str:
+    (folder / "state.json").write_text('{"format": 1}')
+    return f"{folder} was written in another format than 2"
+
+
+DAMAGE = (cut_short, garbage, gone, half_a_state, empty_metadata, without_metadata)
+"""For which the checkpoint before is used."""
+REFUSED = (another_model, another_format, malicious, not_a_list)
 
 
 def damaged(folder: str) -> list[str]:
-    """What this rank says of each damaged copy of a good checkpoint; rank 0 makes them."""
+    """What this rank raises for each damaged copy of a good checkpoint; rank 0 makes them."""
     import torch.distributed as dist
 
     from megaaccum.checkpoint import save_load
@@ -308,8 +317,8 @@ def damaged(folder: str) -> list[str]:
     run = Run.of(CASE)
     run.step(1)
     good = save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
-    before, said = run.state(), []
-    for damage in DAMAGE:
+    before, raised = run.state(), []
+    for damage in DAMAGE + REFUSED:
         copy = Path(folder) / damage.__name__
         if dist.get_rank() == 0:
             shutil.copytree(good, copy)
@@ -319,17 +328,101 @@ def damaged(folder: str) -> list[str]:
         dist.broadcast_object_list(expected, src=0)
         try:
             save_load.load(copy, run.backend, run.groups, shape=SHAPE)
-            said.append(f"{damage.__name__} was not seen")
+            raised.append(f"{damage.__name__} was not seen")
         except CheckpointError as error:
-            said.append("seen" if expected[0] in str(error) else f"{error}, not {expected[0]}")
+            kind = DamagedCheckpoint if damage in DAMAGE else CheckpointError
+            as_expected = expected[0] in str(error) and type(error) is kind
+            raised.append("seen" if as_expected else f"{error!r}, not {kind.__name__} {expected[0]}")
     assert same(run.state(), before)
-    return said
+    return raised
 
 
 def test_damaged_and_malicious_checkpoints_are_refused_on_every_rank(tmp_path):
-    for said in run_ranks(damaged, 2, str(tmp_path)):
-        assert said == ["seen"] * len(DAMAGE)
+    for raised in run_ranks(damaged, 2, str(tmp_path)):
+        assert raised == ["seen"] * len(DAMAGE + REFUSED)
     assert not (tmp_path / "malicious" / "owned").exists()
+
+
+def flipped(folder: str) -> list[str]:
+    """What this rank raises with one bit flipped in each file of a checkpoint, at several places, by its name."""
+    import torch.distributed as dist
+
+    from megaaccum.checkpoint import save_load
+
+    run = Run.of(MOE)
+    run.step(1)
+    good = save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2, buffers=run.buffers)
+    before, raised = run.state(), []
+    for file in sorted(good.iterdir()):
+        content = file.read_bytes()
+        for at in (0, len(content) // 3, len(content) // 2, len(content) - 3):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+            dist.barrier()
+            try:
+                run.load(Path(folder))
+                raised.append(f"{file.name} at {at} of {len(content)} was not seen")
+            except DamagedCheckpoint as error:
+                raised.append("seen" if f"{file} is damaged" in str(error) else str(error))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(content)
+    dist.barrier()
+    assert same(run.state(), before)
+    run.load(Path(folder))
+    return raised
+
+
+def test_a_flipped_bit_is_seen_in_every_file(tmp_path):
+    for raised in run_ranks(flipped, 2, str(tmp_path)):
+        assert raised == ["seen"] * 16, "four places in .metadata, state.json and the files of two ranks"
+
+
+def with_bad_ones(folder: str, *bad: str) -> tuple[int | None, list[str]]:
+    """The step that a run goes on after, or None with an error, where the `bad` of four checkpoints are cut short; and
+    what it reports."""
+    import torch.distributed as dist
+
+    from megaaccum.checkpoint import save_load
+    from megaaccum.checkpoint.resume import first_good
+
+    run, reports = Run.of(CASE), []
+    for step in (1, 2, 3, 4):
+        save_load.save(folder, run.backend, run.groups, progress(step), keep_last=0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in bad:
+            if name == "latest":
+                (Path(folder) / "latest").write_text("step_000")
+            else:
+                cut_short(Path(folder, name))
+    dist.barrier()
+
+    def take(checkpoint: Path) -> int:
+        return save_load.load(checkpoint, run.backend, run.groups, shape=SHAPE).step
+
+    try:
+        return first_good(folder, take, reports.append), reports
+    except CheckpointError as error:
+        return None, [*reports, str(error)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "step", "texts"),
+    [
+        (["step_0000004"], 3, ["is cut short", "the run goes on from step_0000003"]),
+        (["step_0000004", "step_0000003"], 2, ["step_0000003/__0_0.distcp is cut short", "goes on from step_0000002"]),
+        (["latest"], 4, ["names 'step_000', which is not a whole checkpoint", "goes on from step_0000004"]),
+        (["latest", "step_0000004"], 3, ["step_0000004/__0_0.distcp is cut short"]),
+        ([f"step_000000{n}" for n in (1, 2, 3, 4)], None, ["holds no other whole checkpoint: start afresh with"]),
+    ],
+    ids=["current", "two", "pointer", "both", "all"],
+)
+def test_the_checkpoint_before_a_damaged_one_is_used(tmp_path, bad, step, texts):
+    for found, reports in run_ranks(with_bad_ones, 2, str(tmp_path), *bad):
+        assert found == step
+        assert all(text in "\n".join(reports) for text in texts), reports
 
 
 def killed_while_it_writes(folder: str) -> None:

@@ -115,7 +115,7 @@ def save(folder: str, case: Case) -> float:
     rig = Rig.of(case)
     for step in range(2):
         rig.train(step=step, first=8 * step)
-    progress = Progress(step=2, consumed_samples=16, lr_schedule={}, data="", shape={})
+    progress = Progress(step=2, consumed_samples=16, lr_schedule={}, data={}, shape={})
     save_load.save(folder, rig.backend, rig.groups, progress, keep_last=1)
     return rig.train(step=2, first=16).loss
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.interop.load import load
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_train import losses
@@ -26,7 +26,7 @@ def started(*starts: str) -> list[str]:
         try:
             loop.train(config.resolve(load(None, flags.split()), world_size=1))
             refusals.append("")
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             refusals.append(str(error))
     return refusals
 
@@ -36,9 +36,9 @@ def start(*starts: str) -> list[str]:
 
 
 def rows(folder):
-    """Those of steps."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [line for line in lines if "lr" in line]
+    """Of the log's records those of steps."""
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "train"]
 
 
 def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
@@ -71,3 +71,20 @@ def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
         assert losses(tmp_path / name)["train", 1] == pytest.approx(last["tuned"]["loss"])
         assert losses(tmp_path / name)["train", 1] < first
     assert last["kept"]["loss"] == pytest.approx(last["fresh"]["loss"])
+
+
+def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path):
+    first = f"{RUN}--lr 1e-2 --output_dir {tmp_path}/run --save {tmp_path}/run/ck --exit_interval 2 "
+    other = f"{RUN}--lr 5e-3 --seed 5 --output_dir {tmp_path}/other --load {tmp_path}/run/ck --exit_interval 4 "
+    other = other.replace("--global_batch_size 4", "--global_batch_size 8")
+    asked = f"{other}--override lr_schedule,batch,data"
+    again = other.replace("run/ck", "other/checkpoints").replace("--exit_interval 4", "--exit_interval 5")
+    _, batch, rest, none, goes_on = start(first, other, other + "--override batch", asked, again)
+    assert "global_batch_size: 4 in the checkpoint, 8 in the configuration; set global_batch_size to 4" in batch
+    assert "lr: the checkpoint was made with 0.01, the configuration says 0.005; set lr to 0.01" in rest
+    assert "seed: 1234 in the checkpoint, 5 here; set seed back" in rest
+    assert rest.endswith("or add --override lr_schedule,data")
+    assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
+    steps = {row["step"]: row for row in rows(tmp_path / "other")}
+    assert {step: row["consumed_samples"] for step, row in steps.items()} == {3: 16, 4: 24, 5: 32}
+    assert steps[3]["lr"] == pytest.approx(5e-3 * (1 - 8 / 40)), "the new schedule, at the samples of the old one"

@@ -176,13 +176,17 @@ class Rig:
 
     def assemble(self) -> dict[str, torch.Tensor]:
         """{name: whole gradient of this rank's tp part}, from the shards of all dp ranks; nan without one."""
+        return self.whole((shard.name, shard.param, shard.start, shard.grad) for shard in self.backend.shards())
+
+    def whole(self, parts: Iterable[tuple[str, torch.nn.Parameter, int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """{name: this rank's tp part of a parameter, whole} of (name, parameter, start, flat part) on all dp ranks."""
         from megaaccum.model import gpt
 
         params = dict(gpt.named_parameters(self.chunks))
         mine = [
-            (s.name, s.start, s.grad.detach().clone().cpu(), gpt.is_expert(s.param))
-            for s in self.backend.shards()
-            if s.grad.numel()
+            (name, start, flat.detach().clone().cpu(), gpt.is_expert(param))
+            for name, param, start, flat in parts
+            if flat.numel()
         ]
         group = self.groups.collection.tp_dp_cp
         everyone: list = [None] * group.size()

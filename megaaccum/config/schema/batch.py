@@ -12,7 +12,7 @@ from megaaccum.config.facts import Facts
 class ParallelConfig:
     """How the model is cut over ranks. world = tp * cp * pp * dp."""
 
-    tensor_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, fixed=True, planned=True)] = 1
+    tensor_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Ranks that share each matrix (tp)."""
     pipeline_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Pipeline stages' ranks (pp)."""

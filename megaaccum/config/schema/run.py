@@ -186,8 +186,11 @@ class RunConfig:
     """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
+    override: list[Literal["lr_schedule", "batch", "data"]] = field(default_factory=list)
+    """Go on from a checkpoint of another learning-rate schedule, global batch or data; the log names what differs. A
+    difference that is not asked for ends the start."""
     override_opt_param_scheduler: bool = False
-    """The schedule of this configuration holds where the checkpoint's differs."""
+    """The schedule of this configuration holds where the checkpoint's differs (as override lr_schedule)."""
     use_checkpoint_opt_param_scheduler: bool = False
     """The schedule of the checkpoint holds where this configuration's differs."""
     no_load: bool = False

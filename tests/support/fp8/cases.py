@@ -383,13 +383,12 @@ def _load(path: Path, run: Run) -> None:
 
 
 def _only_tensors(path) -> bool:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+    from megaaccum.checkpoint.folders import read_progress
     from megaaccum.checkpoint.reader import CheckpointReader
 
-    stored = CheckpointReader(path).read_metadata().state_dict_metadata
-    fp8 = [value for key, value in stored.items() if "amax_history" in key or "/scale_" in key]
-    return len(fp8) > 0 and all(isinstance(value, TensorStorageMetadata) for value in stored.values())
+    reader = CheckpointReader(path, read_progress(path).metadata_sha256)
+    fp8 = {key for key in reader.stored if "amax_history" in key or "/scale_" in key}
+    return len(fp8) > 0 and reader.read(fp8).keys() == fp8
 
 
 def tensor_parallel() -> dict:

@@ -191,7 +191,18 @@ def test_only_what_lies_ahead_has_to_fit_the_new_ranks() -> None:
 def test_another_ramp_than_the_checkpoint_s_is_refused() -> None:
     keys = dict(pp_microbatches=2, global_batch_size=48)
     saved = plan(2, **keys, batch_warmup_steps=5).ramp_state()
-    with pytest.raises(ConfigError, match="batch_warmup_steps was 5 when the checkpoint was written, and is 8"):
+    with pytest.raises(ConfigError, match="batch_warmup_steps: 5 in the checkpoint, 8 in the configuration; set"):
         plan(2, **keys, batch_warmup_steps=8).continued(saved, 0)
     unchanged = plan(2, **keys)
     assert unchanged.continued({}, 100) is unchanged  # a checkpoint from before ramps
+
+
+def test_another_ramp_holds_from_the_checkpoint_on_when_asked_for() -> None:
+    keys = dict(pp_microbatches=2, global_batch_size=48)
+    saved = plan(2, **keys, batch_warmup_steps=5).ramp_state()
+    asked = plan(2, **keys, batch_warmup_steps=8, override=["batch"])
+    ramp = asked.continued(saved, 64).ramp
+    assert [ramp.size_at(at) for at in (0, 4, 16, 36, 63)] == [4, 12, 20, 28, 28], "as it was"
+    assert [ramp.size_at(at) for at in (64, 68, 96, 1000)] == [24, 28, 36, 48], "as it is asked for"
+    again = plan(2, **keys, batch_warmup_steps=8).continued(asked.continued(saved, 64).ramp_state(), 88)
+    assert again.ramp.intervals == ramp.intervals, "the next start goes on with it"

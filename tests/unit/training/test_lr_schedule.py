@@ -16,11 +16,13 @@ from megaaccum.training.lr_schedule import build, param_groups, scheduler_argume
 BATCH = 32
 
 
-def configured(*, train_iters: int = 100, global_batch_size: int = BATCH, **optimizer) -> Config:
+def configured(
+    *, train_iters: int = 100, global_batch_size: int = BATCH, override: tuple[str, ...] = (), **optimizer
+) -> Config:
     return Config(
         optimizer=OptimizerConfig(**(dict(lr=1e-3, min_lr=1e-4, weight_decay=0.1) | optimizer)),
         batch=BatchConfig(global_batch_size=global_batch_size),
-        run=RunConfig(train_iters=train_iters),
+        run=RunConfig(train_iters=train_iters, override=[*override]),
     )
 
 
@@ -68,11 +70,16 @@ def test_the_anneal_of_wsd_ends_with_the_last_step_of_a_ramped_run():
     assert arguments["lr_decay_steps"] - arguments["wsd_decay_steps"] == 5 * 8
 
 
-def test_a_checkpoint_of_another_ramp_is_refused_with_the_key():
-    config = configured(lr_warmup_iters=4)
-    saved = build([{}], config, BatchRamp(((0, 8), (16, 32)), {})).state_dict()
-    with pytest.raises(CheckpointError, match=r"lr_warmup_iters.*has 80 samples, the configuration gives 128"):
-        build([{}], config).load_state_dict(saved)
+def test_spans_stay_those_of_the_ramp_that_they_were_laid_out_by():
+    """Another ramp is refused, or asked for, as a batch (Plan.continued)."""
+    ramp = BatchRamp(((0, 8), (16, 32)), {})
+    saved = build([{}], configured(lr_warmup_iters=4), ramp).state_dict()
+    assert saved["lr_warmup_steps"] == 80
+    constant = build([{}], configured(lr_warmup_iters=4))
+    constant.load_state_dict(saved)
+    assert constant.state_dict() == saved
+    with pytest.raises(CheckpointError, match=r"lr_warmup_iters: 80 samples .*, 112 in the configuration; set .* to 4"):
+        build([{}], configured(lr_warmup_iters=5)).load_state_dict(saved)
 
 
 def test_without_warmup_the_first_step_has_the_peak():
@@ -223,10 +230,9 @@ def test_resumes_where_it_was_even_when_loaded_after_steps():
     [
         (dict(lr=2e-3), ["lr:", "0.001", "0.002"]),
         (dict(train_iters=200), ["lr_decay_iters", "3200", "6400", "set lr_decay_iters to 100"]),
-        (dict(global_batch_size=64), ["lr_decay_iters", "set lr_decay_iters to 50", "set lr_warmup_iters to 5"]),
         (dict(lr_warmup_init=1e-6), ["lr_warmup_init"]),
         (dict(lr_decay_style="linear"), ["lr_decay_style", "cosine", "linear"]),
-        (dict(global_batch_size=48), ["lr_decay_iters", "set both as they were"]),
+        (dict(global_batch_size=64, train_iters=50), ["lr_decay_iters", "set lr_decay_iters to 100"]),
     ],
 )
 def test_another_schedule_is_refused_and_nothing_moves(change, texts):
@@ -240,6 +246,32 @@ def test_another_schedule_is_refused_and_nothing_moves(change, texts):
         other.load_state_dict(saved.state_dict())
     assert all(text in str(error.value) for text in texts), str(error.value)
     assert (other.num_samples, groups[0]["lr"]) == (0, before)
+
+
+def test_another_batch_leaves_the_schedule_in_samples():
+    """In this start and in those after it: the keys, in steps, are the same ones."""
+    base = dict(lr_decay_style="cosine", lr_warmup_iters=10)
+    saved = build([{}], configured(**base))
+    for _ in range(30):
+        saved.step()
+    for _ in range(2):
+        groups = [{}]
+        larger = build(groups, configured(**base, global_batch_size=2 * BATCH))
+        larger.load_state_dict(saved.state_dict())
+        assert (groups[0]["lr"], larger.num_samples) == (saved.lr, saved.num_samples)
+        larger.step()
+        saved.step(num_samples=2 * BATCH)
+        assert larger.lr == saved.lr
+        saved = larger
+
+
+def test_the_configurations_schedule_holds_when_asked_for():
+    saved = build([{}], configured(train_iters=100))
+    saved.step()
+    longer = build([{}], configured(train_iters=200, override=("lr_schedule",)))
+    assert longer.differences(saved.state_dict())
+    longer.load_state_dict(saved.state_dict())
+    assert longer.lr > saved.lr
 
 
 def test_what_has_no_effect_may_change():

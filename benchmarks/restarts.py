@@ -1,0 +1,36 @@
+"""Restarts on another shape: the next step's gradient after a move from each of 4 layouts to each of 6 others.
+
+    python -m benchmarks restarts [--json F]
+
+And with experts, cut over tensor-parallel ranks or spread. Four ranks, FP32, two AdamW steps before the save. The error
+is that of the whole gradient, relative to one process in float64 that goes on from the same checkpoint; the limit is
+twice that of one process in FP32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from tests.support import restarts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns an exit code: 1 where a move is farther off than twice the yardstick."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks restarts", description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
+        found = restarts.errors(restarts.MOVES, folder)
+    print(f"{'error':>9} {'limit':>9}  move")
+    for (start, end), (error, limit) in found.items():
+        print(f"{error:9.2e} {limit:9.2e}  {start.layout}  >  {end.layout}")
+    if args.json:
+        rows = [
+            {"from": start.layout, "to": end.layout, "error": error, "limit": limit}
+            for (start, end), (error, limit) in found.items()
+        ]
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return int(not all(error <= limit for error, limit in found.values()))

@@ -1,0 +1,166 @@
+"""The order of a run's training samples: Megatron's own, and what follows where the run goes on with more, or others.
+
+A fresh run takes Megatron's order for train_iters * global_batch_size samples. Another number gives another order where
+the data are gone through more than once, so a run that is resumed keeps the order that it began with to its end. What
+comes after that, or after a change of data, is a new span: the corpora in their proportions, each from where it was.
+A corpus gives its samples pass by pass, shuffled by (seed, pass), the first pass in Megatron's own order. So one in
+its first pass repeats and loses nothing; one that Megatron has shuffled over several passes begins a new pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class SampleDataset(Protocol):
+    """The part of a dataset that the loader needs: Megatron's GPTDataset and BlendedDataset have it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+@dataclass
+class Corpus:
+    """One part of the data. digest: of what its samples are. weight: its share of the samples. build_pass: takes the
+    number of a pass, and gives a dataset that has every sample of the corpus once."""
+
+    digest: str
+    weight: float
+    build_pass: Callable[[int], SampleDataset]
+    _built: dict[int, SampleDataset] = field(default_factory=dict)
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """The one that comes after `number` others of this corpus."""
+        pass_number, position = divmod(number, self.num_samples)
+        return self._pass(pass_number)[position]
+
+    @property
+    def num_samples(self) -> int:
+        """Of one pass."""
+        return len(self._pass(0))
+
+    def _pass(self, number: int) -> SampleDataset:
+        if number not in self._built:
+            self._built = {0: self._built[0]} if 0 in self._built else {}
+            self._built[number] = self.build_pass(number)
+        return self._built[number]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From sample `start` of the run on, `count` samples of one order. used: how many samples of each corpus, by its
+    digest, came before; None for Megatron's own order of `count` samples."""
+
+    start: int
+    count: int
+    used: dict[str, int] | None = None
+
+    @property
+    def stop(self) -> int:
+        """The sample of the run after its last."""
+        return self.start + self.count
+
+
+class Order:
+    """The training samples of a run by their numbers in the run, over its spans (in order, without a gap)."""
+
+    def __init__(self, spans: list[Span], corpora: list[Corpus], build_own: Callable[[int], SampleDataset]):
+        """build_own: Megatron's own order, of a number of samples."""
+        self.spans, self._corpora = spans, corpora
+        self._parts: list[_Blend | _Own] = [
+            _Blend(corpora, span) if span.used is not None else _Own(corpora, build_own(span.count)) for span in spans
+        ]
+
+    def __len__(self) -> int:
+        return self.spans[-1].start + len(self._parts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        at = max(0, bisect_right([span.start for span in self.spans], index) - 1)
+        return self._parts[at][index - self.spans[at].start]
+
+    def used(self, stop: int) -> dict[str, int]:
+        """Samples of each corpus, by its digest, among those of the run before `stop`."""
+        at = max(0, bisect_right([span.start for span in self.spans], max(stop - 1, 0)) - 1)
+        counts = self._parts[at].used(stop - self.spans[at].start)
+        return {corpus.digest: count for corpus, count in zip(self._corpora, counts, strict=True)}
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Plain numbers: the spans from sample `consumed` on, and what has been used of each corpus before."""
+        spans = [span for span in self.spans if span.stop > consumed] or self.spans[-1:]
+        return {"spans": [asdict(span) for span in spans], "used": self.used(consumed)}
+
+
+class _Own:
+    """Megatron's own order: its dataset of one pair, or its blend of several."""
+
+    def __init__(self, corpora: list[Corpus], dataset: Any):
+        self._corpora, self._dataset = corpora, dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._dataset[index]  # type: ignore[no-any-return]
+
+    def used(self, count: int) -> list[int]:
+        """Samples of each corpus among the first `count`. Of one that is shuffled over several passes at once, those
+        of whole passes."""
+        datasets = getattr(self._dataset, "datasets", [self._dataset])
+        drawn = _drawn(self._dataset.dataset_index, count, len(datasets)) if len(datasets) > 1 else [count]
+        once = [len(each.document_index) == len(each.indices) for each in datasets]
+        return [
+            number if one_pass else -(-number // corpus.num_samples) * corpus.num_samples
+            for number, one_pass, corpus in zip(drawn, once, self._corpora, strict=True)
+        ]
+
+
+class _Blend:
+    """The corpora in their proportions, each after the samples that were used of it."""
+
+    def __init__(self, corpora: list[Corpus], span: Span):
+        from megatron.core.datasets import helpers
+
+        assert span.used is not None
+        self._corpora, self._before = corpora, [span.used.get(corpus.digest, 0) for corpus in corpora]
+        weights = np.array([corpus.weight for corpus in corpora], dtype=np.float64)
+        self._corpus = np.zeros(span.count, dtype=np.int16)
+        self._number = np.zeros(span.count, dtype=np.int64)
+        helpers.build_blending_indices(
+            self._corpus, self._number, weights / weights.sum(), len(corpora), span.count, False
+        )
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        at = int(self._corpus[index])
+        return self._corpora[at].sample(self._before[at] + int(self._number[index]))
+
+    def used(self, count: int) -> list[int]:
+        """Samples of each corpus before the first `count` are over."""
+        drawn = _drawn(self._corpus, count, len(self._corpora))
+        return [before + number for before, number in zip(self._before, drawn, strict=True)]
+
+
+def _drawn(which: Any, count: int, num_corpora: int) -> list[int]:
+    return [int(number) for number in np.bincount(np.asarray(which[:count]), minlength=num_corpora)]
+
+
+def spans_after(state: dict[str, Any], consumed: int, needed: int, *, same_data: bool) -> list[Span]:
+    """The spans of a run that goes on after `consumed` samples up to sample `needed`, where a checkpoint recorded
+    `state`; the last one may have to be followed by another (`extended`)."""
+    if not same_data:
+        return [Span(consumed, max(needed - consumed, 1), dict(state.get("used", {})))]
+    return [Span(**span) for span in state["spans"]]
+
+
+def extended(order: Order, needed: int) -> list[Span]:
+    """The spans of `order`, and one more where they end before sample `needed`."""
+    stop = order.spans[-1].stop
+    return order.spans + ([Span(stop, needed - stop, order.used(stop))] if needed > stop else [])
