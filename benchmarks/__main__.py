@@ -8,8 +8,8 @@ import sys
 BENCHMARKS = ("loop", "bytes", "schedules", "layer")
 NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_train")
 """Tables, or command lines."""
-BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "fuzz", "restarts", "tune", *NEED_FILES)
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts
+BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "fuzz", "restarts", "tune", "verify", *NEED_FILES)
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, verify
 and megatron_train measure no speed."""
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "get_forward_backward_func",
     "initialize",
+    "verify",
 ]
 
 _WITH_TORCH = {
@@ -47,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from megaaccum.config import Plan
 
         return Plan
+    if name == "verify":
+        from megaaccum.verification import verify
+
+        return verify
     if name in _WITH_TORCH:
         from megaaccum.distributed import preload
 

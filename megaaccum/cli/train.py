@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
     os.environ.setdefault(LAUNCHED, repr(time.time()))
     argv, command, jail = split_command(argv)
-    argv, port = _take(argv, "--master_port")
+    argv, port = take(argv, "--master_port")
     if "RANK" in os.environ:
         return _train(_plan_of_this_rank(argv))
     if command:
@@ -101,13 +101,13 @@ def _go_on(argv: Sequence[str], config: Config) -> str:
 
 def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """The configuration file, as first argument or after --config, and the overrides."""
-    rest, path = _take(argv, "--config")
+    rest, path = take(argv, "--config")
     if path is None and rest and not rest[0].startswith("-"):
         return rest[0], rest[1:]
     return path, rest
 
 
-def _take(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+def take(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
     """`argv` without `flag VALUE` or `flag=VALUE`, and the value."""
     rest, value, words = [], None, iter(argv)
     for word in words:

@@ -231,7 +231,7 @@ def _mock(plan: Plan, vocabulary: Vocabulary, sizes: list[int], seed: int) -> li
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
-            create_attention_mask=data.reset_attention_mask,
+            create_attention_mask=False,  # sequence length squared: the loader has where documents begin
         )
         built: list[SampleDataset] = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
         return built
@@ -381,7 +381,7 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.reset_attention_mask,
+        create_attention_mask=False,  # sequence length squared: the loader has where documents begin
     )
     if sources.split:
         config.split_matrix = [bounds if i == part else None for i, bounds in enumerate(config.split_matrix)]

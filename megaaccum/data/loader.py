@@ -18,7 +18,8 @@ from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nea
 
 Batch = dict[str, torch.Tensor | None]
 """One micro-batch on the CPU, b = micro_batch_size, s = seq_length: tokens, labels and position_ids int64 [b, s],
-loss_mask float32 [b, s], attention_mask bool [b, 1, s, s] (True: masked) with reset_attention_mask, else None."""
+loss_mask float32 [b, s], document_starts bool [b, s] with reset_attention_mask, else None (True at each row's begin and
+after each end of a document), num_tokens int64 [] (unmasked)."""
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -45,6 +46,8 @@ class MicrobatchLoader:
         consumed_samples: int = 0,
         num_workers: int = 2,
         vocab_size: int | None = None,
+        document_end: int | None = None,
+        pin_for: torch.device | None = None,
         in_runs: bool = False,
     ):
         """Starts to prepare micro-batches at once.
@@ -54,8 +57,11 @@ class MicrobatchLoader:
             dp_rank, dp_size: this rank's place among the data-parallel ranks.
             global_batch_size: sequences per optimizer step over all ranks; the default of `next_step` and `commit`.
             consumed_samples: sequences that earlier steps took, over all ranks.
-            num_workers: micro-batches prepared ahead by a thread; 0 prepares each when it is asked for.
+            num_workers: micro-batches prepared ahead by a thread, and at least those of a whole step of
+                global_batch_size; 0 prepares each when it is asked for.
             vocab_size: every token id is compared with it, when given.
+            document_end: the token that ends a document, where attention is kept inside documents.
+            pin_for: the GPU for which tensors are put into pinned memory; None without one.
             in_runs: a rank's micro-batches of a step follow each other (`Plan.in_runs`): micro-batch m of rank r holds
                 the samples from c + (r * micro-batches per rank + m) * b on.
 
@@ -72,8 +78,9 @@ class MicrobatchLoader:
         first = dp_rank * micro_batch_size * len(step)
         stride = global_batch_size if in_runs else self._round
         starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
-        reader = _Reader(dataset, micro_batch_size, starts, vocab_size)
-        self._stream = _Prefetcher(reader, num_workers) if num_workers else reader
+        reader = _Reader(dataset, micro_batch_size, starts, vocab_size, document_end, pin_for)
+        depth = max(num_workers, global_batch_size // self._round)
+        self._stream = _Prefetcher(reader, depth) if num_workers else reader
 
     @property
     def consumed_samples(self) -> int:
@@ -144,9 +151,18 @@ class MicrobatchLoader:
 class _Reader:
     """Reads one rank's micro-batches one after the other."""
 
-    def __init__(self, dataset: SampleDataset, size: int, starts: Iterator[int], vocab_size: int | None):
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        size: int,
+        starts: Iterator[int],
+        vocab_size: int | None,
+        document_end: int | None,
+        pin_for: torch.device | None,
+    ):
         """starts: the first sample of each micro-batch."""
         self._dataset = dataset
+        self._document_end, self._pin_for = document_end, pin_for
         self._size = size
         self._starts, self._start = starts, next(starts)
         self._vocab_size = vocab_size
@@ -155,8 +171,13 @@ class _Reader:
         samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
         self._start = next(self._starts)
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
-        has_mask = "attention_mask" in samples[0]
-        batch["attention_mask"] = torch.stack([s["attention_mask"] for s in samples]) if has_mask else None
+        tokens, mask = batch["tokens"], batch["loss_mask"]
+        assert tokens is not None and mask is not None
+        batch["document_starts"] = None if self._document_end is None else starts_of(tokens, self._document_end)
+        batch["num_tokens"] = mask.count_nonzero()
+        if self._pin_for is not None:
+            with torch.cuda.device(self._pin_for):  # a thread begins with the first one
+                batch = {key: None if each is None else each.pin_memory() for key, each in batch.items()}
         return batch
 
     def _sample(self, index: int) -> dict[str, Any]:
@@ -185,6 +206,13 @@ class _Reader:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def starts_of(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
+    """bool of the shape of `tokens` [b, s]: True at the begin of each row and after each `document_end`."""
+    starts = torch.ones_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == document_end
+    return starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,9 +113,8 @@ class Ranks:
         seen.step.append(by_phase(result.seconds)["seconds_per_step"])
         for kind, size in result.memory.items():
             seen.memory[kind] = max(size, seen.memory.get(kind, 0))
-        if (
-            self._num_steps and counts and not result.note
-        ):  # the first step sets up; one that went wrong may be run again
+        # The first step sets up; one that went wrong may be run again.
+        if self._num_steps and counts and not result.note:
             moved, calls = _moved(result.traffic, with_experts=self._plan.layout.ep == 1)
             seen.moved, seen.calls = max(moved, seen.moved), max(calls, seen.calls)  # nan in second place gives way
 

@@ -73,33 +73,60 @@ class FusedAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """query [sequence, batch, heads, channels]; key and value with a head per group of queries. attention_mask:
-        None for a causal one, or [batch or 1, 1, sequence, sequence], True where nothing is attended to. Returns
-        [sequence, batch, heads * channels of a value]."""
+        None for a causal one, or [batch, sequence] bool in host memory, True where a document begins: each is taken for
+        itself, so nothing of sequence length squared is made. Returns [sequence, batch, heads * channels of a
+        value]."""
         assert attention_bias is None and packed_seq_params is None, "not made by megaaccum's models"
         if self._cp.size() > 1:
             assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
             key, value = _WholeSequence.apply(key, self._cp), _WholeSequence.apply(value, self._cp)
             allowed: torch.Tensor | None = _until(_positions(len(query), self._cp, query.device), len(key))
         else:
-            allowed = None if attention_mask is None else ~attention_mask
+            allowed = None
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         with self._random_state():
-            context = torch.nn.functional.scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
-                attn_mask=allowed,
-                dropout_p=self._dropout if self.training else 0.0,
-                is_causal=allowed is None,
-                scale=self._scale,
-                enable_gqa=key.shape[2] != query.shape[2],
-            )
+            if attention_mask is None:
+                context = self._attend(query, key, value, allowed)
+            else:
+                context = self._by_document(query, key, value, attention_mask)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _by_document(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """Each document of each row for itself. Splits, whose backward is one concatenation, not slices."""
+        rows = []
+        for begins, *row in zip(starts, query.split(1), key.split(1), value.split(1), strict=True):
+            lengths = torch.diff(begins.nonzero().flatten(), append=torch.tensor([len(begins)])).tolist()
+            documents = zip(*(each.split(lengths, dim=2) for each in row), strict=True)
+            rows.append(torch.cat([self._attend(q, k, v, None) for q, k, v in documents], dim=2))
+        return torch.cat(rows)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Torch's kernel on [batch, heads, sequence, channels]; allowed: None for causal attention."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            dropout_p=self._dropout if self.training else 0.0,
+            is_causal=allowed is None,
+            scale=self._scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
 
     def _random_state(self) -> Any:
         """Dropout differs between tp ranks, which hold different heads; under sequence parallelism it does anyway."""
         if self.config.sequence_parallel or not (self._dropout and self.training):
             return nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def takes_documents(chunk: torch.nn.Module) -> bool:
+    """Whether the attention of a chunk takes where documents begin in place of a mask."""
+    return any(isinstance(module, FusedAttention) for module in chunk.modules())
 
 
 def _positions(length: int, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

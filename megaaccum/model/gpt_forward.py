@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed import cpu
+from megaaccum.model.attention import takes_documents
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -17,7 +18,9 @@ REPORTS = {"num_tokens": "sum"}
 """How its reports are reduced."""
 
 Microbatch = dict[str, torch.Tensor]
-"""tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape, on the CPU."""
+"""tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape; where known
+num_tokens, the unmasked ones, and document_starts, bool of that shape in host memory, by which attention is kept inside
+documents. What no stage of this rank reads may be None."""
 
 
 class GptForwardStep:
@@ -32,11 +35,12 @@ class GptForwardStep:
         """(what `chunk` computes from the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's
         plan of that computation in its place."""
         microbatch = next(data_iterator)
-        read = {name: microbatch[name] for name in _read_by(chunk) if microbatch.get(name) is not None}
+        read = {name: microbatch[name] for name in read_by([chunk]) if microbatch.get(name) is not None}
+        mask = self._mask(chunk, read.pop("document_starts", None))
         batch = self._own_part({name: each.to(cpu.device(), non_blocking=True) for name, each in read.items()})
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
         output = compute(
-            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels"),
+            batch.get("tokens"), batch.get("position_ids"), mask, labels=batch.get("labels"),
             loss_mask=batch.get("loss_mask"),
         )  # fmt: skip
         (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
@@ -60,6 +64,15 @@ class GptForwardStep:
         """The factor on the loss of a token in its micro-batch's sum."""
         return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
+    @staticmethod
+    def _mask(chunk: Any, starts: torch.Tensor | None) -> torch.Tensor | None:
+        """The chunk's attention mask: the documents themselves, or, where its core of attention makes whole scores,
+        [b, 1, s, s] bool on the device, True where nothing is attended to."""
+        if starts is None or takes_documents(chunk):
+            return starts
+        document = starts.to(cpu.device(), non_blocking=True).cumsum(1)
+        return ~(document[:, :, None] == document[:, None, :]).tril()[:, None]
+
     def _own_part(self, batch: Microbatch) -> Microbatch:
         """This context-parallel rank's part of the sequences."""
         if self._cp.size() == 1:
@@ -69,15 +82,19 @@ class GptForwardStep:
         return get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
 
 
-def _read_by(chunk: Any) -> list[str]:
-    """The part of a micro-batch that a chunk needs on its device: of a stage between the first and the last, no
-    tokens."""
-    predicts = getattr(chunk, "mtp_process", False)
-    names = ["attention_mask"]
-    names += ["tokens", "position_ids"] if chunk.pre_process or predicts else []
-    return names + (["labels", "loss_mask"] if chunk.post_process or predicts else [])
+def read_by(chunks: Sequence[Any]) -> list[str]:
+    """The names of what chunks need of a micro-batch: of a stage between the first and the last, no tokens."""
+    predict = any(getattr(chunk, "mtp_process", False) for chunk in chunks)
+    first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
+    names = ["tokens", "position_ids"] if first or predict else []
+    return [*names, *(["labels", "loss_mask"] if last or predict else []), "document_starts"]
 
 
 def _counts(microbatches: Sequence[Microbatch]) -> list[float]:
-    """Unmasked tokens of each, counted in host memory."""
-    return torch.stack([each["loss_mask"].count_nonzero() for each in microbatches]).double().tolist()
+    """Unmasked tokens of each, counted in host memory: by the loader, ahead of the step, where it made them."""
+    known = [each.get("num_tokens") for each in microbatches]
+    counts = [
+        each["loss_mask"].count_nonzero() if count is None else count
+        for each, count in zip(microbatches, known, strict=True)
+    ]
+    return torch.stack(counts).double().tolist()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -94,7 +96,8 @@ def moved(
 
     | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
     | streaming | (K-1)/K * (2 (P - L) * m + L + G * m) |
-    | ZeRO-1 and -2 | (K-1)/K * (P + 2 G): DeepSpeed all-reduces buckets, of which each rank keeps a part |
+    | ZeRO-1 and -2 | (K-1)/K * (P + 2 G): DeepSpeed all-reduces buckets, of which each rank keeps a part; with
+      `reproducible: layout` (K-1)/K * (P + G) |
     | HSDP | as above with S for K, and 2 (R-1)/R * G / S |
     | torch DDP | 2 (K-1)/K * G |
 
@@ -108,7 +111,7 @@ def moved(
     if mode.backend == "ddp":
         return Moved(0.0, 2 * share * param * elements)
     if mode.backend == "deepspeed" and mode.zero_stage < 3:
-        return Moved(share * p, 2 * share * g)
+        return Moved(share * p, (1 if sharding.reproducible == "layout" else 2) * share * g)
     replicas = 2 * between * g / inner
     if mode.sync == "resident":
         return Moved(share * p, share * g + replicas)
@@ -140,18 +143,40 @@ class StateBytes:
     optimizer_shard: float = 12.0
     unit_param: float = 0.0
     unit_grad: float = 0.0
+    waiting: float = 0.0
+    """Of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
+    waiting_shard: float = 0.0
+    """Of the shard, for each that waits over the micro-batches of all ranks."""
     alone: bool = False
     """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 
-    def gradients(self, whole: Any, shard: Any, unit: Any) -> Any:
-        """Bytes at the worse of two moments: the end of the last backward, and the optimizer's step."""
+    def gradients(self, whole: Any, shard: Any, unit: Any, *, microbatches: Any) -> Any:
+        """Bytes at the worse of two moments: the last backward, and the optimizer's step. microbatches: of a step, on a
+        rank; those of all ranks reach the shards in as many rounds."""
         backward = self.grad * whole + self.grad_shard * shard + self.unit_grad * unit
+        waiting = partial_sums(microbatches)
+        backward = backward + self.waiting * whole * np.maximum(waiting, 1) + self.waiting_shard * shard * waiting
         step = self.grad_step * shard
         return backward + (step > backward) * (step - backward)
 
 
+def partial_sums(leaves: Any) -> Any:
+    """How many sums wait for others before the last of `leaves` comes, in a tree that halves them."""
+    return np.ceil(np.log2(leaves))
+
+
 def state_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
     """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests)."""
+    kept = _usual_bytes(mode, sharding)
+    if sharding.reproducible != "layout":
+        return kept
+    if mode.sync == "streaming":
+        return replace(kept, waiting_shard=4.0)
+    in_place = 0.0 if mode.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
+    return replace(kept, grad=kept.grad - in_place, waiting=4.0)
+
+
+def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
     param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
     if mode.backend == "ddp":
         # Gradients of the parameters' precision, and DDP's buckets of as many bytes; masters are the parameters.

@@ -15,7 +15,7 @@ from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.gather_units import Units, units_of
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
-from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers
+from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.planner.weights import Elements, rank_parameters
 
 StageSource = Callable[[int, int], list[Stage]]
@@ -82,6 +82,8 @@ class MemoryModel:
     """Groups of data-parallel ranks that hold the whole sharded model each."""
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
+    head_copy: bool = False
+    """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
     joined_units: bool = False
     """What is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
@@ -152,10 +154,9 @@ class MemoryModel:
     def _of_rank(
         self, at: Layouts, chunks: list[Stage], held: list[Any], layers: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        params, zero = (
-            rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp),
-            np.zeros(len(at)),
-        )
+        holds = with_head_apart(chunks) if self.head_copy else chunks
+        params = rank_parameters(self.model, holds, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        zero = np.zeros(len(at))
         kinds = self._states(at, params, chunks)
         kinds["activations"] = zero + sum(
             self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
@@ -188,7 +189,7 @@ class MemoryModel:
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
             totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
-            totals["gradients"] += here * per.gradients(whole, shard, units.grads)
+            totals["gradients"] += here * per.gradients(whole, shard, units.grads, microbatches=at.num_microbatches)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
 

@@ -124,3 +124,10 @@ def rank_kinds(stages: Sequence[Stage], *, pp: int, schedule: str) -> dict[int, 
     for rank in range(pp):
         kinds.setdefault(tuple(chunks_of_rank(stages, rank, pp=pp, schedule=schedule)), rank)
     return {rank: list(chunks) for chunks, rank in kinds.items()}
+
+
+def with_head_apart(chunks: list[Stage]) -> list[Stage]:
+    """`chunks`, where a stage with the embedding has no head: that is one of its own, with a copy of a tied table."""
+    both = [chunk for chunk in chunks if chunk.embedding and chunk.head]
+    bodies = [replace(chunk, head=False) if chunk in both else chunk for chunk in chunks]
+    return bodies + [Stage(dense=0, moe=0, head=True) for _ in both]

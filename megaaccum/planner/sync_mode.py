@@ -18,7 +18,7 @@ from megaaccum.planner.footprint import Moved, ShardingMode
 from megaaccum.planner.hardware import usual_usage
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
 from megaaccum.planner.memory import MemoryModel, Usage
-from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of
+from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
 from megaaccum.planner.weights import Elements, rank_parameters
 from megaaccum.planner.workload import memory_model
 from megaaccum.units import GIB, amount
@@ -85,7 +85,10 @@ class Forecast:
     def elements(self, pp_rank: int) -> Elements:
         """Parameters of a rank of pipeline rank `pp_rank`."""
         at = self.plan.layout
-        return rank_parameters(self.plan.config.model, self.chunks(pp_rank), self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+        chunks = self.chunks(pp_rank)
+        if self.plan.config.sharding.reproducible == "layout":
+            chunks = with_head_apart(chunks)
+        return rank_parameters(self.plan.config.model, chunks, self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of pipeline rank `pp_rank`."""

@@ -197,6 +197,7 @@ def memory_model(
         sharded_over_dp=first.is_sharded,
         replicas=first.replicas,
         live_elements=first.live,
+        head_copy=sharding.reproducible == "layout",
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
         joined_units=first.backend == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),

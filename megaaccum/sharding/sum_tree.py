@@ -35,22 +35,6 @@ def _above(count: int) -> dict[Node, tuple[Node, Node]]:
     return dict(below((0, count)))
 
 
-def most_nodes(count: int) -> int:
-    """How many partial sums there are at most before a leaf comes, where leaves come in order: at most log2(count)
-    rounded up."""
-    present: set[Node] = set()
-    most = 0
-    for leaf in range(count):
-        most = max(most, len(present))
-        node = (leaf, leaf + 1)
-        while node in _above(count) and _above(count)[node][0] in present:
-            sibling, parent = _above(count)[node]
-            present.remove(sibling)
-            node = parent
-        present.add(node)
-    return most
-
-
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of `parts`, in which the first of each pair is overwritten."""
     if len(parts) == 1:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _ZEROED = ("tokens", "labels", "loss_mask")
-"""What is zero in a dummy."""
+"""Names by which a micro-batch of ours is known. They are zero in a dummy, as is its count of tokens."""
 
 
 def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, policy: str, step: int) -> str:
@@ -57,8 +57,8 @@ def filled(
 
 def dummy_of(microbatch: Microbatch) -> Microbatch:
     """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
-    zeros = {name: torch.zeros_like(microbatch[name]) for name in _ZEROED}
-    return {**microbatch, **zeros}
+    present = {name: each for name in (*_ZEROED, "num_tokens") if (each := microbatch.get(name)) is not None}
+    return {**microbatch, **{name: torch.zeros_like(each) for name, each in present.items()}}
 
 
 def stand_in(bad: Any, healthy: Sequence[Any]) -> Any:
@@ -74,6 +74,7 @@ def _new_dummy(plan: Plan) -> Microbatch:
     zeros = torch.zeros(rows, length, dtype=torch.int64)
     dummy = {"tokens": zeros, "labels": zeros, "loss_mask": zeros.float(), "position_ids": zeros}
     if plan.config.data.reset_attention_mask:
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        dummy["attention_mask"] = later.expand(rows, 1, length, length)
+        starts = zeros.bool()
+        starts[:, 0] = True
+        dummy["document_starts"] = starts
     return dummy

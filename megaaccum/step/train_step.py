@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,8 @@ class TrainStep:
         self._probe: Probe | None = None
         self._last_weight = 0.0
         self._open: OpenStep | None = None
+        self.before_update: Callable[[], None] | None = None
+        """Called when the backend's `shards` are as the optimizer is about to read them, if set."""
 
     @property
     def trace(self) -> Trace:
@@ -427,6 +429,8 @@ class TrainStep:
             grad_norm.scale_and_clip(
                 self._backend, attempt.norm, self._plan.config.optimizer.clip_grad, factor=attempt.factor
             )
+            if self.before_update is not None:
+                self.before_update()
             self._backend.step()
             router_state.update_bias(self._chunks, self._groups)
         self._recovery.conclude(verdict)

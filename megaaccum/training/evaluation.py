@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.data.loader import MicrobatchLoader
+from megaaccum.data.shared import SharedLoader
 from megaaccum.data.sources import read_run_tokenizer
+from megaaccum.distributed import cpu
 from megaaccum.errors import MegaaccumError
+from megaaccum.model.gpt_forward import read_by
 from megaaccum.training.core_metric import core_metric
 from megaaccum.training.sampling import NUM_PROMPT, sample
 
@@ -70,10 +74,13 @@ class Texts:
         self._log.look("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
 
 
-def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> MicrobatchLoader:
-    """This data-parallel rank's micro-batches of `dataset`, after the samples that were consumed."""
+def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> SharedLoader:
+    """This rank's micro-batches of `dataset`, after the samples that were consumed. Collective over its model-parallel
+    group."""
     plan, groups = engine.plan, engine.groups
-    return MicrobatchLoader(
+    in_documents = plan.config.data.reset_attention_mask
+    open_loader = partial(
+        MicrobatchLoader,
         dataset,
         micro_batch_size=plan.batch.micro_batch_size,
         dp_rank=groups.dp.rank(),
@@ -83,4 +90,14 @@ def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples:
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
         in_runs=plan.in_runs,
+        document_end=data.vocabulary.eod if in_documents else None,
+        pin_for=cpu.device() if cpu.has_accelerator() else None,
+    )
+    return SharedLoader(
+        open_loader,
+        groups,
+        read_by(engine.chunks),
+        shape=(plan.batch.micro_batch_size, plan.batch.seq_length),
+        has_documents=in_documents,
+        clock=engine.observer.stopwatch.clock,
     )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megaaccum.config.batch import BatchPlan
     from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
-    from megaaccum.data.loader import MicrobatchLoader
+    from megaaccum.data.shared import SharedLoader
     from megaaccum.metrics.log import RunLog
     from megaaccum.step.result import StepResult
 
@@ -83,7 +83,7 @@ def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
     return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
 
 
-def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, data: Datasets) -> str:
+def _loop(engine: Engine, loader: SharedLoader, saver: Saver, log: RunLog, data: Datasets) -> str:
     """Steps, evaluations and checkpoints until the last step or a signal. Returns how it ended, for the summary."""
     run, signals, started = engine.plan.config.run, _Signals(), time.monotonic()
     watchdog, stopwatch, ranks = _watchdog(engine), engine.observer.stopwatch, _ranks(engine, data)
@@ -109,7 +109,7 @@ def _loop(engine: Engine, loader: MicrobatchLoader, saver: Saver, log: RunLog, d
         if result.advanced:
             loader.commit(batch.global_batch_size)
         log_step(log, engine, result, batch)
-        for kind, text in ranks.after(result, data=result.seconds["data"], whole_batch=batch == engine.plan.batch):
+        for kind, text in ranks.after(result, data=loader.read_seconds, whole_batch=batch == engine.plan.batch):
             log.event(kind, result.step, text)
             log.note(f"{kind}  {text}")
         is_eval = (
@@ -180,7 +180,7 @@ def _ranks(engine: Engine, data: Datasets) -> Ranks:
 # --- what the run is made of -----------------------------------------------------------------------------------------
 
 
-def _loader(engine: Engine, data: Datasets) -> MicrobatchLoader:
+def _loader(engine: Engine, data: Datasets) -> SharedLoader:
     return loader_of(engine, data.train, data, consumed_samples=engine.consumed_samples)
 
 

@@ -19,6 +19,7 @@ SMALL = "--num_layers 4 "
 PP = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 "
 V = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 --schedule dualpipev "
 FLAT = SMALL + "--pp_microbatches 4 "
+SAME = "--reproducible layout "
 UNTIED = "--untie_embeddings_and_output_weights "
 EXPERTS = UNTIED + "--num_experts 4 --add_bias_linear false --moe_ffn_hidden_size 64 "
 CASES = {
@@ -29,6 +30,14 @@ CASES = {
     "zero-3 streaming, some live": Case(4, PP + "--sync streaming --max_live_parameters 16000", UNTIED),
     "zero-3 streaming, bf16": Case(4, PP + "--sync streaming", UNTIED, "bf16"),
     "zero-3 in rank order": Case(4, PP + "--deterministic", UNTIED),
+    "zero-3 in one order": Case(4, PP + SAME, UNTIED),
+    "zero-3 in one order, no pipeline": Case(4, FLAT + SAME),
+    "zero-2 in one order": Case(4, PP + SAME + "--zero_stage 2", UNTIED),
+    "zero-1 in one order, bf16": Case(4, PP + SAME + "--zero_stage 1", UNTIED, "bf16"),
+    "fsdp2 in one order": Case(4, PP + SAME + "--backend fsdp2", UNTIED),
+    "fsdp2 streaming in one order": Case(4, PP + SAME + "--backend fsdp2 --sync streaming", UNTIED),
+    "megatron in one order, bf16": Case(4, PP + SAME + "--backend megatron", UNTIED, "bf16"),
+    "ddp in one order": Case(4, PP + SAME + "--backend ddp", UNTIED),
     "zero-3, optimizer offloaded": Case(4, PP + "--offload_optimizer cpu", UNTIED),
     "zero-2": Case(4, PP + "--zero_stage 2", UNTIED),
     "zero-2, bf16": Case(4, PP + "--zero_stage 2", UNTIED, "bf16"),

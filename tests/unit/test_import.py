@@ -51,5 +51,6 @@ def test_public_names():
         "__version__",
         "get_forward_backward_func",
         "initialize",
+        "verify",
     ]
     assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)

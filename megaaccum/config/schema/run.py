@@ -139,7 +139,7 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Keep attention inside documents."""
     num_workers: Annotated[int, Facts(at_least=0, per_host=True)] = 2
-    """Micro-batches that are prepared ahead, off the critical path; 0 prepares them when they are asked for."""
+    """Micro-batches that a thread prepares ahead, and at least a whole step's; 0 prepares them when asked for."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -89,14 +89,33 @@ def test_order_of_one_rank(workers):
 def test_shapes_and_types():
     with open_loader() as loader:
         batch = loader.next_step()[0]
-    assert sorted(batch) == ["attention_mask", "labels", "loss_mask", "position_ids", "tokens"]
-    assert batch.pop("attention_mask") is None
+    assert sorted(batch) == ["document_starts", "labels", "loss_mask", "num_tokens", "position_ids", "tokens"]
+    assert batch.pop("document_starts") is None
+    assert batch.pop("num_tokens") == 2 * SEQ
     assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
         "tokens": ((2, SEQ), torch.int64),
         "labels": ((2, SEQ), torch.int64),
         "loss_mask": ((2, SEQ), torch.float32),
         "position_ids": ((2, SEQ), torch.int64),
     }
+
+
+def test_documents_are_where_they_begin_and_nothing_of_length_squared():
+    with open_loader(document_end=2) as loader:
+        first, second, *_ = loader.next_step()
+    assert first["document_starts"].tolist() == [[True, False, False, True], [True, False, True, False]]
+    assert second["document_starts"].tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert sum(each.nbytes for each in first.values()) <= 2 * SEQ * (3 * 8 + 4 + 1) + 8
+
+
+def test_a_whole_step_is_ready_when_the_one_before_took_longer():
+    """120 micro-batches: the thread is ahead by as many, so none is waited for."""
+    with open_loader(Numbered(10_000), mbs=1, gbs=120, num_workers=2) as loader:
+        for _ in range(4):
+            loader.next_step()
+            wait_until(lambda: loader._stream._ready.full())  # the step takes longer than reading
+            assert loader._stream._ready.qsize() == 120
+            loader.commit()
 
 
 @pytest.mark.parametrize(("dp", "mbs"), [(1, 1), (1, 24), (2, 1), (2, 3), (3, 4), (4, 2), (8, 1), (24, 1)])
@@ -174,10 +193,10 @@ def test_a_step_that_was_not_pulled_cannot_be_committed():
         loader.commit()
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_it_reads_ahead_and_no_further(depth):
+@pytest.mark.parametrize(("workers", "depth"), [(1, 4), (7, 7)])
+def test_it_reads_a_step_or_more_ahead_and_no_further(workers, depth):
     dataset = Numbered()
-    with open_loader(dataset, num_workers=depth) as loader:
+    with open_loader(dataset, num_workers=workers) as loader:
         wait_until(lambda: len(dataset.asked) == 2 * (depth + 1))  # `depth` in the queue, one in the thread's hand
         loader.next_step(1)
         wait_until(lambda: len(dataset.asked) == 2 * (depth + 2))

@@ -13,9 +13,9 @@ from megaaccum.interop.megatron_pretrain import REFUSED, plan_of
 
 
 def args(**changed: Any) -> SimpleNamespace:
-    given = dict(
-        seq_length=16, micro_batch_size=1, global_batch_size=8, hidden_size=32, lr=1e-3, ckpt_format="torch_dist"
-    )
+    """As Megatron's parser and its check leave them."""
+    given = dict(seq_length=16, micro_batch_size=1, global_batch_size=8, hidden_size=32, lr=1e-3)
+    given |= dict(ckpt_format="torch_dist", virtual_pipeline_model_parallel_size=None)
     return SimpleNamespace(**megatron_args.defaults() | given | changed)
 
 

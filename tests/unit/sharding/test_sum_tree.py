@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, most_nodes, tree_sum
+from megaaccum.planner.footprint import partial_sums
+from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, tree_sum
 
 COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
 
@@ -56,12 +57,11 @@ def test_the_run_of_a_rank_is_a_subtree(count, ranks):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_partial_sums_are_few(count):
-    assert most_nodes(count) <= math.ceil(math.log2(count))
     tree, most = SumTree(count), 0
     for leaf, part in enumerate(leaves(count)):
         most = max(most, len(list(tree.tensors())))
         tree.add(leaf, part)
-    assert most == most_nodes(count)
+    assert most == math.ceil(math.log2(count)) == partial_sums(count)
 
 
 def test_what_did_not_come_counts_nothing():

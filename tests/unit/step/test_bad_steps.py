@@ -148,6 +148,6 @@ def test_a_rank_without_any_microbatch_gets_whole_ones() -> None:
     assert dummies == {0, 1, 2, 3}
     assert {name: tuple(each.shape) for name, each in padded[0].items()} == {
         "tokens": (1, 64), "labels": (1, 64), "loss_mask": (1, 64), "position_ids": (1, 64),
-        "attention_mask": (1, 1, 64, 64),
+        "document_starts": (1, 64),
     }  # fmt: skip
     assert not padded[0]["loss_mask"].any()

@@ -1,0 +1,125 @@
+"""`megaaccum verify`: proof that the accumulated step of a configuration is the step of the one big batch.
+
+    megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
+
+One process takes the whole batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
+started on this machine, take the accumulated step; every number of both is compared: loss, weight, each parameter's
+gradient, norm, change of weights, moments, loss scale, router biases. More than 8 ranks or a large model are made
+smaller, with every axis of the layout kept, and the report says so. A step that differs is traced to the axis, the
+parameter and the factor.
+
+    --layout KEYS     other keys of the layout, as in pp=2,schedule=zbv (any key may also be given as --key value)
+    --world-size N    ranks of the real layout; default: the fewest that tp, cp, pp and ep allow, twice for dp
+    --shrink          make it smaller in any case; --whole never does
+    --steps N         optimizer steps (default 2)
+    --json FILE       write the report as JSON
+    --picture FILE    draw each parameter's error (.png)
+    --bank            in place of CONFIG: make each documented mistake on purpose and print whether it is caught
+
+Exit codes: 0 it is the big batch's step, 1 it is not, 2 the configuration is refused, 3 cannot be verified (the reason
+is printed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaaccum import config as configuration
+from megaaccum.cli.arguments import asked, smallest_world, split_command
+from megaaccum.cli.train import take
+from megaaccum.distributed import preload
+from megaaccum.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaaccum.verification.shrink import Shrunk
+
+
+def main(argv: Sequence[str]) -> int:
+    """Verify, and return the exit code. Raises MegaaccumError."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0
+    from megaaccum.verification import own, report
+
+    if "--bank" in argv:
+        return _bank()
+    argv, command, jail = split_command(argv)
+    rest, options = _options(argv)
+    with asked(*_path(rest), command, jail=jail) as found:
+        shrunk = _case(found.checked(), found.world_size, options)
+    verdict = own.run(shrunk.case, int(options.get("--steps", 2)), own.to_stderr())
+    verdict.notes = shrunk.notes + verdict.notes
+    print(report.text(verdict))
+    for name in ("--json", "--picture"):
+        if name in options:
+            report.write(verdict, Path(options[name]))
+    return verdict.exit_code
+
+
+def _bank() -> int:
+    """The self-test. Returns 1 where a mistake was missed."""
+    preload.libraries()  # a mistake names what it replaces
+    from megaaccum.verification import self_test
+    from megaaccum.verification.verdict import Verifier
+
+    found = []
+    for outcome in self_test.outcomes(Verifier()):
+        print(outcome.line(), flush=True)
+        found.append(outcome)
+    print(self_test.summary(found))
+    return 0 if all(each.caught for each in found) else 1
+
+
+_WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture")
+_SWITCHES = ("--shrink", "--whole", "--bank")
+
+
+def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words that are the configuration's, with --layout as keys at the end, and the command's own options."""
+    rest, options = list(argv), {}
+    for name in _WITH_VALUE:
+        rest, value = take(rest, name)
+        if value is not None:
+            options[name] = value
+    for name in _SWITCHES:
+        if name in rest:
+            rest.remove(name)
+            options[name] = ""
+    for pair in filter(None, options.get("--layout", "").split(",")):
+        if "=" not in pair:
+            raise ConfigError(f"--layout takes keys such as pp=2,schedule=zbv, and {pair!r} is none")
+        name, value = pair.split("=", 1)
+        rest += [f"--{name.strip()}", value.strip()]
+    return rest, options
+
+
+def _path(rest: list[str]) -> tuple[str | None, list[str]]:
+    return (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else (None, rest)
+
+
+def _case(config: configuration.Config, recorded: int | None, options: dict[str, str]) -> Shrunk:
+    """The case of a configuration in its real layout, made smaller where it has to be."""
+    from megaaccum.model.param_count import count_parameters
+    from megaaccum.verification import shrink
+
+    world_size = int(options.get("--world-size", 0)) or recorded or _world_size(config)
+    plan = configuration.resolve(config, world_size=world_size)
+    parameters = count_parameters(plan.config, plan.config.model.vocab_size or 1).total
+    large = world_size > shrink.MOST_RANKS or parameters > shrink.MOST_PARAMETERS
+    if "--whole" in options and world_size > shrink.MOST_RANKS:
+        raise ConfigError(f"--whole: {world_size} ranks do not start on one machine: at most {shrink.MOST_RANKS}")
+    return shrink.settle(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
+
+
+def _world_size(config: configuration.Config) -> int:
+    """Two data-parallel ranks where the batch can be cut for them, else the fewest that the layout allows."""
+    fewest = smallest_world(config)
+    for world_size in (2 * fewest, fewest):
+        try:
+            configuration.resolve(config, world_size=world_size)
+        except ConfigError:
+            continue
+        return world_size
+    return fewest  # its errors are the ones to show

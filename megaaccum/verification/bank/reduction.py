@@ -1,0 +1,333 @@
+"""Sums over ranks and micro-batches: left out, made twice, over the wrong ranks, or too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from megaaccum import upstream
+from megaaccum.config import Plan
+from megaaccum.model import gpt
+from megaaccum.sharding import ddp, deepspeed, reduction
+from megaaccum.sharding.ddp import DdpBackend
+from megaaccum.sharding.deepspeed import DeepSpeedBackend
+from megaaccum.step.forward_step import ForwardStep
+from megaaccum.verification.bank.mistake import NORM, mistake, replaced, wrapped
+
+
+@mistake(
+    "each backward hands its gradient over, and the step keeps the last one's",
+    "https://github.com/allenai/open-instruct/pull/1498",
+    base="ZeRO-3", axes="micro-batches, backend",
+)  # fmt: skip
+def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
+    def syncing(original: Any, self: Any) -> None:
+        original(self)
+        self._syncing = True
+
+    with (
+        wrapped(DeepSpeedBackend, "begin_step", syncing),
+        replaced(DeepSpeedBackend, "no_sync_func", lambda self: nullcontext()),
+    ):
+        yield
+
+
+@mistake(
+    "the running sum is divided after every micro-batch, so that early ones count less and less",
+    "https://github.com/ml-explore/mlx-lm/pull/1413",
+    base="ZeRO-3", axes="backend",
+)  # fmt: skip
+def running_sum_divided_again(plan: Plan) -> Iterator[None]:
+    def halve(param: Any) -> None:
+        if param.grad is not None:  # None: handed over already
+            param.grad.div_(2)
+
+    def with_division(original: Any, self: Any, *args: Any, **keys: Any) -> None:
+        original(self, *args, **keys)
+        for param in self.parts.params:
+            upstream.on_gradient(param, halve)
+
+    with wrapped(DeepSpeedBackend, "__init__", with_division):
+        yield
+
+
+@mistake(
+    "gradients are cleared between the rounds of accumulation",
+    "https://github.com/pytorch/torchtitan/pull/3575",
+    base="ZeRO-3, rounds", axes="flush, ga, backend",
+)  # fmt: skip
+def cleared_between_rounds(plan: Plan) -> Iterator[None]:
+    def clearing(original: Any, self: Any, last: bool) -> None:
+        original(self, last)
+        for param in self.parts.params:
+            param.grad = None
+
+    with wrapped(DeepSpeedBackend, "set_last_flush", clearing):
+        yield
+
+
+@mistake(
+    "the buffer of gradients is not zeroed: the second step starts with the first one's",
+    "https://github.com/NVIDIA/Megatron-LM/pull/4609",
+    base="pipeline", axes="",
+)  # fmt: skip
+def buffer_not_zeroed(plan: Plan) -> Iterator[None]:
+    def begin(self: DdpBackend) -> None:
+        self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
+        self._arrived.clear()
+
+    with replaced(DdpBackend, "_begin_accumulation", begin):
+        yield
+
+
+def _without_gradient_of(numbers: Any) -> AbstractContextManager[None]:
+    """The gradient of the micro-batches whose index in the flush is in `numbers(count)` is lost; N counts them."""
+
+    def called(original: Any, self: Any, *args: Any, **keys: Any) -> Any:
+        index = self._next[self._number[id(args[1])]]
+        output, loss_func = original(self, *args, **keys)
+        count = len(self._batch)
+        if count > 1 and index in numbers(count) and output.requires_grad:
+            output.register_hook(torch.zeros_like)
+        return output, loss_func
+
+    return wrapped(ForwardStep, "__call__", called)
+
+
+@mistake(
+    "the last micro-batch of the window is dropped",
+    "https://github.com/ml-explore/mlx-lm/pull/1544",
+    base="pipeline", axes="micro-batches",
+)  # fmt: skip
+def last_microbatch_left_out(plan: Plan) -> Iterator[None]:
+    with _without_gradient_of(lambda count: {count - 1}):
+        yield
+
+
+@mistake(
+    "the stages are initialised again between micro-batches, which drops what was added up: the last one counts",
+    "https://github.com/NVIDIA-NeMo/Automodel/pull/3530",
+    base="pipeline", axes="micro-batches",
+)  # fmt: skip
+def only_the_last_microbatch(plan: Plan) -> Iterator[None]:
+    with _without_gradient_of(lambda count: set(range(count - 1))):
+        yield
+
+
+@mistake(
+    "the backward of one micro-batch runs twice",
+    "https://github.com/pytorch/pytorch/issues/180952",
+    base="pipeline", axes="micro-batches",
+)  # fmt: skip
+def a_microbatch_twice(plan: Plan) -> Iterator[None]:
+    def called(original: Any, self: Any, *args: Any, **keys: Any) -> Any:
+        index = self._next[self._number[id(args[1])]]
+        output, loss_func = original(self, *args, **keys)
+        if index == 1 and output.requires_grad and args[1].post_process:
+            output.register_hook(lambda grad: grad * 2)
+        return output, loss_func
+
+    with wrapped(ForwardStep, "__call__", called):
+        yield
+
+
+@mistake(
+    "data-parallel ranks keep their own gradients",
+    "https://github.com/pytorch/torchtitan/pull/4505",
+    base="pipeline", axes="dp",
+)  # fmt: skip
+def ranks_not_reduced(plan: Plan) -> Iterator[None]:
+    def own(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with replaced(ddp, "allreduce_hook", own):
+        yield
+
+
+@mistake(
+    "gradients are reduced over data-parallel ranks and not over those that share a sequence",
+    "https://github.com/NVIDIA/Megatron-LM/issues/673",
+    base="context parallel", axes="cp",
+)  # fmt: skip
+def context_parallel_not_reduced(plan: Plan) -> Iterator[None]:
+
+    def own(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        if plan.layout.cp == 1:
+            return allreduce_hook(group, bucket)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with replaced(ddp, "allreduce_hook", own):
+        yield
+
+
+@mistake(
+    "embedding and head keep a gradient each",
+    "https://github.com/uw-syfi/piper/issues/13",
+    base="pipeline, tied", axes="pp, tied embedding",
+)  # fmt: skip
+def tied_copy_not_summed(plan: Plan) -> Iterator[None]:
+    with replaced(ddp, "sum_tied_copies", lambda *_: None):
+        yield
+
+
+@mistake(
+    "at ZeRO-2 the partitions of the two copies are added, which are cut at different places",
+    "https://github.com/NVIDIA/Megatron-LM/pull/6500",
+    base="ZeRO-2, tied", axes="pp, backend, tied embedding",
+)  # fmt: skip
+def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
+    with replaced(DeepSpeedBackend, "_waits_for_its_copy", lambda self, param: False):
+        yield
+
+
+@mistake(
+    "the two copies of the embedding are summed twice",
+    "https://github.com/pytorch/pytorch/pull/181365",
+    base="pipeline, tied", axes="pp, tied embedding",
+)  # fmt: skip
+def tied_copy_summed_twice(plan: Plan) -> Iterator[None]:
+    once = reduction.sum_tied_copies
+
+    def twice(*args: Any) -> None:
+        once(*args)
+        once(*args)
+
+    with replaced(ddp, "sum_tied_copies", twice):
+        yield
+
+
+@mistake(
+    "in a V one rank has both copies of the embedding, and each keeps its own gradient",
+    "https://github.com/uw-syfi/piper/pull/25",
+    base="zbv, tied", axes="schedule, pp, tied embedding",
+)  # fmt: skip
+def tied_copy_in_a_v_not_summed(plan: Plan) -> Iterator[None]:
+    total = reduction.sum_tied_copies
+    with replaced(ddp, "sum_tied_copies", lambda *args: None if plan.layout.placement == "v" else total(*args)):
+        yield
+
+
+@mistake(
+    "each tp rank keeps the norms' gradient of its part of the sequence",
+    "https://github.com/NVIDIA/Megatron-LM/issues/1446",
+    base="tensor parallel", axes="sp, tp", parameter=NORM,
+)  # fmt: skip
+def sequence_parallel_norms_not_summed(plan: Plan) -> Iterator[None]:
+    with replaced(ddp, "sum_over_tp", lambda *_: None):
+        yield
+
+
+@mistake(
+    "the norms' gradients are averaged over tp, of which each rank saw another part of the sequence",
+    "https://github.com/EleutherAI/gpt-neox/pull/1259",
+    base="tensor parallel", axes="sp, tp", parameter=NORM,
+)  # fmt: skip
+def sequence_parallel_norms_averaged(plan: Plan) -> Iterator[None]:
+    total = reduction.sum_over_tp
+
+    def mean(backend: Any, groups: Any) -> None:
+        total(backend, groups)
+        for shard in backend.shards():
+            if gpt.is_partial_over_tp(shard.name, shard.param):
+                shard.grad.div_(groups.tp.size())
+
+    with replaced(ddp, "sum_over_tp", mean):
+        yield
+
+
+@mistake(
+    "norms of queries and keys, which saw a part of the heads, are not summed over tp",
+    "https://github.com/NVIDIA-NeMo/RL/issues/3716",
+    base="tensor parallel, norms of queries", axes="tp",
+    parameter=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight",
+)  # fmt: skip
+def query_norms_not_summed(plan: Plan) -> Iterator[None]:
+    with replaced(gpt, "is_partial_over_tp", lambda name, param: bool(getattr(param, "sequence_parallel", False))):
+        yield
+
+
+@mistake(
+    "what is whole on every tp rank is summed over tp all the same",
+    "https://github.com/EleutherAI/gpt-neox/pull/1257",
+    base="tensor parallel, norms of queries", axes="tp", parameter=NORM,
+)  # fmt: skip
+def whole_norms_summed_over_tp(plan: Plan) -> Iterator[None]:
+    with replaced(gpt, "is_partial_over_tp", lambda name, param: "layernorm" in name):
+        yield
+
+
+@mistake(
+    "a streamed unit's gradients enter its partitions twice",
+    "https://github.com/hpcaitech/ColossalAI/issues/247",
+    base="ZeRO-3, streaming", axes="sync",
+)  # fmt: skip
+def streamed_twice(plan: Plan) -> Iterator[None]:
+    def twice(original: Any, self: Any, shares: Any) -> None:
+        kept = [None if param.grad is None else param.grad.clone() for param, _ in shares]
+        original(self, shares)
+        for (param, _), grad in zip(shares, kept, strict=True):
+            param.grad = grad
+        original(self, shares)
+
+    with wrapped(reduction.PartitionReducer, "add", twice):
+        yield
+
+
+@mistake(
+    "gradients of experts that were spread over ranks are not divided for the ranks that sent them tokens",
+    "https://github.com/NVIDIA-NeMo/Automodel/pull/3817",
+    base="spread experts", axes="ep, dp, experts",
+    parameter=r"decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight",
+)  # fmt: skip
+def experts_over_the_wrong_group(plan: Plan) -> Iterator[None]:
+    def finish(original: Any, self: Any) -> None:
+        original(self)
+        for shard in self.shards():
+            if gpt.is_expert(shard.param):
+                shard.grad.mul_(plan.layout.ep)
+
+    with wrapped(deepspeed.DeepSpeedBackend, "finish_reduction", finish):
+        yield
+
+
+@mistake(
+    "micro-batches are added in BF16",
+    "https://github.com/deepspeedai/DeepSpeed/issues/2768",
+    base="ZeRO-3", axes="backend",
+)  # fmt: skip
+def accumulation_in_bf16(plan: Plan) -> Iterator[None]:
+    def round_off(param: Any) -> None:
+        if param.grad is not None:
+            param.grad.copy_(param.grad.bfloat16())
+
+    def rounding(original: Any, self: Any, *args: Any, **keys: Any) -> None:
+        original(self, *args, **keys)
+        for param in self.parts.params:
+            upstream.on_gradient(param, round_off)
+
+    with wrapped(DeepSpeedBackend, "__init__", rounding):
+        yield
+
+
+@mistake(
+    "the gradient crosses ranks in BF16, though FP32 was asked for",
+    "https://github.com/deepspeedai/DeepSpeed/issues/2071",
+    base="pipeline", axes="",
+)  # fmt: skip
+def reduction_in_bf16(plan: Plan) -> Iterator[None]:
+
+    def rounded(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        bucket.buffer().copy_(bucket.buffer().bfloat16())
+        return allreduce_hook(group, bucket)
+
+    with replaced(ddp, "allreduce_hook", rounded):
+        yield

@@ -1,0 +1,101 @@
+"""The accumulated step of a layout, as each rank sees it: what the optimizer reads, and what it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from megaaccum.distributed import groups as process_groups
+from megaaccum.distributed import rng
+from megaaccum.engine import initialize
+from megaaccum.model import gpt
+from megaaccum.verification import subject as subjects
+from megaaccum.verification.case import Case
+from megaaccum.verification.records import GRADIENT, MODEL, Observed, Piece, Step
+
+
+def observe(case: Case, steps: int) -> Observed:
+    """Take `steps` steps of a case; collective over the world of its layout."""
+    run = Run(case)
+    seen = Observed(torch.distributed.get_rank(), run.place(), run.model())
+    for number in range(steps):
+        seen.steps.append(run.take(number))
+    if case.own is None:
+        states = b"".join(bytes(state.tolist()) for _, state in sorted(rng.snapshot().items()))
+        seen.random = hashlib.sha256(states).hexdigest()
+    return seen
+
+
+class Run:
+    """An engine over the model of a case, on this rank."""
+
+    def __init__(self, case: Case):
+        self.plan, self.subject = case.plan(), subjects.of(case)
+        process_groups.destroy()
+        self.groups = process_groups.build(self.plan.layout, timeout_minutes=5)
+        self.chunks = self.subject.chunks(self.plan, self.groups)
+        self.engine = initialize(
+            self.plan,
+            self.chunks,
+            groups=self.groups,
+            forward_step_func=self.subject.forward_step(self.plan, self.groups),
+            optimizer=None if case.own is None else case.own.optimizer,
+            reports=self.subject.reports,
+        )
+        self.engine.train_steps.before_update = self._note_gradient
+        self._gradient: list[Piece] = []
+
+    def place(self) -> dict[str, int]:
+        """This rank's place in each group."""
+        of = self.groups
+        return {"tp": of.tp.rank(), "pp": of.pp.rank(), "dp": of.dp.rank(), "cp": of.collection.cp.rank()}
+
+    def take(self, number: int) -> Step:
+        """A step, and all that it changed."""
+        self._gradient = []
+        result = self.engine.train_step(self._microbatches(number))
+        step = Step(
+            result.loss, result.weight, result.grad_norm, result.lr, result.loss_scale, result.skipped,
+            tensors=self._state() | {GRADIENT: self._gradient, MODEL: self.model()},
+        )  # fmt: skip
+        step.buffers = {name: each.double().clone() for name, each in gpt.named_buffers(self.chunks)}  # type: ignore[arg-type]
+        return step
+
+    def _microbatches(self, number: int) -> list[Any]:
+        dp, count = self.groups.dp, self.plan.batch.num_microbatches
+        every = self.subject.microbatches(number, count * dp.size())
+        return every[dp.rank() :: dp.size()]
+
+    def model(self) -> list[Piece]:
+        """The weights that the next forward reads; of parameters that a backend holds whole between steps."""
+        self.engine.backend.gather()
+        named = gpt.named_parameters(self.chunks)  # type: ignore[arg-type]
+        return [self._piece(name, param, param, 0) for name, param in named if _is_whole(param)]
+
+    def _state(self) -> dict[str, list[Piece]]:
+        found: dict[str, list[Piece]] = {}
+        for piece in self.engine.backend.state():
+            for kind, values in piece.tensors.items():
+                found.setdefault(kind, []).append(self._piece(piece.name, piece.param, values, piece.start))
+        return found
+
+    def _note_gradient(self) -> None:
+        self._gradient = [
+            self._piece(shard.name, shard.param, shard.grad, shard.start) for shard in self.engine.backend.shards()
+        ]
+
+    def _piece(self, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:
+        cut = gpt.is_sharded_over_tp(param)
+        gated = bool(getattr(self.chunks[0].config, "gated_linear_unit", False)) and "linear_fc1" in name
+        return Piece(
+            name, values.detach().double().reshape(-1).clone(), start,
+            tp_rank=self.groups.tp.rank() if cut else 0, tp_size=self.groups.tp.size() if cut else 1,
+            axis=param.partition_dim if cut else -1, gated=cut and gated,
+        )  # fmt: skip
+
+
+def _is_whole(param: torch.nn.Parameter) -> bool:
+    """A plain tensor, and not what ZeRO-3 leaves of one that it has released."""
+    return type(param.data) is torch.Tensor and param.numel() == getattr(param, "ds_numel", param.numel())

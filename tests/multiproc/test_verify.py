@@ -1,0 +1,107 @@
+"""`megaaccum verify` and `megaaccum.verify`: what is right passes, what is wrong is seen and found, and what cannot be
+compared is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import megaaccum
+from megaaccum import Plan, cli
+from megaaccum.verification.verdict import CANNOT, PASSED
+from tests.support import own_models
+
+
+def plan_of(ranks: int, *, micro_batch_size: int = own_models.ROWS, **layout) -> Plan:
+    dp = ranks // layout.get("pp", 1)
+    sharding = layout.pop("sharding", dict(backend="deepspeed"))
+    return Plan.of(
+        layout=layout,
+        batch=dict(micro_batch_size=micro_batch_size, seq_length=own_models.SEQ, pp_microbatches=16 // dp),
+        sharding=sharding, optimizer=dict(lr=1e-2, weight_decay=0.1, clip_grad=0.5), hidden_size=32, world_size=ranks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(pp=2),
+        dict(pp=2, schedule="zbv"),
+        dict(pp=2, schedule="dualpipev"),
+    ],
+    ids=lambda layout: layout.get("schedule", "1f1b"),
+)
+def test_a_gpt_with_another_attention(layout):
+    verdict = megaaccum.verify(
+        plan_of(4, **layout), own_models.Stage, own_models.forward_step, own_models.batches, verbose=False
+    )
+    assert verdict.exit_code == PASSED, verdict
+    assert [each.lane for each in verdict.comparisons] == ["fp64", "fp32"]
+    assert verdict.comparisons[0].largest < 1e-12
+
+
+def test_a_loss_as_that_of_grpo_on_packed_documents():
+    verdict = megaaccum.verify(
+        plan_of(4, pp=2, schedule="zbv", micro_batch_size=1), own_models.packed_stage, own_models.clipped,
+        own_models.packed, verbose=False,
+    )  # fmt: skip
+    assert verdict.ok, verdict
+
+
+def test_a_plain_module():
+    sharding = dict(backend="fsdp2")
+    verdict = megaaccum.verify(
+        plan_of(2, sharding=sharding), own_models.plain, own_models.forward_step, own_models.batches(0), verbose=False
+    )
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(
+    ("build", "step", "reason"),
+    [
+        (own_models.noisy, own_models.forward_step, "not deterministic: noise (Noise) gives another output"),
+        (own_models.with_batch_norm, own_models.forward_step, "batch_norm (BatchNorm1d) takes statistics"),
+        (own_models.plain, own_models.step_of_means, "samples depend on each other"),
+        (own_models.too_large, own_models.forward_step, "one process does not hold the model"),
+    ],
+    ids=["noise", "batch norm", "means", "memory"],
+)
+def test_what_cannot_be_verified(build, step, reason):
+    verdict = megaaccum.verify(plan_of(2), build, step, own_models.batches, verbose=False)
+    assert verdict.exit_code == CANNOT
+    assert reason in verdict.problem
+
+
+SAMPLE = ("division per stage", "weight gradient left out")
+"""Two of the bank; `python -m benchmarks verify` makes all."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, dict]:
+    """By name, in a process of its own: a mistake names what it replaces, which takes every library."""
+    written = tmp_path_factory.mktemp("bank") / "outcomes.json"
+    command = [sys.executable, "-m", "benchmarks", "verify", "--json", str(written), "--mistakes", *SAMPLE]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    return {row["name"]: row for row in json.loads(written.read_text())["mistakes"]}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_mistake_is_seen_and_found(name, outcomes):
+    assert outcomes[name]["outcome"] == "localised", outcomes[name]
+
+
+def test_the_command(tmp_path, capsys):
+    report, picture = tmp_path / "report.json", tmp_path / "report.png"
+    files = ["--json", str(report), "--picture", str(picture)]
+    assert cli.main(["verify", "configs/tiny_cpu.yaml", "--layout", "schedule=zbv", *files]) == PASSED
+    shown = capsys.readouterr()
+    assert "schedule zbv" in shown.out
+    assert "PASS: 2 steps" in shown.out
+    assert "verify: " in shown.err
+    written = json.loads(report.read_text())
+    assert written["verdict"] == "pass"
+    assert max(row["error"] for row in written["lanes"][0]["rows"] if row["kind"] == "gradient") < 1e-12
+    assert picture.stat().st_size > 10_000
