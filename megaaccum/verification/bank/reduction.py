@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,23 @@ from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.verification.bank.mistake import NORM, mistake, replaced, wrapped
+
+
+@contextmanager
+def _changed_in_every_backward(change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """`change` what every parameter's gradient is so far, in place, after each micro-batch."""
+
+    def after(param: Any) -> None:
+        if param.grad is not None:  # None: handed over already
+            change(param.grad)
+
+    def watching(original: Any, self: Any, *args: Any, **keys: Any) -> None:
+        original(self, *args, **keys)
+        for param in self.parts.params:
+            upstream.on_gradient(param, after)
+
+    with wrapped(DeepSpeedBackend, "__init__", watching):
+        yield
 
 
 @mistake(
@@ -43,16 +60,7 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
     base="ZeRO-3", axes="backend",
 )  # fmt: skip
 def running_sum_divided_again(plan: Plan) -> Iterator[None]:
-    def halve(param: Any) -> None:
-        if param.grad is not None:  # None: handed over already
-            param.grad.div_(2)
-
-    def with_division(original: Any, self: Any, *args: Any, **keys: Any) -> None:
-        original(self, *args, **keys)
-        for param in self.parts.params:
-            upstream.on_gradient(param, halve)
-
-    with wrapped(DeepSpeedBackend, "__init__", with_division):
+    with _changed_in_every_backward(lambda grad: grad.div_(2)):
         yield
 
 
@@ -305,16 +313,7 @@ def experts_over_the_wrong_group(plan: Plan) -> Iterator[None]:
     base="ZeRO-3", axes="backend",
 )  # fmt: skip
 def accumulation_in_bf16(plan: Plan) -> Iterator[None]:
-    def round_off(param: Any) -> None:
-        if param.grad is not None:
-            param.grad.copy_(param.grad.bfloat16())
-
-    def rounding(original: Any, self: Any, *args: Any, **keys: Any) -> None:
-        original(self, *args, **keys)
-        for param in self.parts.params:
-            upstream.on_gradient(param, round_off)
-
-    with wrapped(DeepSpeedBackend, "__init__", rounding):
+    with _changed_in_every_backward(lambda grad: grad.copy_(grad.bfloat16())):
         yield
 
 
