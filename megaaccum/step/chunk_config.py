@@ -43,6 +43,9 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         if plan.layout.schedule == "interleaved":
             # Batched, next and previous rank of pp 2 are one, and activations and gradients swap without an error.
             config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+            # By these Megatron counts the forwards before the first backward.
+            config.virtual_pipeline_model_parallel_size = plan.layout.vpp
+            config.microbatch_group_size_per_vp_stage = plan.config.parallel.microbatch_group_size_per_vp_stage
 
 
 def _own_config(plan: Plan, chunk: torch.nn.Module) -> ModelParallelConfig:

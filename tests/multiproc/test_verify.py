@@ -29,6 +29,7 @@ def plan_of(ranks: int, *, micro_batch_size: int = own_models.ROWS, **layout) ->
     "layout",
     [
         dict(pp=2),
+        dict(pp=2, vpp=2, schedule="interleaved"),
         dict(pp=2, schedule="zbv"),
         dict(pp=2, schedule="dualpipev"),
     ],
