@@ -42,7 +42,7 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
 def records(folder: Path) -> list[dict]:
     """The journal without its times."""
     read = journal.read(folder / "log.jsonl")
-    timed = ("second", "mfu", "tflops")
+    timed = ("second", "mfu", "tflops", "goodput", "time")
     return [{key: value for key, value in r.items() if not any(word in key for word in timed)} for r in read]
 
 
