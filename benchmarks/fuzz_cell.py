@@ -231,7 +231,7 @@ class _Run:
         total = self._total_weight(step) if cell.told else None
         for start in range(0, len(mine), size):
             batch = self.step.batch_of(mine[start : start + size])
-            self.step.forward_backward(batch, last=start + size == len(mine), total=total)
+            self.step.forward_backward(batch, step=step + 1, last=start + size == len(mine), total=total)
             if cell.evaluate and start == 0:
                 self.step.forward(self.step.batch_of(self.microbatches(STEPS)))
         return self.step.optim_step(step=step + 1)

@@ -71,7 +71,7 @@ def weighed_late() -> tuple[float, float, float, float]:
     run = Run.of(MEANS)
     early, _ = run.watched()
     run = Run.of(MEANS)
-    run.train_step.forward_backward(run.train_step.batch_of(run.microbatches()), last=False)
+    run.train_step.forward_backward(run.train_step.batch_of(run.microbatches()), step=1, last=False)
     late = run.train_step.optim_step(step=1)
     return early.loss, early.norm, late.loss, late.grad_norm
 
