@@ -1,10 +1,10 @@
 """`sync: auto` and `memory_gib` in whole runs: what is chosen is what runs; what cannot fit is refused first."""
 
-import json
 from dataclasses import replace
 
 from megaaccum import config
 from megaaccum.interop.load import load
+from megaaccum.metrics import journal
 from megaaccum.model.layers import choose
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.units import GIB
@@ -28,7 +28,7 @@ def test_auto_streams_where_memory_is_short_and_says_so(tmp_path):
     ended = train(tmp_path, memory_gib=limit, sync="auto", **keys)
     assert ended.code == 0, ended.output
     assert "sync auto: streaming" in ended.output
-    (record,) = [json.loads(text) for text in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (record,) = journal.read(tmp_path / "run" / "log.jsonl")
     assert 0 < record["memory_gradients_whole_bytes"] < record["memory_gradients_shard_bytes"] / 2
 
 

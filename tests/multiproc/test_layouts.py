@@ -24,6 +24,7 @@ def row(world_size: int, layout: str, model: str = "", mode: str = SAME) -> Case
 
 TWELVE = "--global_batch_size 12 "
 BF16 = "--bf16 "
+EXPERTS = "--num_experts 4 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001 --add_bias_linear false "
 ROWS = [
     row(4, "--pp_microbatches 4 "),
     row(4, "--pp_microbatches 2 --grad_accum_steps 2 --sync streaming "),
@@ -38,6 +39,8 @@ ROWS = [
     row(4, "--pp_microbatches 4 --backend fsdp2 ", BF16),
     row(4, "--pp_microbatches 4 --backend megatron ", BF16),
     row(4, PP + "--schedule v-half --pp_microbatches 8 --zero_stage 1 ", BF16),
+    row(4, "--pp_microbatches 4 ", EXPERTS),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
 ]
 
 
