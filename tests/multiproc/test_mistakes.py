@@ -80,14 +80,10 @@ def mean_over_own_tokens() -> Iterator[None]:
 
     from megaaccum.step import loss
 
-    class OwnRankOnly:
-        """torch.distributed as loss.py uses it, with an all-reduce that adds the same count for every rank."""
+    def own(parts, group):
+        return [float(part.sum()) * group.size() for part in parts]
 
-        @staticmethod
-        def all_reduce(tensor, group):
-            tensor.mul_(group.size())
-
-    with patch.object(loss, "dist", OwnRankOnly):
+    with patch.object(loss, "sums_over_ranks", own):
         yield
 
 
@@ -99,18 +95,10 @@ def norm_per_stage() -> Iterator[None]:
 
 
 def _with_norm_over(group: Callable) -> Iterator[None]:
-    import torch.distributed as dist
-
     from megaaccum.step import grad_norm
 
-    class OverGroup:
-        """torch.distributed as grad_norm.py uses it, with another group."""
-
-        @staticmethod
-        def all_reduce(tensor):
-            dist.all_reduce(tensor, group=group())
-
-    with patch.object(grad_norm, "dist", OverGroup):
+    real = grad_norm.sums_over_ranks
+    with patch.object(grad_norm, "sums_over_ranks", lambda parts: real(parts, group())):
         yield
 
 
