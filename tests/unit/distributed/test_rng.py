@@ -27,7 +27,7 @@ class _Group:
 def seeds(mode: str = "sample", *, tp: int = 0, cp: int = 0, dp: tuple[int, int] = (0, 1)) -> rng.SampleSeeds:
     collection = SimpleNamespace(cp=_Group(cp))
     groups = SimpleNamespace(tp=_Group(tp), dp=_Group(*dp), collection=collection)
-    return rng.SampleSeeds(plan(rng=mode), cast(Any, groups), [])
+    return rng.SampleSeeds(plan(world_size=dp[1], rng=mode), cast(Any, groups), [])
 
 
 @pytest.fixture(autouse=True)
