@@ -213,7 +213,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
         with watchdog.step(engine.step + 1):
             result = engine.train_step(microbatches, problem=problem)
         loader.commit(plan.batch.global_batch_size)
-        loop.log_step(log, engine, result)
+        loop.log_step(log, engine, result, plan.batch)
         return of(result)
 
     return step
