@@ -41,7 +41,7 @@ $(TE)/transformer_engine: | setup
 	-@$(INSTALL) --quiet --no-deps --target $(TE) transformer-engine
 
 # The edit loop: every unit test, and one cell of the parity table per backend; in two processes, each reports at its end.
-LONG := tests/unit/data tests/unit/planner tests/unit/schedule
+LONG := tests/unit/planner tests/unit/schedule
 
 quick: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync quick-long quick-rest
