@@ -144,18 +144,20 @@ def a_microbatch_twice(plan: Plan) -> Iterator[None]:
         yield
 
 
+def _unreduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook of torch's DDP that leaves a bucket as this rank has it."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 @mistake(
     "data-parallel ranks keep their own gradients",
     "https://github.com/pytorch/torchtitan/pull/4505",
     base="pipeline", axes="dp",
 )  # fmt: skip
 def ranks_not_reduced(plan: Plan) -> Iterator[None]:
-    def own(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    with replaced(ddp, "allreduce_hook", own):
+    with replaced(ddp, "allreduce_hook", _unreduced):
         yield
 
 
@@ -165,15 +167,7 @@ def ranks_not_reduced(plan: Plan) -> Iterator[None]:
     base="context parallel", axes="cp",
 )  # fmt: skip
 def context_parallel_not_reduced(plan: Plan) -> Iterator[None]:
-
-    def own(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
-        if plan.layout.cp == 1:
-            return allreduce_hook(group, bucket)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    with replaced(ddp, "allreduce_hook", own):
+    with replaced(ddp, "allreduce_hook", allreduce_hook if plan.layout.cp == 1 else _unreduced):
         yield
 
 
