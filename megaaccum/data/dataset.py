@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megaaccum.config.plan import Plan
+from megaaccum.data import fim
 from megaaccum.data.files import disk_errors, locked, staging_folder, with_suffix
 from megaaccum.data.indexed import IndexedPair, check_ids, check_tables, open_pair
 from megaaccum.data.order import Corpus, Order, SampleDataset, Span, extended, spans_after
@@ -111,7 +112,7 @@ class _Request:
             "seq_length": str(self.seq_length),
             "seed": str(self.plan.config.run.seed),
             "masks": ", ".join(self.masks) or "none",
-        }
+        } | ({"fim": str(fim.settings(self.plan.config.data))} if self.plan.config.data.fim_data else {})
 
     def facts(self) -> list[object]:
         """The facts that decide the order of training samples, apart from the contents of the pairs."""
@@ -303,6 +304,7 @@ def _cache_key(request: _Request) -> str:
             status = path.stat()
             files.append((str(path), status.st_size, status.st_mtime_ns))
     facts = [request.facts(), request.valid_samples, files, version("megatron-core"), version("numpy")]
+    facts += ["fim"] if request.plan.config.data.fim_data else []  # Megatron's files have the name of the class in them
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -350,23 +352,28 @@ def _megatron_dataset(
     Left out, because Megatron counts the epochs of a share without tokens for ever, and test is never read.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset
 
     sizes = [num_samples if i == part else 0 for i in range(3)]
     with _no_process_group():
-        config = _megatron_config(request, cache, part, num_samples)
+        kind, config = _megatron_config(request, cache, part, num_samples)
         config.random_seed = config.random_seed if seed is None else seed
-        built: SampleDataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+        built: SampleDataset = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()[part]
         return built
 
 
-def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int) -> Any:
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int) -> tuple[Any, Any]:
+    """Megatron's class of datasets, and its configuration."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     data, sources = request.plan.config.data, request.sources
+    tokenizer = _MegatronTokenizer(request.vocabulary)
+    kind, config_kind, more = GPTDataset, GPTDatasetConfig, {}
+    if data.fim_data:
+        (kind, config_kind), more = fim.dataset_classes(), fim.settings(data)
+        tokenizer._tokenizer = fim.FIMTokenizer(request.plan.config)
     source = (sources.valid if part == _VALID else None) or sources.train
     blend = (source.prefixes, source.weights)
-    config = GPTDatasetConfig(
+    config = config_kind(
         random_seed=request.plan.config.run.seed,
         sequence_length=request.seq_length,
         blend=blend if sources.split else None,
@@ -374,7 +381,7 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
         split=sources.split,
         path_to_cache=str(cache),
         mmap_bin_files=data.mmap_bin_files,
-        tokenizer=_MegatronTokenizer(request.vocabulary),
+        tokenizer=tokenizer,
         # Each part's share is rounded up, so a blend is longer than asked by up to its number of parts; in a small
         # run Megatron's own 0.5 % does not cover what it then draws.
         mid_level_dataset_surplus=0.005 + len(source.prefixes) / num_samples,
@@ -382,14 +389,18 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,  # sequence length squared: the loader has where documents begin
+        **more,
     )
     if sources.split:
         config.split_matrix = [bounds if i == part else None for i, bounds in enumerate(config.split_matrix)]
-    return config
+    return kind, config
 
 
 class _MegatronTokenizer:
     """The three names that GPTDataset reads from a tokenizer. There is no `pad`: samples are never padded."""
+
+    _tokenizer: fim.FIMTokenizer
+    """For fill in the middle."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocab_size = vocabulary.size

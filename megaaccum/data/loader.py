@@ -100,11 +100,11 @@ class MicrobatchLoader:
         self._next = num_microbatches
         return [self._pulled[m] for m in range(num_microbatches)]
 
-    def try_next_step(self, num_microbatches: int) -> tuple[list[Batch], MegaaccumError | None]:
+    def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
         """As `next_step`; what it raises is returned, with no micro-batches, for all ranks to hear of before they
-        begin the step."""
+        begin the step. after: micro-batches of another step that comes before it."""
         try:
-            return self.next_step(num_microbatches), None
+            return self.next_step(after + num_microbatches)[after:], None
         except MegaaccumError as error:
             return [], error
 

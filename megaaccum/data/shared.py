@@ -24,16 +24,16 @@ _DTYPES = {
     "loss_mask": torch.float32,
     "document_starts": torch.bool,
 }
-"""The parts of a micro-batch, in the order in which they are sent."""
+"""The parts of a micro-batch, in the order in which they are sent: wide ones first, so that each is aligned."""
 
 
 class SharedLoader:
     """The micro-batches of a model-parallel group (tp x cp x pp), which see the same sequences.
 
-    The first rank of the group reads. A step's micro-batches go to each stage that reads them, tokens and positions to
-    the first, labels and masks to the last, and there over cp and tp; their counts of tokens go to every rank. Where
-    the group is one rank, nothing is sent. Made and used by all ranks of the group alike: making it and `try_next_step`
-    are collective over it.
+    The first rank of the group reads. Each stage is sent one message a step: counts of tokens, and what the stage
+    reads of the micro-batches, tokens and positions on the first, labels and masks on the last; there it goes over cp
+    and tp. The reader does not wait for it to arrive. Where the group is one rank, nothing is sent. Made and used by
+    all ranks of the group alike: making it and `try_next_step` are collective over it.
     """
 
     def __init__(
@@ -53,33 +53,28 @@ class SharedLoader:
         self._is_alone = groups.pp.size() == groups.tp.size() == groups.collection.cp.size() == 1
         self._loader = open_loader() if groups.pp.rank() == 0 and all(self._in_front) else None
         self._shape, self._has_documents, self._clock = shape, has_documents, clock
-        self._held: list[Batch] | None = None
+        self._held: dict[int, list[Batch]] = {}
+        """Steps that were sent, by the number of micro-batches before them."""
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._reads: list[Any] = [None] * groups.pp.size()
         dist.all_gather_object(self._reads, tuple(reads), group=groups.pp)
         self.read_seconds = 0.0 if self._loader is not None else math.nan
         """Seconds that this rank waited for its own reading of the last step; nan where it is sent micro-batches."""
 
-    def try_next_step(self, num_microbatches: int) -> tuple[list[Batch], MegaaccumError | None]:
+    def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
         """As MicrobatchLoader's: the next step's micro-batches, the same ones until `commit`, or, on the rank that
         reads, why there are none. What a rank's stages do not read is None there."""
-        if self._held is not None and len(self._held) == num_microbatches:
-            return self._held, None
-        mine, problem = self._read(num_microbatches)
-        if self._is_alone or (counts := self._counts(num_microbatches, mine)) is None:
-            return mine, problem
-        parts = [name for name in _DTYPES if name != "document_starts" or self._has_documents]
-        received = {name: self._sent(name, num_microbatches, mine) for name in parts}
-        if self._loader is None:
-            mine = [
-                {name: None if each is None else each[m] for name, each in received.items()} | {"num_tokens": counts[m]}
-                for m in range(num_microbatches)
-            ]
-        self._held = mine
-        return mine, None
+        if len(held := self._held.get(after, [])) == num_microbatches:
+            return held, None
+        mine, problem = self._read(num_microbatches, after)
+        if not self._is_alone:
+            mine = self._held[after] = self._shared(num_microbatches, mine)
+        return mine, problem
 
     def commit(self, num_samples: int) -> None:
-        """Counts `num_samples` sequences over all ranks as consumed."""
-        self._held = None
+        """Counts `num_samples` sequences over all ranks as consumed: those of the next step."""
+        following = self._held.get(len(self._held.get(0, [])))
+        self._held = {} if following is None else {0: following}
         if self._loader is not None:
             self._loader.commit(num_samples)
 
@@ -88,45 +83,65 @@ class SharedLoader:
         if self._loader is not None:
             self._loader.close()
 
-    def _read(self, num_microbatches: int) -> tuple[list[Batch], MegaaccumError | None]:
+    def _read(self, num_microbatches: int, after: int) -> tuple[list[Batch], MegaaccumError | None]:
         if self._loader is None:
             return [], None
         start = self._clock()
-        found = self._loader.try_next_step(num_microbatches)
+        found = self._loader.try_next_step(num_microbatches, after=after)
         self.read_seconds = self._clock() - start
         return found
 
-    def _counts(self, num_microbatches: int, mine: list[Batch]) -> torch.Tensor | None:
-        """Tokens of each micro-batch, on every rank, in host memory; None where the reader has none to give."""
-        head = torch.full((num_microbatches + 1,), -1, dtype=torch.int64)
-        if mine:
-            head[0] = 0
-            head[1:] = torch.stack([_there(each["num_tokens"]) for each in mine])
-        head = head.to(cpu.device())
-        if all(self._in_front) and self._pp.size() > 1:
-            dist.broadcast(head, group=self._pp, group_src=0)
-        head = self._spread(head).cpu()
-        return None if head[0] < 0 else head[1:]
+    def _shared(self, num_microbatches: int, mine: list[Batch]) -> list[Batch]:
+        """A step's micro-batches on this rank, where `mine` are the reader's; none where it has none."""
+        stage = self._pp.rank()
+        if self._loader is not None:
+            self._send(num_microbatches, mine)
+            if any(group.size() > 1 for group in self._across):
+                self._spread(self._packed(stage, num_microbatches, mine))
+            return mine
+        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._parts(stage, num_microbatches).values())
+        message = torch.empty(size, dtype=torch.uint8, device=cpu.device())
+        if stage != 0 and all(self._in_front):
+            dist.recv(message, group=self._pp, group_src=0)
+        return self._unpacked(self._spread(message), num_microbatches)
 
-    def _sent(self, name: str, num_microbatches: int, mine: list[Batch]) -> torch.Tensor | None:
-        """That part of all micro-batches of a step, [micro-batches, sequences, tokens], where this rank's stages read
-        it and it comes from another."""
-        readers = [rank for rank, names in enumerate(self._reads) if name in names]
-        is_reader, stage = self._loader is not None, self._pp.rank()
-        if not (is_reader or stage in readers):
-            return None
-        if is_reader:
-            whole = torch.stack([_there(each[name]) for each in mine]).to(cpu.device(), non_blocking=True)
-            for rank in readers:
-                if rank != stage:
-                    dist.send(whole, group=self._pp, group_dst=rank)
-        else:
-            whole = torch.empty(num_microbatches, *self._shape, dtype=_DTYPES[name], device=cpu.device())
-            if stage != 0 and all(self._in_front):
-                dist.recv(whole, group=self._pp, group_src=0)
-        if stage in readers:
-            whole = self._spread(whole)
-        return whole.cpu() if name == "document_starts" else whole
+    def _send(self, num_microbatches: int, mine: list[Batch]) -> None:
+        """To the first rank of every other stage what it reads. A message is held until it has arrived."""
+        for work, _ in self._sending:
+            work.wait()
+        others = range(1, self._pp.size())
+        messages = {stage: self._packed(stage, num_microbatches, mine) for stage in others}
+        sent = [(dist.isend(each, group=self._pp, group_dst=stage), each) for stage, each in messages.items()]
+        self._sending = [(work, each) for work, each in sent if work is not None]
+
+    def _parts(self, stage: int, num_microbatches: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """(dtype, shape) of what a stage is sent, in its order."""
+        shape = (num_microbatches, *self._shape)
+        reads = {name for name in self._reads[stage] if name != "document_starts" or self._has_documents}
+        named = {name: (dtype, shape) for name, dtype in _DTYPES.items() if name in reads}
+        return {"num_tokens": (torch.int64, (num_microbatches,)), **named}
+
+    def _packed(self, stage: int, num_microbatches: int, mine: list[Batch]) -> torch.Tensor:
+        """The message to a stage: its parts of `mine` as bytes; counts of -1 where there are none."""
+        parts = [
+            torch.stack([_there(each[name]) for each in mine]) if mine else torch.full(shape, -1).to(dtype)
+            for name, (dtype, shape) in self._parts(stage, num_microbatches).items()
+        ]
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).to(cpu.device(), non_blocking=True)
+
+    def _unpacked(self, message: torch.Tensor, num_microbatches: int) -> list[Batch]:
+        """The micro-batches of a message to this rank's stage: what its chunks do not read is None."""
+        parts = self._parts(self._pp.rank(), num_microbatches)
+        pieces = message.split([dtype.itemsize * math.prod(shape) for dtype, shape in parts.values()])
+        whole = {
+            name: piece.view(dtype).view(shape)
+            for (name, (dtype, shape)), piece in zip(parts.items(), pieces, strict=True)
+        }
+        whole |= {name: whole[name].cpu() for name in ("num_tokens", "document_starts") if name in whole}
+        if whole["num_tokens"][0] < 0:
+            return []
+        absent = dict.fromkeys(_DTYPES)
+        return [absent | {name: each[m] for name, each in whole.items()} for m in range(num_microbatches)]
 
     def _spread(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` of the first rank over cp, and of those over tp."""

@@ -190,7 +190,7 @@ def read_run_tokenizer(config: Config, wanted_by: str) -> tokenizers.Tokenizer:
             return read_tokenizer(path)
     raise DataError(
         f"{wanted_by} needs a tokenizer that encodes text, but the data come without one: set tokenizer_model to a"
-        f" Hugging Face tokenizer.json, or {wanted_by} to 0"
+        f" Hugging Face tokenizer.json, or leave {wanted_by} out"
     )
 
 

@@ -91,6 +91,7 @@ def taken(layouts: list[dict], bad: int = -1):
                 more |= {name for name, each in one.items() if each is not None} - {*names, "num_tokens"}
             shared.commit(MICROBATCHES * SIZE * groups.dp.size())
             alone.commit()
+        torch.distributed.barrier()  # a rank that ends takes what it has sent and no other has received with it
         shared.close()
         alone.close()
         is_reader = shared._loader is not None

@@ -61,4 +61,13 @@ def _as_weight(text: str) -> float | None:
         return None
 
 
-RULES: tuple[Rule, ...] = (one_source, split_shares, blends)
+def fill_in_the_middle(subject: Subject) -> Iterator[str]:
+    """Fill in the middle cuts text, and parts of it at a rate of their own."""
+    data = subject.data
+    if data.fim_data and data.mock_data:
+        yield "fim_data cuts text, and mock_data has none: leave one of them out."
+    if data.fim_split_sample is not None and data.fim_fragment_rate is None:
+        yield f"fim_split_sample {data.fim_split_sample} needs the share of parts that are cut: set fim_fragment_rate."
+
+
+RULES: tuple[Rule, ...] = (one_source, split_shares, blends, fill_in_the_middle)
