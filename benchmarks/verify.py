@@ -1,8 +1,9 @@
 """What a verification sees: each documented mistake made on purpose, and healthy layouts that must not alarm.
 
-    python -m benchmarks verify [--mistakes NAME ...] [--healthy N] [--seed S] [--json F]
+    python -m benchmarks verify [--mistakes NAME ...] [--healthy N] [--first I] [--seed S] [--json F] [--page F]
 
-Healthy layouts are those that the fuzz draws (`python -m benchmarks fuzz`), without what happens to their steps.
+Healthy layouts are those that the fuzz draws (`python -m benchmarks fuzz`), without what happens to their steps. What F
+of --json holds of other mistakes, or of healthy layouts, stays, so that slices add up.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import fuzz, fuzz_cell
+from benchmarks.schedules import conditions
 from megaaccum.distributed import preload
+from megaaccum.errors import did_you_mean
 from megaaccum.verification import report
 from megaaccum.verification.case import Case
 from megaaccum.verification.verdict import Verifier
@@ -25,37 +27,102 @@ preload.libraries()  # a mistake of the bank names what it replaces
 from megaaccum.verification import self_test  # noqa: E402
 from megaaccum.verification.bank import BANK  # noqa: E402
 
+PAGE = """\
+# The bank of mistakes
+
+<!-- Written by `python -m benchmarks verify --json docs/benchmarks/verify.json --page` and this path. -->
+
+Mistakes that were reported, or that break what a paper defines, each made on purpose in a small model whose step is
+right without it ([verify](../guides/verify.md)). *Caught*: a number is wrong, without any rank raising. *Localised*:
+the diagnosis names these axes and no others, and the right parameter. The parameters, and what the wrong gradient is of
+the right one, are in [verify.json](../benchmarks/verify.json).
+
+{summary}
+
+| mistake | reported in | needs | outcome | first wrong number |
+| --- | --- | --- | --- | --- |
+{rows}
+"""
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks verify", description=__doc__)
     parser.add_argument("--mistakes", nargs="*", default=None, help="by name; default: all, with none given no mistake")
     parser.add_argument("--healthy", type=int, default=0, help="healthy layouts to draw")
+    parser.add_argument("--first", type=int, default=0, help="index of the first healthy layout")
     parser.add_argument("--seed", type=int, default=0, help="layouts of another seed are others")
     parser.add_argument("--json", type=Path, help="also write the outcome here")
+    parser.add_argument("--page", type=Path, help="write the table of what --json holds here")
     args = parser.parse_args(argv)
-    begun, found = time.monotonic(), []
+    found: list[self_test.Outcome] = []
     names = list(BANK) if args.mistakes is None else args.mistakes
+    for unknown in set(names) - set(BANK):
+        parser.error(f"there is no mistake {unknown!r}{did_you_mean(unknown, BANK)}")
+    figures = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"mistakes": []}
     for outcome in self_test.outcomes(Verifier(), names) if names else ():
         print(outcome.line(), flush=True)
         found.append(outcome)
+        figures = with_outcome(figures, outcome)
+        _write(args.json, figures)
     if names:
         print(self_test.summary(found), flush=True)
-    alarms = healthy(args.seed, args.healthy)
-    if args.json:
-        rows = [
-            {"name": each.mistake.name, "source": each.mistake.source, "outcome": each.word, "axes": each.axes,
-             "parameter": each.parameter, "how": each.how, "seconds": round(each.seconds, 1)}
-            for each in found
-        ]  # fmt: skip
-        written = {"mistakes": rows, "healthy": args.healthy, "alarms": alarms, "seconds": time.monotonic() - begun}
-        args.json.write_text(json.dumps(written, indent=1) + "\n")
+    alarms: list[str] = []
+    if args.healthy:
+        alarms, refused = healthy(args.seed, args.first, args.healthy)
+        of = {"seed": args.seed, "first": args.first, "layouts": args.healthy, "not verified": refused}
+        figures |= {"healthy": of | {"alarms": alarms}}
+        _write(args.json, figures)
+    if args.page:
+        args.page.write_text(page(figures))
     return 1 if alarms or not all(each.caught for each in found) else 0
 
 
-def healthy(seed: int, count: int) -> list[str]:
-    """Verify layouts that are right; returns those that raised an alarm all the same."""
+def with_outcome(figures: dict[str, Any], outcome: self_test.Outcome) -> dict[str, Any]:
+    """With the row of a mistake, in the order of the bank."""
+    mistake = outcome.mistake
+    row = {
+        "name": mistake.name, "text": mistake.text, "source": mistake.source, "case": mistake.base,
+        "outcome": outcome.word, "axes": outcome.axes, "parameter": outcome.parameter, "how": outcome.how,
+        "seconds": round(outcome.seconds, 1), "commit": conditions()["commit"],
+    }  # fmt: skip
+    rows = {each["name"]: each for each in figures["mistakes"]} | {mistake.name: row}
+    return figures | {"conditions": conditions(), "mistakes": [rows[name] for name in BANK if name in rows]}
+
+
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def page(figures: dict[str, Any]) -> str:
+    """The table of the documentation. What a mistake is and where it was reported is as the bank has it now."""
+    rows = [row | {"text": BANK[row["name"]].text, "source": BANK[row["name"]].source} for row in figures["mistakes"]]
+    layouts = figures["healthy"]
+    localised = sum(row["outcome"] == "localised" for row in rows)
+    caught = localised + sum(row["outcome"] == "caught" for row in rows)
+    summary = (
+        f"Of {len(rows)} mistakes that were made (the bank has {len(BANK)}) {caught} are caught and {localised}"
+        f" localised. {layouts['layouts']} healthy layouts, drawn at random, raised {len(layouts['alarms'])} false"
+        f" alarms ({layouts['not verified']} could not be verified)."
+    )
+    lines = [
+        f"| {row['text']} | [{_short(row['source'])}]({row['source']}) | {', '.join(row['axes']) or 'nothing'} |"
+        f" {row['outcome']} | {row['how'].split(';')[0].split(' (')[0]} |"
+        for row in rows
+    ]
+    return PAGE.format(summary=summary, rows="\n".join(lines))
+
+
+def _short(source: str) -> str:
+    """owner/name#number of a GitHub address, else the address without its scheme."""
+    parts = source.removeprefix("https://").split("/")
+    return f"{parts[2]}#{parts[4]}" if parts[0] == "github.com" else parts[-1] if parts[0] == "arxiv.org" else parts[0]
+
+
+def healthy(seed: int, first: int, count: int) -> tuple[list[str], int]:
+    """Verify layouts that are right; returns (those that raised an alarm all the same, how many could not be)."""
     alarms, refused = [], 0
-    for done, index in enumerate(range(count), start=1):
+    for done, index in enumerate(range(first, first + count), start=1):
         case = case_of(seed, index)
         verdict = Verifier().verify(case, [case.lane])
         if verdict.problem:
@@ -67,7 +134,7 @@ def healthy(seed: int, count: int) -> list[str]:
                 print(f"      {row}", flush=True)
         if done % 10 == 0 or done == count:
             print(f"{done} of {count} healthy layouts, {len(alarms)} alarms, {refused} not verified", flush=True)
-    return alarms
+    return alarms, refused
 
 
 def case_of(seed: int, index: int) -> Case:

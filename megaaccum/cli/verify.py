@@ -3,10 +3,11 @@
     megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
 
 One process takes the whole batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
-started on this machine, take the accumulated step; every number of both is compared: loss, weight, each parameter's
-gradient, norm, change of weights, moments, loss scale, router biases. More than 8 ranks or a large model are made
-smaller, with every axis of the layout kept, and the report says so. A step that differs is traced to the axis, the
-parameter and the factor.
+started on this machine, take the accumulated step. Both see the first samples of the data that CONFIG names, else
+made-up tokens. Every number of both is compared: loss, weight, each parameter's gradient, norm, change of weights,
+moments, loss scale, router biases. More than 8 ranks or a large model are made smaller, with every axis of the layout
+kept, and the report says so. A step that differs is traced to the axis, the border of a stage, the parameter and the
+factor.
 
     --layout KEYS     other keys of the layout, as in pp=2,schedule=zbv (any key may also be given as --key value)
     --world-size N    ranks of the real layout; default: the fewest that tp, cp, pp and ep allow, twice for dp
@@ -15,6 +16,8 @@ parameter and the factor.
     --json FILE       write the report as JSON
     --picture FILE    draw each parameter's error (.png)
     --bank            in place of CONFIG: make each documented mistake on purpose and print whether it is caught
+
+Under a launcher (torchrun --nproc-per-node 4 -m megaaccum verify CONFIG) its ranks are those of the layout.
 
 Exit codes: 0 it is the big batch's step, 1 it is not, 2 the configuration is refused, 3 cannot be verified (the reason
 is printed).
@@ -29,6 +32,7 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.cli.arguments import asked, smallest_world, split_command
 from megaaccum.cli.train import take
+from megaaccum.config.load import given
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 
@@ -41,15 +45,19 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
-    from megaaccum.verification import own, report
+    from megaaccum.verification import launched, own, report
 
     if "--bank" in argv:
         return _bank()
     argv, command, jail = split_command(argv)
     rest, options = _options(argv)
+    steps = int(options.get("--steps", 2))
     with asked(*_path(rest), command, jail=jail) as found:
-        shrunk = _case(found.checked(), found.world_size, options)
-    verdict = own.run(shrunk.case, int(options.get("--steps", 2)), own.to_stderr())
+        shrunk = _case(found.checked(), found.world_size, options, steps)
+    progress = own.to_stderr() if launched.is_first() else lambda text: None
+    verdict = own.run(shrunk.case, steps, progress)
+    if not launched.is_first():
+        return verdict.exit_code
     verdict.notes = shrunk.notes + verdict.notes
     print(report.text(verdict))
     for name in ("--json", "--picture"):
@@ -72,7 +80,7 @@ def _bank() -> int:
     return 0 if all(each.caught for each in found) else 1
 
 
-_WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture")
+_WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture", "--local_rank")
 _SWITCHES = ("--shrink", "--whole", "--bank")
 
 
@@ -99,18 +107,26 @@ def _path(rest: list[str]) -> tuple[str | None, list[str]]:
     return (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else (None, rest)
 
 
-def _case(config: configuration.Config, recorded: int | None, options: dict[str, str]) -> Shrunk:
+def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
     """The case of a configuration in its real layout, made smaller where it has to be."""
     from megaaccum.model.param_count import count_parameters
     from megaaccum.verification import shrink
+    from megaaccum.verification.launched import is_first, num_ranks
 
-    world_size = int(options.get("--world-size", 0)) or recorded or _world_size(config)
+    launched = num_ranks()
+    world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))
     plan = configuration.resolve(config, world_size=world_size)
     parameters = count_parameters(plan.config, plan.config.model.vocab_size or 1).total
-    large = world_size > shrink.MOST_RANKS or parameters > shrink.MOST_PARAMETERS
-    if "--whole" in options and world_size > shrink.MOST_RANKS:
+    too_many = world_size > max(shrink.MOST_RANKS, launched)
+    large = too_many or parameters > shrink.MOST_PARAMETERS
+    if "--whole" in options and too_many:
         raise ConfigError(f"--whole: {world_size} ranks do not start on one machine: at most {shrink.MOST_RANKS}")
-    return shrink.settle(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
+    shrunk = shrink.settle(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
+    if not any(given(config, name) for name in ("data_path", "train_data_path", "mock_data")) or not is_first():
+        return shrunk
+    from megaaccum.verification.own_data import with_own_data
+
+    return with_own_data(shrunk, plan, steps)
 
 
 def _world_size(config: configuration.Config) -> int:

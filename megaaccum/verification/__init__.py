@@ -8,7 +8,11 @@
 | `compare` | every number of both, beside what rounding explains |
 | `verdict` | starts the ranks; pass, fail, or why nothing can be verified |
 | `axes`, `relations`, `localise` | where a wrong step goes wrong |
+| `own_data` | the first samples of a configuration's data |
 | `shrink` | a configuration as a case that fits on one machine |
+| `borders` | what crosses the borders of stages |
+| `launched` | ranks that a launcher started |
+| `at_start` | two splits of a run's first step, on its own ranks |
 | `bank` | documented mistakes, to be made on purpose |
 """
 
@@ -36,9 +40,10 @@ def verify(
 ) -> Verdict:
     """Prove that the accumulated step of a model of the user's own is the step of the one big batch.
 
-    Starts the plan's ranks (at most 8) on this machine and one process for the truth, so it is called in a program that
-    no launcher started, under `if __name__ == "__main__":`. `build`, `forward_step_func`, `data` and `optimizer` are
-    functions at the top level of a module, or objects that can be pickled.
+    Starts the plan's ranks (at most 8) on this machine and one process for the truth, under
+    `if __name__ == "__main__":`; in a program that a launcher started (torchrun, deepspeed), its ranks are those of the
+    plan, and each returns the verdict. `build`, `forward_step_func`, `data` and `optimizer` are functions at the top
+    level of a module, or objects that can be pickled.
 
     Args:
         plan: the layout, `Plan.of(..., world_size=ranks)`; its precision is what is verified, beside float64 and FP32.

@@ -99,7 +99,7 @@ def _overflow(case: Case) -> Case | None:
 
 
 def _masks(case: Case) -> Case | None:
-    return replace(case, masks="full") if case.masks == "unequal" and case.own is None else None
+    return replace(case, masks="full") if case.masks != "full" and case.own is None else None
 
 
 def _schedule(case: Case) -> Case | None:

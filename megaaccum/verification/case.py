@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megaaccum.config import Config, Plan, resolve
 from megaaccum.config.keys import all_keys
@@ -21,9 +21,10 @@ _OF_PRECISION = frozenset(
     {
         *("bf16", "fp16", "params_dtype", "grad_accum_dtype", "grad_reduce_dtype", "optimizer_dtype"),
         *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        "cross_entropy_loss_fusion",  # BF16's alone, as a rule says
     }
 )
-_OF_THE_MODEL = frozenset({"seq_length", "micro_batch_size", "loss_norm", "seed", "train_iters", "vocab_size"})
+_OF_THE_MODEL = frozenset({"seq_length", "micro_batch_size", "loss_norm", "seed", "train_iters", "vocab_size", "rng"})
 """Keys of other sections than `model` and `optimizer` that one process has too."""
 _FP64_BACKENDS = ("ddp", "fsdp2")
 
@@ -40,19 +41,30 @@ class OwnModel:
     reports: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Sequences of a configuration's own data, one after the other over all steps. parts: by NAMES, [samples, tokens]
+    tensors."""
+
+    NAMES: ClassVar = ("tokens", "labels", "loss_mask", "position_ids")
+    parts: dict[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, a layout and samples: the subject of one comparison.
 
     keys: of the configuration, flat. megatron: fields of Megatron's model configuration. own: a model of a user's own,
-    in place of the configured GPT. masks: unmasked tokens per sequence differ, or all count. overflow: the (step,
-    micro-batch), from 0, whose gradient is not finite. mistake: a name in the bank, made on every rank."""
+    in place of the configured GPT. samples: of the configuration's own data; None: made up. masks: unmasked tokens per
+    sequence differ (padded: and the model is given the padding mask, without a pipeline), or all count. overflow: the
+    (step, micro-batch), from 0, whose gradient is not finite. mistake: a name in the bank, made on every rank."""
 
     keys: Keys
     world_size: int
     megatron: Keys = field(default_factory=dict)
     own: OwnModel | None = None
-    masks: Literal["unequal", "full"] = "unequal"
+    samples: Samples | None = None
+    masks: Literal["unequal", "padded", "full"] = "unequal"
     overflow: tuple[int, int] | None = None
     mistake: str = ""
 
@@ -62,7 +74,11 @@ class Case:
 
     def one_process(self, lane: Lane) -> Plan:
         """Of the model alone, in one process and in the precision `lane`. Raises ConfigError."""
-        kept = {name: value for name, value in self.keys.items() if _stays_in_one_process(name)}
+        changes = _OF_PRECISION if lane != self.lane else ()
+        kept = {name: each for name, each in self.keys.items() if _stays_in_one_process(name) and name not in changes}
+        if self.own is None:  # a vocabulary is padded to a multiple for each tp rank
+            model, tp = self.plan().config.model, self.keys.get("tensor_model_parallel_size", 1)
+            kept["make_vocab_size_divisible_by"] = model.make_vocab_size_divisible_by * tp
         return self._resolved(kept | precision(lane) | ({"backend": "ddp"} if lane == "fp64" else {}), 1)
 
     def _resolved(self, keys: Keys, world_size: int) -> Plan:

@@ -1,6 +1,7 @@
 """The accumulated step beside one process' step: every number, how far it is away, and how far rounding lets it be.
 
-A bound is not a tolerance that was chosen for the case. In float64 it is 1e-12 of a gradient. In other precisions it
+A bound is not a tolerance that was chosen for the case. In float64 it is 1e-12 of a gradient, or FACTOR times the
+distance of one process' whole batch from the sum of its parts, where the model casts to FP32. In other precisions it
 comes from a measurement and a sum: one process in that precision, on the same batch, is `e` away from float64; adding
 m summands of which the norms are A times as large as the norm of their sum rounds by at most (m - 1) * u * A, with u
 the unit roundoff in which they are added. The bound is FACTOR * e + (m + 8) * u * A.
@@ -126,7 +127,7 @@ class _Measure:
             rank, got = max(values.items(), key=lambda each: _distance(each[1], true))
             slack = 0.0
             if name in ("loss", "norm"):
-                own = 1e-12 if self.lane == "fp64" else 16 * MODEL_UNIT[self.lane]
+                own = max(EXACT, FACTOR * self.like.rounding) if self.lane == "fp64" else 16 * MODEL_UNIT[self.lane]
                 slack = own + FACTOR * _relative(float(like), true)
             bound = 1e-9 if name == "lr" else slack
             yield Row(
@@ -187,7 +188,7 @@ class _Measure:
         amplification = self.like.amplification.get(name, 1.0)
         summed = (self.summands + 8) * UNIT[self.lane] * amplification
         if self.lane == "fp64":
-            exact = max(EXACT, summed)
+            exact = max(EXACT, summed, FACTOR * self.like.rounding)
             if kind == GRADIENT:
                 return exact
             # Adam divides by a root of squares: elements near zero lose digits.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megaaccum.errors import ConfigError
 from megaaccum.testing.ranks import RanksFailed
-from megaaccum.verification import relations
+from megaaccum.verification import borders, relations
 from megaaccum.verification.axes import axes_of
 from megaaccum.verification.case import Case, Lane
 from megaaccum.verification.compare import Comparison, compare
@@ -45,7 +45,8 @@ class Diagnosis:
     lane: the precision in which it was looked for. axes: those that the failure needs; empty where one rank with one
     micro-batch fails. first: the first kind of number that is wrong, in the order of a step. parameter: the first that
     is wrong, in the order of the model. wrong, of: parameters with a wrong gradient (or, where gradients are right,
-    with a wrong update), of all. stages: pipeline ranks that hold wrong ones. relation: what the wrong gradient is of
+    with a wrong update), of all. stages: pipeline ranks that hold wrong ones. border: the first activation or gradient
+    that is wrong at a border of stages, in words. relation: what the wrong gradient is of
     the right one. smallest: keys of the smallest layout that fails."""
 
     lane: Lane
@@ -55,6 +56,7 @@ class Diagnosis:
     wrong: int = 0
     of: int = 0
     stages: list[int] = field(default_factory=list)
+    border: str = ""
     relation: str = ""
     smallest: dict[str, object] = field(default_factory=dict)
     world_size: int = 1
@@ -66,6 +68,7 @@ class Diagnosis:
         if self.parameter:
             stages = f", on pipeline ranks {self.stages}" if len(self.stages) else ""
             lines.append(f"            first wrong parameter: {self.parameter} ({self.wrong} of {self.of}{stages})")
+        lines += [f"            {self.border}"] if self.border else []
         return lines + ([f"            it is: {self.relation}"] if self.relation else [])
 
 
@@ -117,11 +120,12 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
     """Name what the wrong gradients of the first step are of the right ones."""
     truth = verifier.truths(case, ["fp64"], keep_parts=True)["fp64"]
     try:
-        ranks = verifier.observe(case)
+        ranks = verifier.observe(case, at_borders=True)
     except RanksFailed:
         return
     if truth.steps[0].skipped or not found.parameter:
         return
+    found.border = borders.first_wrong(ranks, truth, relations.CLOSE[found.lane])
     plan, lane = case.plan(), found.lane
     true = truth.steps[0].tensors[GRADIENT]
     got, right = relations.gather(ranks, true), relations.laid_out(ranks, true)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,16 +12,22 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
 from megaaccum.engine import initialize
 from megaaccum.model import gpt
+from megaaccum.verification import borders
 from megaaccum.verification import subject as subjects
+from megaaccum.verification.borders import Crossing
 from megaaccum.verification.case import Case
 from megaaccum.verification.records import GRADIENT, MODEL, Observed, Piece, Step
 
 
-def observe(case: Case, steps: int) -> Observed:
-    """Take `steps` steps of a case; collective over the world of its layout."""
+def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
+    """Take `steps` steps of a case, and note (at_borders) what crosses borders of stages in the first; collective over
+    the world of its layout."""
     run = Run(case)
     seen = Observed(torch.distributed.get_rank(), run.place(), run.model())
-    for number in range(steps):
+    watching: AbstractContextManager[list[Crossing]] = run.watching() if at_borders else nullcontext([])
+    with watching as seen.crossings:
+        seen.steps.append(run.take(0))
+    for number in range(1, steps):
         seen.steps.append(run.take(number))
     if case.own is None:
         states = b"".join(bytes(state.tolist()) for _, state in sorted(rng.snapshot().items()))
@@ -51,6 +58,14 @@ class Run:
         """This rank's place in each group."""
         of = self.groups
         return {"tp": of.tp.rank(), "pp": of.pp.rank(), "dp": of.dp.rank(), "cp": of.collection.cp.rank()}
+
+    def watching(self) -> AbstractContextManager[list[Crossing]]:
+        """Notes what crosses borders of stages."""
+
+        def scale() -> float:
+            return self.engine.train_steps.in_loss * self.engine.backend.loss_scale
+
+        return borders.watching(self.plan, self.groups, self.chunks, scale)
 
     def take(self, number: int) -> Step:
         """A step, and all that it changed."""

@@ -17,10 +17,10 @@ def truths(case: Case, lanes: Sequence[Lane], steps: int, keep_parts: bool = Fal
     return [truth_of(case, lane, steps, keep_parts=keep_parts and lane == "fp64") for lane in lanes]
 
 
-def observed(case: Case, steps: int) -> Observed:
+def observed(case: Case, steps: int, at_borders: bool = False) -> Observed:
     """This rank's steps of a layout, with the case's mistake made."""
     from megaaccum.verification import bank
     from megaaccum.verification.observe import observe
 
     with bank.made(case.mistake, case.plan()) if case.mistake else contextlib.nullcontext():
-        return observe(case, steps)
+        return observe(case, steps, at_borders=at_borders)

@@ -10,7 +10,7 @@ from typing import Any
 from megaaccum.config import Plan
 from megaaccum.config.keys import all_keys, value
 from megaaccum.errors import ConfigError
-from megaaccum.verification import localise, report
+from megaaccum.verification import launched, localise, report
 from megaaccum.verification.case import Case, OwnModel
 from megaaccum.verification.shrink import MOST_RANKS
 from megaaccum.verification.verdict import Progress, Verdict, Verifier
@@ -28,16 +28,17 @@ def verify(
     verbose: bool,
 ) -> Verdict:
     """See `megaaccum.verify`."""
-    if plan.layout.world_size > MOST_RANKS:
+    if plan.layout.world_size > MOST_RANKS and launched.num_ranks() == 1:
         raise ConfigError(
             f"the plan has {plan.layout.world_size} ranks, and at most {MOST_RANKS} are started on one machine: give"
             f" verify a"
-            " plan with each axis at 2 (world_size=8 or less)"
+            " plan with each axis at 2 (world_size=8 or less), or start its ranks by torchrun"
         )
     own = OwnModel(
         build=build, forward_step_func=forward_step_func, data=data if callable(data) else list(data),
         optimizer=optimizer, reports=dict(reports or {}),
     )  # fmt: skip
+    verbose = verbose and launched.is_first()
     progress = to_stderr() if verbose else (lambda text: None)
     verdict = run(case_of(plan, own), steps, progress)
     if verbose:
@@ -46,12 +47,17 @@ def verify(
 
 
 def run(case: Case, steps: int, progress: Progress) -> Verdict:
-    """Verify a case, and where it fails look for the place."""
-    verifier = Verifier(steps, progress)
-    verdict = verifier.verify(case)
-    if not verdict.ok and not verdict.problem:
-        verdict.diagnosis = localise.diagnose(verifier, verdict, progress)
-    return verdict
+    """Verify a case, and where it fails look for the place; under a launcher on its ranks, which all get the
+    verdict."""
+
+    def verify(observe: launched.Observe | None = None) -> Verdict:
+        verifier = Verifier(steps, progress, observe)
+        verdict = verifier.verify(case)
+        if not verdict.ok and not verdict.problem:
+            verdict.diagnosis = localise.diagnose(verifier, verdict, progress)
+        return verdict
+
+    return verify() if launched.num_ranks() == 1 else launched.together(case, verify)
 
 
 def case_of(plan: Plan, own: OwnModel) -> Case:

@@ -34,13 +34,12 @@ _LEFT_OUT = frozenset(
     }
 )  # fmt: skip
 _NEED_A_GPU = {
-    "multi_latent_attention": "latent attention", "moe_grouped_gemm": "grouped GEMM",
+    "moe_grouped_gemm": "grouped GEMM",
     "moe_permute_fusion": "fused permutation",
     "moe_router_fusion": "fused routing", "apply_rope_fusion": "fused rotary embeddings",
     "gradient_accumulation_fusion": "fused weight gradients", "cross_entropy_loss_fusion": "fused cross entropy",
     "overlap_moe_expert_parallel_comm": "the overlap of the experts' all-to-all",
 }  # fmt: skip
-_OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 @dataclass(slots=True)
@@ -78,14 +77,9 @@ def _without_kernels(keys: Keys, notes: list[str], on_gpu: bool) -> None:
     """Leave out what this machine's layers cannot do."""
     if on_gpu:
         return
-    if not keys.get("multi_latent_attention"):
-        keys.pop("multi_latent_attention", None)
     for name, words in _NEED_A_GPU.items():
         if keys.pop(name, None):
             notes.append(f"{words} is left out: {name} needs a GPU with Transformer Engine")
-            if name == "multi_latent_attention":
-                for each in _OF_LATENT_ATTENTION:
-                    keys.pop(each, None)
     if keys.get("recompute_granularity") == "selective" and keys.get("recompute_modules"):
         modules = [each for each in keys["recompute_modules"] if each in ("core_attn", "mlp", "moe")]
         if modules != keys["recompute_modules"]:

@@ -45,6 +45,11 @@ class Subject(Protocol):
         """The `count` micro-batches of a step."""
 
 
+def vocab_size_of(case: Case) -> int:
+    """Of a configured GPT."""
+    return int(case.keys.get("vocab_size") or 61)
+
+
 def of(case: Case) -> Subject:
     return _Gpt(case) if case.own is None else _Own(case, case.own)
 
@@ -72,16 +77,19 @@ class _Gpt:
 
     def __init__(self, case: Case):
         self._case = case
-        self.vocab_size = int(case.keys.get("vocab_size") or 61)
+        self.vocab_size = vocab_size_of(case)
 
     def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
-        return list(gpt.build_chunks(plan, groups, vocab_size=self.vocab_size))
+        chunks = gpt.build_chunks(plan, groups, vocab_size=self.vocab_size)
+        for chunk in chunks if self._case.masks == "padded" else ():
+            chunk.register_forward_pre_hook(_give_padding_mask, with_kwargs=True)
+        return list(chunks)
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
         return Spoiled(GptForwardStep(groups, plan.batch.loss_norm))
 
     def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
-        (chunk,) = gpt.build_chunks(plan, groups, vocab_size=self.vocab_size)
+        (chunk,) = self.chunks(plan, groups)
         return chunk
 
     def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
@@ -103,21 +111,39 @@ class _Gpt:
         )  # fmt: skip
 
     def microbatches(self, step: int, count: int) -> list[Any]:
-        made = [self._microbatch(step, index) for index in range(count)]
+        made = [self._microbatch(step, index, step * count + index) for index in range(count)]
         if self._case.overflow is not None and self._case.overflow[0] == step:
             made[self._case.overflow[1]]["overflows"] = torch.ones(())
         return made
 
-    def _microbatch(self, step: int, index: int) -> dict[str, torch.Tensor]:
+    def _microbatch(self, step: int, index: int, place: int) -> dict[str, torch.Tensor]:
+        """place: its number over all steps."""
         rows, seq = int(self._case.keys.get("micro_batch_size", 1)), int(self._case.keys["seq_length"])
         generator = torch.Generator().manual_seed(1000 * step + index)
-        tokens = torch.randint(0, self.vocab_size, (rows, seq + 1), generator=generator)
-        mask = torch.ones(rows, seq)
-        if self._case.masks == "unequal":
-            mask = (torch.arange(seq) < torch.randint(1, seq + 1, (rows, 1), generator=generator)).float()
-        positions = torch.arange(seq).expand(rows, seq)
-        made = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions, "loss_mask": mask}
+        made = self._made_up(rows, seq, generator) if self._case.samples is None else self._read(place, rows)
+        if self._case.masks != "full":
+            lengths = torch.randint(1, seq + 1, (rows, 1), generator=generator)
+            made["loss_mask"] = made["loss_mask"] * (torch.arange(seq) < lengths)
         return {name: each.contiguous() for name, each in made.items()}
+
+    def _made_up(self, rows: int, seq: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, self.vocab_size, (rows, seq + 1), generator=generator)
+        positions = torch.arange(seq).expand(rows, seq)
+        return {
+            "tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions,
+            "loss_mask": torch.ones(rows, seq),
+        }  # fmt: skip
+
+    def _read(self, place: int, rows: int) -> dict[str, torch.Tensor]:
+        """From the data, which begins again where it ends."""
+        assert self._case.samples is not None
+        parts = self._case.samples.parts
+        at = torch.arange(place * rows, (place + 1) * rows) % len(parts["tokens"])
+        return {name: part[at] for name, part in parts.items()}
+
+
+def _give_padding_mask(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"padding_mask": kwargs["loss_mask"] == 0}
 
 
 class Spoiled:

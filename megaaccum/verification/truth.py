@@ -16,15 +16,17 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megaaccum.distributed import groups as process_groups
+from megaaccum.distributed.rng import SampleSeeds
 from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
+from megaaccum.verification import borders
 from megaaccum.verification import subject as subjects
 from megaaccum.verification.case import Case, Lane
 from megaaccum.verification.records import GRADIENT, MODEL, TrueStep, Truth
 
-SAME = {torch.float64: 1e-9, torch.float32: 1e-3}
+SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative distance between the gradient of the whole batch and the sum of those of its parts beyond which samples are
-said to depend on each other."""
+said to depend on each other. A float64 model that casts parameters to FP32 inside rounds by 1e-8."""
 _BYTES_PER_ELEMENT = 8 * 7
 """Parameter, gradient, the step's sum, the weights of before, two moments, and as much again in transit."""
 
@@ -61,6 +63,7 @@ class OneProcess:
         process_groups.destroy()
         built = process_groups.build(self.plan.layout, timeout_minutes=5)
         self.module = self.subject.whole(self.plan, built)
+        self._seeds = SampleSeeds(self.plan, built, [self.module] if case.own is None else [])
         self.named = [(name, param) for name, param in _named(self.module)]
         self.trained = [(name, param) for name, param in self.named if param.requires_grad]
         self.config: Any = getattr(self.module, "config", None)
@@ -70,6 +73,7 @@ class OneProcess:
         self.notes: list[str] = []
         self._scale = _LossScale(layout.config.step) if lane == "fp16" else None
         self._updates = 0
+        self._rounding = 0.0
 
     # --- can anything be verified ---
 
@@ -85,12 +89,23 @@ class OneProcess:
             )
         return self._what_differs_between_two_forwards()
 
+    @contextmanager
+    def _seeded(self, step: int, microbatch: int) -> Iterator[None]:
+        """Around a forward, as the layout seeds it; a model of a user's own draws from what it finds, so that its noise
+        is seen."""
+        if self.case.own is not None:
+            yield
+            return
+        with self._seeds.flush(step):
+            self._seeds.begin_forward(microbatch)
+            yield
+
     def _what_differs_between_two_forwards(self) -> str:
         """The first module, in the order of the calls, whose output differs when the same micro-batch comes again."""
         batch = self.subject.microbatches(0, self.count)[0]
         outputs: list[list[tuple[str, list[torch.Tensor]]]] = []
         for _ in range(2):
-            with torch.no_grad(), _outputs_of(self.module) as seen:
+            with torch.no_grad(), self._seeded(0, 0), _outputs_of(self.module) as seen:
                 self._loss(dict(batch) if isinstance(batch, dict) else batch)
             outputs.append(seen)
         for (name, first), (_, again) in zip(*outputs, strict=False):
@@ -110,7 +125,7 @@ class OneProcess:
         batches = self.subject.microbatches(number, self.count)
         scale = self._scale.scale if self._scale else 1.0
         lr = float(self.adam.param_groups[0]["lr"])
-        grads, loss, total = self._gradient(batches, scale, truth, keep_parts=keep_parts)
+        grads, loss, total = self._gradient(number, batches, scale, truth, keep_parts=keep_parts)
         overflows = self.case.overflow is not None and self.case.overflow[0] == number
         overflows = overflows or any(not bool(grad.isfinite().all()) for grad in grads.values())
         if self._scale:
@@ -123,7 +138,9 @@ class OneProcess:
         clipped = {name: grad * clip for name, grad in grads.items()}
         truth.clip = clip if number == 0 else truth.clip
         self._update(clipped)
-        step = TrueStep(loss, total, norm, lr, scale, False, amplification=self._amplification(grads))
+        step = TrueStep(
+            loss, total, norm, lr, scale, False, amplification=self._amplification(grads), rounding=self._rounding
+        )
         step.tensors = self._state() | {GRADIENT: {name: grad.double() for name, grad in clipped.items()}}
         step.buffers = self._move_biases()
         return step
@@ -132,7 +149,7 @@ class OneProcess:
         return TrueStep(loss, total, float("inf"), lr, scale, True, tensors=self._state(), buffers=self._buffers())
 
     def _gradient(
-        self, batches: list[Any], scale: float, truth: Truth, *, keep_parts: bool
+        self, number: int, batches: list[Any], scale: float, truth: Truth, *, keep_parts: bool
     ) -> tuple[dict[str, torch.Tensor], float, float]:
         """(gradient by name, loss, N). Micro-batch by micro-batch first, which shows what each adds; then, where all
         samples are independent, in one forward of the whole batch, whose gradient it is."""
@@ -145,20 +162,26 @@ class OneProcess:
         self._sizes = {name: 0.0 for name, _ in self.trained}
         grads: dict[str, torch.Tensor] = {}
         loss = 0.0
-        for batch in batches:
-            value, part = self._backward(batch, total, scale, len(batches))
+        for index, batch in enumerate(batches):
+            looked_at = self.module if keep_parts else torch.nn.Identity()
+            of_layers = borders.of_layers(looked_at, scale / self._divisor(total, len(batches)))
+            with self._seeded(number + 1, index), of_layers as layers:
+                value, part = self._backward(batch, total, scale, len(batches))
             loss += value
             for name, grad in part.items():
                 grads[name] = grads[name] + grad if name in grads else grad
                 self._sizes[name] += float(grad.norm())
             if keep_parts:
                 truth.parts.append({name: grad.double() for name, grad in part.items()})
-                truth.weights.append(self._loss(batch)[1])
+                with torch.no_grad():
+                    truth.weights.append(self._loss(batch)[1])
+                truth.layers.append(layers)
         together = subjects.whole_batch(batches) if self._is_sum_over_samples() else None
         if together is None:
             return grads, loss, total
         value, whole = self._backward(together, total, scale, 1)
         truth.whole = True
+        self._note_rounding(grads, whole, truth)
         if problem := self._samples_depend(grads, whole):
             truth.problem = problem
         return whole, value, total
@@ -167,7 +190,22 @@ class OneProcess:
         """Whether the step's gradient is a sum over samples, so that the whole batch can go through at once."""
         if self.plan.batch.loss_norm != "token" and self.case.own is None:
             return False
+        if self.case.own is None and self.plan.config.model.hidden_dropout:
+            return False  # each sample has masks of its own
         return not (getattr(self.config, "num_moe_experts", None) or getattr(self.config, "mtp_num_layers", None))
+
+    def _note_rounding(self, parts: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], truth: Truth) -> None:
+        """How far a model's own rounding takes the sum of the parts from the whole; beside the other gradients where
+        one is tiny. What one step rounds, the next ones begin with."""
+        least = 1e-3 * (sum(float(grad.square().sum()) for grad in whole.values()) / max(len(whole), 1)) ** 0.5
+        errors = {
+            name: float((parts[name] - grad).norm()) / max(float(grad.norm()), least, 1e-300)
+            for name, grad in whole.items()
+        }
+        self._rounding = max(self._rounding, *errors.values())
+        rounded = [name for name, error in errors.items() if error > 1e-10]
+        if self.lane == "fp64" and rounded and not truth.notes:
+            truth.notes.append(f"the model computes in part in FP32, first in {rounded[0]}: float64 is held to that")
 
     def _samples_depend(self, parts: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> str:
         distance = sum(float((parts[name] - whole[name]).double().square().sum()) for name in whole)
@@ -189,7 +227,7 @@ class OneProcess:
         for _, param in self.named:
             param.grad = None
         value, weight = self._loss(batch)
-        divisor = total if self.plan.batch.loss_norm == "token" or self.case.own is not None else float(count)
+        divisor = self._divisor(total, count)
         self._set_side_scales(batch, weight, divisor, scale, count)
         (value / divisor * scale).backward()
         grads = {
@@ -201,6 +239,10 @@ class OneProcess:
         }
         return float(value.detach()) / divisor, grads
 
+    def _divisor(self, total: float, count: int) -> float:
+        """N, or the number of micro-batches."""
+        return total if self.plan.batch.loss_norm == "token" or self.case.own is not None else float(count)
+
     def _set_side_scales(self, batch: Any, weight: float, divisor: float, scale: float, count: int) -> None:
         """Balancing losses are a mean over micro-batches where N is known before the backward, and weighed by all
         tokens / N where not; Megatron multiplies them by the tokens. Prediction layers are sums over tokens, as the
@@ -208,11 +250,12 @@ class OneProcess:
         tokens = batch.get("tokens", batch.get("input_ids")) if isinstance(batch, dict) else None
         rows = tokens.numel() if isinstance(tokens, torch.Tensor) else 1
         known = self.case.own is None or hasattr(self.case.own.forward_step_func, "weights")
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (count * rows) if known else scale / divisor))
+        balance = scale / (count * rows) if known else scale / divisor
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(balance, dtype=torch.float64))
         per_token = divisor
         if self.case.own is None and self.plan.batch.loss_norm != "token":
             per_token = divisor * max(float(batch["loss_mask"].sum()), 1.0)
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale / per_token))
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale / per_token, dtype=torch.float64))
 
     def _loss(self, batch: Any) -> tuple[torch.Tensor, float]:
         return self.subject.loss(self.plan, self.module, batch)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from megaaccum.errors import ConfigError
 from megaaccum.testing.ranks import RanksFailed, run_ranks
 from megaaccum.verification import on_ranks
 from megaaccum.verification.case import Case, Lane
 from megaaccum.verification.compare import Comparison, compare
+from megaaccum.verification.launched import Observe, num_ranks
 from megaaccum.verification.records import Observed, Truth
 
 if TYPE_CHECKING:
@@ -50,10 +52,11 @@ class Verdict:
 
 
 class Verifier:
-    """Starts ranks for cases. Truths are kept, because many layouts have one."""
+    """Starts ranks for cases. Truths are kept, because many layouts have one. launched: observes on ranks that a
+    launcher has started, as many as there are; default: every case's ranks are started here."""
 
-    def __init__(self, steps: int = 2, progress: Progress | None = None):
-        self.steps = steps
+    def __init__(self, steps: int = 2, progress: Progress | None = None, launched: Observe | None = None):
+        self.steps, self._launched = steps, launched
         self._progress = progress or (lambda text: None)
         self._truths: dict[str, Truth] = {}
 
@@ -79,6 +82,9 @@ class Verifier:
             self._progress(f"{case.world_size} ranks, {lane} over {plan.config.sharding.backend}")
             try:
                 ranks = self.observe(case)
+            except ConfigError as error:
+                verdict.problem = str(error)
+                return
             except RanksFailed as error:
                 verdict.problem, verdict.failure = (
                     ("", _short(error)) if not _is_refusal(error) else (_short(error), "")
@@ -87,9 +93,13 @@ class Verifier:
             summands = plan.batch.num_microbatches * plan.layout.dp
             verdict.comparisons.append(compare(lane, ranks, truths["fp64"], truths[lane], summands=summands))
 
-    def observe(self, case: Case) -> list[Observed]:
-        """The steps of a layout on its ranks. Raises RanksFailed."""
-        found: list[Observed] = run_ranks(on_ranks.observed, case.world_size, case, self.steps, timeout=SECONDS)
+    def observe(self, case: Case, *, at_borders: bool = False) -> list[Observed]:
+        """The steps of a layout on its ranks. Raises RanksFailed, or ConfigError where launched ranks refuse it."""
+        if self._launched is not None and case.world_size == num_ranks():
+            return self._launched(case, self.steps, at_borders)
+        found: list[Observed] = run_ranks(
+            on_ranks.observed, case.world_size, case, self.steps, at_borders, timeout=SECONDS
+        )
         return found
 
     def truths(self, case: Case, lanes: Sequence[Lane], *, keep_parts: bool = False) -> dict[Lane, Truth]:
@@ -129,7 +139,18 @@ def _key(case: Case, lane: Lane, steps: int, keep_parts: bool) -> str:
     plan, alone = case.plan(), case.one_process(lane)
     count = plan.batch.num_microbatches * plan.layout.dp
     scale = asdict(plan.config.step) if lane == "fp16" else {}
-    facts: list[Any] = [alone.facts(), count, lane, steps, keep_parts, case.masks, case.overflow, id(case.own), scale]
+    facts: list[Any] = [
+        alone.facts(),
+        count,
+        lane,
+        steps,
+        keep_parts,
+        case.masks,
+        case.overflow,
+        id(case.own),
+        id(case.samples),
+        scale,
+    ]
     return json.dumps(facts, sort_keys=True, default=str)
 
 

@@ -6,13 +6,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import megaaccum
 from megaaccum import Plan, cli
-from megaaccum.verification.verdict import CANNOT, PASSED
-from tests.support import own_models
+from megaaccum.config import resolve
+from megaaccum.verification import borders
+from megaaccum.verification.relations import CLOSE
+from megaaccum.verification.shrink import settle
+from megaaccum.verification.verdict import CANNOT, PASSED, Verifier
+from tests.support import hybrid, own_models, whole_runs
+from tests.support.configs import make
 
 
 def plan_of(ranks: int, *, micro_batch_size: int = own_models.ROWS, **layout) -> Plan:
@@ -50,6 +56,67 @@ def test_a_loss_as_that_of_grpo_on_packed_documents():
         own_models.packed, verbose=False,
     )  # fmt: skip
     assert verdict.ok, verdict
+
+
+SMALL = dict(
+    num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=61, pp_microbatches=8,
+    pipeline_model_parallel_size=2,
+)  # fmt: skip
+
+
+def test_a_hybrid_model_of_megatrons_builder():
+    """Mamba's mixer casts parameters to FP32, also in a float64 model, which holds its float64 to that."""
+    verdict = megaaccum.verify(
+        plan_of(2, pp=2, schedule="dualpipev"), hybrid.stage, hybrid.forward_step, own_models.batches, verbose=False
+    )
+    assert verdict.ok, verdict
+    assert any("the model computes in part in FP32, first in decoder.layers.0.mixer" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2), dict(schedule="zbv")],
+    ids=lambda layout: layout["schedule"],
+)
+def test_experts_with_latent_attention_and_prediction(layout):
+    keys = SMALL | dict(
+        multi_latent_attention=True, position_embedding_type="rope", q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8,
+        qk_pos_emb_head_dim=8, v_head_dim=8, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32,
+        moe_aux_loss_coeff=0.01, mtp_num_layers=1, add_bias_linear=False,
+    )  # fmt: skip
+    config = make(**keys | layout)
+    verdict = Verifier().verify(settle(config, resolve(config, world_size=2), shrink=False).case)
+    assert verdict.ok, verdict
+    assert {"fp64", "fp32"} == {each.lane for each in verdict.comparisons}
+    assert any("kv_up_proj" in row.name for row in verdict.comparisons[0].rows)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mistake", "layout", "words"),
+    [
+        (4, "", dict(sequence_parallel=True, tensor_model_parallel_size=2), "at the borders of stages are right"),
+        (
+            2,
+            "division per stage",
+            dict(grad_accum_steps=2),
+            "in the backward: the gradient of micro-batch 0 that stage 1 sends",
+        ),
+        (
+            2,
+            "activation of another microbatch sent",
+            dict(schedule="zbv"),
+            "in the forward: the activation of micro-batch 1 that stage 1 receives, at the border after decoder.",
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
+    config = make(**SMALL | dict(backend="ddp") | layout)
+    case = settle(config, resolve(config, world_size=ranks), shrink=False).case.in_lane("fp64")
+    verifier = Verifier(steps=1)
+    truth = verifier.truths(case, ["fp64"], keep_parts=True)["fp64"]
+    seen = verifier.observe(replace(case, mistake=mistake), at_borders=True)
+    assert words in borders.first_wrong(seen, truth, CLOSE["fp64"])
 
 
 def test_a_plain_module():
@@ -97,8 +164,10 @@ def test_a_mistake_is_seen_and_found(name, outcomes):
 def test_the_command(tmp_path, capsys):
     report, picture = tmp_path / "report.json", tmp_path / "report.png"
     files = ["--json", str(report), "--picture", str(picture)]
-    assert cli.main(["verify", "configs/tiny_cpu.yaml", "--layout", "schedule=zbv", *files]) == PASSED
+    data = ["--data_path", str(whole_runs.make_data(tmp_path)), "--split", "100,0,0", "--vocab_size", "2000"]
+    assert cli.main(["verify", "configs/tiny_cpu.yaml", "--layout", "schedule=zbv", *files, *data]) == PASSED
     shown = capsys.readouterr()
+    assert "tokens and masks are those of the first " in shown.out
     assert "schedule zbv" in shown.out
     assert "PASS: 2 steps" in shown.out
     assert "verify: " in shown.err

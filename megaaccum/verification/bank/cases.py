@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megaaccum.verification.case import Case, Keys
+from collections.abc import Callable
+from typing import Any
+
+from megaaccum.verification.bank import models
+from megaaccum.verification.case import Case, Keys, OwnModel
 
 _MODEL: Keys = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 61,
@@ -29,11 +33,21 @@ _FP16: Keys = {"fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 1}
 _ZERO3: Keys = {"backend": "deepspeed", "reduce_bucket_size": 5000}
 
 
+_INTERLEAVED: Keys = {"schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}
+_RECOMPUTE: Keys = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_DROPOUT: Keys = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "rng": "sample"}
+
+
 def _case(*keys: Keys, ranks: int = 4, **fields: object) -> Case:
     merged: Keys = {}
     for each in keys:
         merged |= each
     return Case(keys={name: value for name, value in merged.items() if value is not None}, world_size=ranks, **fields)  # type: ignore[arg-type]
+
+
+def _own(build: Callable[[int, int], Any], *keys: Keys, ranks: int = 4) -> Case:
+    own = OwnModel(build=build, forward_step_func=models.forward_step, data=models.batches)
+    return _case(_MODEL, {"lr_decay_style": "constant", "min_lr": 1e-2}, *keys, ranks=ranks, own=own)
 
 
 CASES: dict[str, Case] = {
@@ -48,12 +62,14 @@ CASES: dict[str, Case] = {
     "tensor parallel, norms of queries": _case(_MODEL, _FP64, _TP, {"sequence_parallel": None, "qk_layernorm": True}),
     "zbv": _case(_MODEL, _FP64, _PP, {"schedule": "zbv"}),
     "zbv, tied": _case(_MODEL, _FP64, _PP, _TIED, {"schedule": "zbv"}),
-    "interleaved": _case(_MODEL, _FP64, _PP, {"schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}),
+    "interleaved": _case(_MODEL, _FP64, _PP, _INTERLEAVED),
     "zb-h1": _case(_MODEL, _FP64, _PP, {"schedule": "zb-h1"}),
     "dualpipev": _case(_MODEL, _FP64, _PP, {"schedule": "dualpipev"}),
     "recompute": _case(_MODEL, _FP64, _PP, {"recompute_granularity": "full", "schedule": "zb-h1"}),
+    "recompute, dropout": _case(_MODEL, _FP64, _PP, _RECOMPUTE, _DROPOUT),
     "context parallel": _case(_MODEL, _FP64, _PP, {"context_parallel_size": 2}),
     "experts": _case(_MODEL, _FP64, _PP, _EXPERTS),
+    "experts, padded": _case(_MODEL, _FP64, _SPLIT, _EXPERTS, ranks=2, masks="padded"),
     "experts, z loss": _case(_MODEL, _FP64, _PP, _EXPERTS, _Z),
     "experts, context parallel": _case(_MODEL, _FP64, _PP, _EXPERTS, {"context_parallel_size": 2}),
     "experts, recompute": _case(_MODEL, _FP64, _PP, _EXPERTS, _BIAS, {"recompute_granularity": "full"}),
@@ -64,6 +80,9 @@ CASES: dict[str, Case] = {
     "spread experts, clipped": _case(_MODEL, _SPLIT, _ZERO3, _EXPERTS, _EP, _CLIP),
     "prediction": _case(_MODEL, _FP64, _PP, _PREDICTION),
     "prediction, tensor parallel": _case(_MODEL, _FP64, _TP, _PREDICTION),
+    "prediction, recompute": _case(_MODEL, _FP64, _TP, _PREDICTION, _RECOMPUTE),
+    "own, frozen": _own(models.frozen, _FP64, _PP),
+    "own, quantized": _own(models.quantized, _FP64, _PP, _INTERLEAVED, ranks=2),
     "ZeRO-3": _case(_MODEL, _PP, _ZERO3),
     "ZeRO-3, clipped": _case(_MODEL, _PP, _ZERO3, _CLIP),
     "ZeRO-3, tied": _case(_MODEL, _PP, _ZERO3, _TIED),

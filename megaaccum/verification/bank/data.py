@@ -32,7 +32,7 @@ def ranks_read_the_same(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "every micro-batch of a step is the first one",
-    "https://github.com/k2-fsa/icefall/issues/1616",
+    "https://github.com/baaivision/URSA/issues/10",
     base="pipeline", axes="micro-batches",
 )  # fmt: skip
 def microbatches_are_the_same(plan: Plan) -> Iterator[None]:
@@ -110,7 +110,12 @@ def ranks_start_apart(plan: Plan) -> Iterator[None]:
     base="tensor parallel, gated", axes="tp", parameter=r"decoder\.layers\.0\.mlp\.linear_fc1\.weight",
 )  # fmt: skip
 def gate_cut_as_one(plan: Plan) -> Iterator[None]:
-    with replaced(gpt, "_is_gated", lambda config, name: False):
+    def one_part(full: torch.Tensor, param: Any, groups: Any) -> torch.Tensor:
+        if not gpt.is_sharded_over_tp(param):
+            return full
+        return full.chunk(groups.tp.size(), param.partition_dim)[groups.tp.rank()]
+
+    with replaced(gpt, "_own_part", one_part):
         yield
 
 

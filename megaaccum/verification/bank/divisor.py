@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def _times(factor: float) -> AbstractContextManager[None]:
 
 @mistake(
     "every stage multiplies the gradient of what it returned by 1/GAS, as outputs of DeepSpeed's engine.forward do",
-    "https://github.com/pytorch/torchtitan/issues/1733",
+    "https://github.com/deepspeedai/DeepSpeed/pull/8154",
     base="pipeline", axes="ga",
 )  # fmt: skip
 def division_per_stage(plan: Plan) -> Iterator[None]:
@@ -165,10 +165,10 @@ def mean_of_means(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="dp, unequal weights",
 )  # fmt: skip
 def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
-    def own(weights: list[float], count: int, groups: Any, places: Any = None) -> tuple[float, int]:
-        return sum(weights) * groups.dp.size(), count * groups.dp.size()
+    def own(weights: list[float], count: int, groups: Any, places: Any = None) -> Callable[[], tuple[float, int]]:
+        return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
 
-    with replaced(train_step, "total_weight", own):
+    with replaced(train_step, "post_total_weight", own):
         yield
 
 

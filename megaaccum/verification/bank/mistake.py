@@ -8,7 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from megaaccum import upstream
 from megaaccum.config import Plan
+from megaaccum.sharding.ddp import DdpBackend
+from megaaccum.step.forward_step import ForwardStep
 
 Making = Callable[[Plan], Iterator[None]]
 """A generator that makes the mistake in the layout of a plan, yields once, and takes it back."""
@@ -67,7 +72,8 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside."""
+    """`owner.name`, which exists, is `value` inside."""
+    assert hasattr(owner, name), f"{owner} has no {name}: the mistake replaces nothing"
     had = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -85,3 +91,38 @@ def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None
     original = getattr(owner, name)
     with replaced(owner, name, lambda self, *args, **keys: around(original, self, *args, **keys)):
         yield
+
+
+def forwards(around: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Every forward of a micro-batch is `around(run, chunk, index, count)` inside: `run()` is the forward, `index` the
+    micro-batch's number in its flush of `count`."""
+
+    def called(original: Any, self: ForwardStep, iterator: Any, chunk: Any, **keys: Any) -> Any:
+        index = self._next[self._number[id(chunk)]]
+        return around(lambda: original(self, iterator, chunk, **keys), chunk, index, len(self._batch))
+
+    return wrapped(ForwardStep, "__call__", called)
+
+
+@contextmanager
+def added_by_microbatch() -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Gradients of the current step's micro-batches on this rank, under torch's DDP: a list per parameter, by its
+    id."""
+    added: dict[int, list[torch.Tensor]] = {}
+
+    def note(param: torch.nn.Parameter) -> None:
+        assert param.grad is not None
+        mine = added.setdefault(id(param), [])
+        mine.append(param.grad - sum(mine))
+
+    def watching(original: Any, self: DdpBackend, *args: Any, **keys: Any) -> None:
+        original(self, *args, **keys)
+        for param in (param for ddp in self._ddp for param in ddp.parameters()):
+            upstream.on_gradient(param, note)
+
+    def begin(original: Any, self: DdpBackend) -> None:
+        original(self)
+        added.clear()
+
+    with wrapped(DdpBackend, "__init__", watching), wrapped(DdpBackend, "_begin_accumulation", begin):
+        yield added

@@ -68,7 +68,7 @@ def cut_parameters_counted_on_one_rank(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the norm counts the embedding on the first stage, and its copy on the last",
-    "https://github.com/NVIDIA/Megatron-LM/issues/299",
+    "https://github.com/NVIDIA/Megatron-LM/pull/7227",
     base="pipeline, tied and clipped", axes="pp, tied embedding",
 )  # fmt: skip
 def tied_copy_counted_twice(plan: Plan) -> Iterator[None]:

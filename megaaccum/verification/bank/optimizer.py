@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megaaccum.config import Plan
 from megaaccum.precision.loss_scaler import LossScaler
@@ -16,7 +18,7 @@ from megaaccum.step.recovery import Recovery
 from megaaccum.step.transaction import Transaction
 from megaaccum.training import lr_schedule
 from megaaccum.training.lr_schedule import LrSchedule
-from megaaccum.verification.bank.mistake import FIRST, NORM, mistake, replaced, wrapped
+from megaaccum.verification.bank.mistake import FIRST, NORM, added_by_microbatch, mistake, replaced, wrapped
 
 
 @mistake(
@@ -122,7 +124,7 @@ def rate_moves_on_a_skip(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the loss scale stays where it was after an overflow",
-    "https://github.com/deepspeedai/DeepSpeed/issues/931",
+    "https://arxiv.org/abs/1710.03740",
     base="FP16", axes="loss scale, overflow", parameter="",
 )  # fmt: skip
 def scale_not_halved(plan: Plan) -> Iterator[None]:
@@ -132,7 +134,7 @@ def scale_not_halved(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the loss scale is halved after every step",
-    "https://github.com/deepspeedai/DeepSpeed/issues/697",
+    "https://arxiv.org/abs/1710.03740",
     base="FP16, no overflow", axes="loss scale", parameter="",
 )  # fmt: skip
 def scale_halved_every_step(plan: Plan) -> Iterator[None]:
@@ -143,7 +145,7 @@ def scale_halved_every_step(plan: Plan) -> Iterator[None]:
 @mistake(
     "a gradient that is not finite is set to 0 and the optimizer steps all the same: weights decay",
     "https://github.com/mlnomadpy/flaxchat/issues/6",
-    base="FP16", axes="loss scale, overflow", parameter=FIRST,
+    base="FP16", axes="overflow", parameter=FIRST,
 )  # fmt: skip
 def zeros_instead_of_a_skip(plan: Plan) -> Iterator[None]:
     def step(original: Any, self: Recovery, step: int, attempt: Any, again: Any) -> Any:
@@ -170,6 +172,63 @@ def two_updates(plan: Plan) -> Iterator[None]:
         original(self)
 
     with wrapped(DdpBackend, "step", twice):
+        yield
+
+
+@mistake(
+    "the optimizer steps on each micro-batch's gradient, of whose sum Adam's step, and Muon's, is no sum",
+    "https://github.com/deepspeedai/DeepSpeed/issues/8443",
+    base="pipeline", axes="micro-batches", parameter=FIRST,
+)  # fmt: skip
+def optimizer_by_microbatch(plan: Plan) -> Iterator[None]:
+    def step(original: Any, self: DdpBackend) -> None:
+        for index in range(plan.batch.num_microbatches):
+            for shard in self.shards():
+                shard.grad.copy_(added[id(shard.param)][index].flatten())
+                dist.all_reduce(shard.grad, group=self._groups.dp_cp)
+                shard.grad.div_(self._groups.dp_cp.size())
+            original(self)
+
+    with added_by_microbatch() as added, wrapped(DdpBackend, "step", step):
+        yield
+
+
+@mistake(
+    "what is frozen decays: its gradient is zero in place of none",
+    "https://github.com/huggingface/diffusers/issues/1009",
+    base="own, frozen", axes="weight decay", parameter=r"embedding\.weight",
+)  # fmt: skip
+def frozen_parameter_decays(plan: Plan) -> Iterator[None]:
+    def step(original: Any, self: DdpBackend) -> None:
+        original(self)
+        (group, *_) = self.param_groups
+        for param in (param for chunk in self._chunks for param in chunk.parameters()):
+            if not param.requires_grad:
+                param.data.mul_(1 - group["lr"] * group["weight_decay"])
+
+    with wrapped(DdpBackend, "step", step):
+        yield
+
+
+@mistake(
+    "one pipeline stage does not hear of another's overflow: it steps, and the others skip",
+    "https://github.com/deepspeedai/DeepSpeed/issues/994",
+    base="FP16", axes="pp, loss scale, overflow", parameter=FIRST,
+)  # fmt: skip
+def one_stage_does_not_skip(plan: Plan) -> Iterator[None]:
+    def judge(original: Any, self: Recovery, step: int, attempt: Any, again: Any) -> Any:
+        verdict = original(self, step, attempt, again)
+        return replace(verdict, skip=False) if verdict.overflow and is_first() else verdict
+
+    def update(original: Any, self: DeepSpeedBackend) -> None:
+        for shard in self.shards():
+            shard.grad.nan_to_num_(0.0, 0.0, 0.0)
+        original(self)
+
+    def is_first() -> bool:
+        return plan.layout.pp > 1 and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+
+    with wrapped(Recovery, "judge", judge), wrapped(DeepSpeedBackend, "step", update):
         yield
 
 

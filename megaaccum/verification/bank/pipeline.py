@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
+import torch
+from megatron.core.tensor_parallel import random
 
+from megaaccum import upstream
 from megaaccum.config import Plan
+from megaaccum.distributed.rng import SampleSeeds
+from megaaccum.model import gpt
 from megaaccum.schedule.executor import Flush
 from megaaccum.schedule.wgrad import WeightGrads
 from megaaccum.step import train_step
 from megaaccum.step.microbatches import Microbatches
+from megaaccum.verification.bank import models
 from megaaccum.verification.bank.mistake import mistake, replaced, wrapped
 
 MATRIX = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
@@ -38,21 +43,19 @@ def batched_messages_at_two_stages(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the last stage reads the labels of another micro-batch than the first stage its tokens",
-    "https://github.com/pytorch/pytorch/issues/126600",
+    "https://github.com/deepspeedai/DeepSpeed/issues/5729",
     base="pipeline", axes="pp",
 )  # fmt: skip
 def labels_of_another_microbatch(plan: Plan) -> Iterator[None]:
-    forward = GPTModel.forward
-
     def iterators(original: Any, self: Microbatches, chunks: int) -> list[Any]:
         if plan.layout.pp == 1:
             return original(self, chunks)  # type: ignore[no-any-return]
         data: Any = self.data
         turned = [*data[1:], data[0]]
-        mixed = [each | {name: other[name] for name in ("labels",)} for each, other in zip(data, turned, strict=True)]
+        mixed = [each | {"labels": other["labels"]} for each, other in zip(data, turned, strict=True)]
         return [iter(mixed) for _ in range(chunks)]
 
-    with wrapped(Microbatches, "iterators", iterators), replaced(GPTModel, "forward", forward):
+    with wrapped(Microbatches, "iterators", iterators):
         yield
 
 
@@ -110,8 +113,27 @@ def weight_gradient_of_another_microbatch(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
+    "the weight gradients of a step's last micro-batch come a step late, when its weights are others",
+    "https://arxiv.org/abs/1806.03377",
+    base="zb-h1", axes="schedule, pp", parameter=MATRIX,
+)  # fmt: skip
+def weight_gradient_a_step_late(plan: Plan) -> Iterator[None]:
+    late: dict[int, WeightGrads] = {}
+    last = plan.batch.num_microbatches - 1
+
+    def delayed(original: Any, self: Flush, action: Any) -> None:
+        at = action.chunk, action.microbatch
+        if action.microbatch == last:
+            late[action.chunk], self._owed[at] = self._owed[at], late.get(action.chunk, WeightGrads())
+        original(self, action)
+
+    with wrapped(Flush, "_weight_grad", delayed):
+        yield
+
+
+@mistake(
     "a stage passes the gradient of one micro-batch on twice, and that of the next never",
-    "https://github.com/pytorch/PiPPy/pull/1088",
+    "https://github.com/pytorch/pytorch/issues/139404",
     base="zb-h1", axes="schedule, pp",
 )  # fmt: skip
 def gradient_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:
@@ -148,8 +170,8 @@ def activation_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "what crosses a stage's border is rounded to BF16 in a pipeline of wider numbers",
-    "https://github.com/pytorch/torchtitan/issues/4194",
+    "what was asked to stay wider is cast to BF16 on its way, here where it crosses a stage's border",
+    "https://github.com/NVIDIA/Megatron-LM/pull/3504",
     base="zbv", axes="schedule, pp",
 )  # fmt: skip
 def borders_in_bf16(plan: Plan) -> Iterator[None]:
@@ -157,4 +179,76 @@ def borders_in_bf16(plan: Plan) -> Iterator[None]:
         original(self, kind, stage, microbatch, tensor.bfloat16().to(tensor.dtype), to=to)
 
     with wrapped(Flush, "_pass_on", rounded):
+        yield
+
+
+@mistake(
+    "the second chunk of a V has the layers that it would have in a loop: those of stage pp + rank",
+    "https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/75",
+    base="zbv", axes="schedule, pp",
+)  # fmt: skip
+def another_stage_in_a_v(plan: Plan) -> Iterator[None]:
+    build = gpt._build_chunk
+
+    def numbered(plan: Plan, groups: Any, config: Any, vocab_size: int, chunk: int) -> Any:
+        built = build(plan, groups, config, vocab_size, chunk)
+        if plan.layout.placement == "v" and chunk == 1:
+            each = len(built.decoder.layers)
+            for number, layer in enumerate(built.decoder.layers, start=1):
+                layer.layer_number = (plan.layout.pp + groups.pp.rank()) * each + number
+        return built
+
+    with replaced(gpt, "_build_chunk", numbered):
+        yield
+
+
+@mistake(
+    "activations are recomputed with other dropout: the random state of the first forward is not restored",
+    "https://github.com/allenai/OLMo-core/pull/828",
+    base="recompute, dropout", axes="recompute",
+)  # fmt: skip
+def recomputed_with_other_dropout(plan: Plan) -> Iterator[None]:
+    def seed(original: Any, self: SampleSeeds, layer: str, stream: str) -> None:
+        if not upstream.in_backward():
+            original(self, layer, stream)
+
+    with replaced(random, "_set_all_rng_states", lambda *states: None), wrapped(SampleSeeds, "_seed_at", seed):
+        yield
+
+
+@mistake(
+    "one history of largest values for all chunks of a rank: the forward of one makes an empty row in the others'",
+    "https://github.com/NVIDIA/TransformerEngine/pull/825",
+    base="own, quantized", axes="schedule, pp", parameter=r"embedding\.weight",
+)  # fmt: skip
+def amax_of_a_chunk_lost(plan: Plan) -> Iterator[None]:
+    stages: list[models.Stage] = []
+
+    def built(original: Any, self: models.Stage, *args: Any) -> None:
+        original(self, *args)
+        stages.append(self)
+
+    def end(original: Any, self: models.Stage) -> None:
+        for stage in stages:
+            original(stage)
+
+    with wrapped(models.Stage, "__init__", built), wrapped(models.Stage, "end_forward", end):
+        yield
+
+
+@mistake(
+    "the largest values of an evaluation stay in the history that the next step's scale comes from",
+    "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/fp8_primer.html",
+    base="own, quantized", axes="", parameter=r"embedding\.weight",
+)  # fmt: skip
+def amax_of_an_evaluation_kept(plan: Plan) -> Iterator[None]:
+    def train(original: Any, self: train_step.TrainStep, microbatches: Any, **keys: Any) -> Any:
+        self.evaluate(microbatches)
+        return original(self, microbatches, **keys)
+
+    def end(original: Any, self: models.Stage) -> None:
+        if torch.is_grad_enabled():
+            original(self)
+
+    with wrapped(train_step.TrainStep, "train", train), wrapped(models.Stage, "end_forward", end):
         yield

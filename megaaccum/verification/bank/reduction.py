@@ -13,11 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from megaaccum import upstream
 from megaaccum.config import Plan
 from megaaccum.model import gpt
-from megaaccum.sharding import ddp, deepspeed, reduction
+from megaaccum.sharding import base, ddp, deepspeed, reduction
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
-from megaaccum.step.forward_step import ForwardStep
-from megaaccum.verification.bank.mistake import NORM, mistake, replaced, wrapped
+from megaaccum.verification.bank.mistake import NORM, added_by_microbatch, forwards, mistake, replaced, wrapped
 
 
 @contextmanager
@@ -65,6 +64,16 @@ def running_sum_divided_again(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
+    "the running sum is added to itself in every micro-batch: early ones count 2, 4, 8 times",
+    "https://github.com/NVIDIA/Megatron-LM/issues/6660",
+    base="ZeRO-3", axes="backend",
+)  # fmt: skip
+def running_sum_doubled(plan: Plan) -> Iterator[None]:
+    with _changed_in_every_backward(lambda grad: grad.mul_(2)):
+        yield
+
+
+@mistake(
     "gradients are cleared between the rounds of accumulation",
     "https://github.com/pytorch/torchtitan/pull/3575",
     base="ZeRO-3, rounds", axes="flush, ga, backend",
@@ -93,18 +102,16 @@ def buffer_not_zeroed(plan: Plan) -> Iterator[None]:
         yield
 
 
-def _without_gradient_of(numbers: Any) -> AbstractContextManager[None]:
+def _without_gradient_of(numbers: Callable[[int], set[int]]) -> AbstractContextManager[None]:
     """The gradient of the micro-batches whose index in the flush is in `numbers(count)` is lost; N counts them."""
 
-    def called(original: Any, self: Any, *args: Any, **keys: Any) -> Any:
-        index = self._next[self._number[id(args[1])]]
-        output, loss_func = original(self, *args, **keys)
-        count = len(self._batch)
+    def called(run: Any, chunk: Any, index: int, count: int) -> Any:
+        output, loss_func = run()
         if count > 1 and index in numbers(count) and output.requires_grad:
             output.register_hook(torch.zeros_like)
         return output, loss_func
 
-    return wrapped(ForwardStep, "__call__", called)
+    return forwards(called)
 
 
 @mistake(
@@ -119,28 +126,11 @@ def last_microbatch_left_out(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the stages are initialised again between micro-batches, which drops what was added up: the last one counts",
-    "https://github.com/NVIDIA-NeMo/Automodel/pull/3530",
+    "https://github.com/ServiceNow/Fast-LLM/issues/550",
     base="pipeline", axes="micro-batches",
 )  # fmt: skip
 def only_the_last_microbatch(plan: Plan) -> Iterator[None]:
     with _without_gradient_of(lambda count: set(range(count - 1))):
-        yield
-
-
-@mistake(
-    "the backward of one micro-batch runs twice",
-    "https://github.com/pytorch/pytorch/issues/180952",
-    base="pipeline", axes="micro-batches",
-)  # fmt: skip
-def a_microbatch_twice(plan: Plan) -> Iterator[None]:
-    def called(original: Any, self: Any, *args: Any, **keys: Any) -> Any:
-        index = self._next[self._number[id(args[1])]]
-        output, loss_func = original(self, *args, **keys)
-        if index == 1 and output.requires_grad and args[1].post_process:
-            output.register_hook(lambda grad: grad * 2)
-        return output, loss_func
-
-    with wrapped(ForwardStep, "__call__", called):
         yield
 
 
@@ -153,7 +143,7 @@ def _unreduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futur
 
 @mistake(
     "data-parallel ranks keep their own gradients",
-    "https://github.com/pytorch/torchtitan/pull/4505",
+    "https://github.com/pytorch/pytorch/issues/109191",
     base="pipeline", axes="dp",
 )  # fmt: skip
 def ranks_not_reduced(plan: Plan) -> Iterator[None]:
@@ -172,12 +162,31 @@ def context_parallel_not_reduced(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
+    "the reduction runs before the last micro-batch's gradient is there, which each rank then adds for itself",
+    "https://github.com/deepspeedai/DeepSpeed/pull/7985",
+    base="pipeline", axes="micro-batches, dp",
+)  # fmt: skip
+def accumulated_after_the_reduction(plan: Plan) -> Iterator[None]:
+    def finish(original: Any, self: DdpBackend) -> None:
+        original(self)
+        for shard in self.shards():
+            if len(added[id(shard.param)]) > 1:
+                own = added[id(shard.param)][-1].flatten()
+                mean = own.clone()
+                dist.all_reduce(mean, group=self._groups.dp_cp)
+                shard.grad.add_(own - mean / self._groups.dp_cp.size())
+
+    with added_by_microbatch() as added, wrapped(DdpBackend, "finish_reduction", finish):
+        yield
+
+
+@mistake(
     "embedding and head keep a gradient each",
     "https://github.com/uw-syfi/piper/issues/13",
     base="pipeline, tied", axes="pp, tied embedding",
 )  # fmt: skip
 def tied_copy_not_summed(plan: Plan) -> Iterator[None]:
-    with replaced(ddp, "sum_tied_copies", lambda *_: None):
+    with replaced(base, "sum_tied_copies", lambda *_: None):
         yield
 
 
@@ -203,7 +212,7 @@ def tied_copy_summed_twice(plan: Plan) -> Iterator[None]:
         once(*args)
         once(*args)
 
-    with replaced(ddp, "sum_tied_copies", twice):
+    with replaced(base, "sum_tied_copies", twice):
         yield
 
 
@@ -214,7 +223,7 @@ def tied_copy_summed_twice(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def tied_copy_in_a_v_not_summed(plan: Plan) -> Iterator[None]:
     total = reduction.sum_tied_copies
-    with replaced(ddp, "sum_tied_copies", lambda *args: None if plan.layout.placement == "v" else total(*args)):
+    with replaced(base, "sum_tied_copies", lambda *args: None if plan.layout.placement == "v" else total(*args)):
         yield
 
 
@@ -224,7 +233,7 @@ def tied_copy_in_a_v_not_summed(plan: Plan) -> Iterator[None]:
     base="tensor parallel", axes="sp, tp", parameter=NORM,
 )  # fmt: skip
 def sequence_parallel_norms_not_summed(plan: Plan) -> Iterator[None]:
-    with replaced(ddp, "sum_over_tp", lambda *_: None):
+    with replaced(base, "sum_over_tp", lambda *_: None):
         yield
 
 
@@ -242,7 +251,7 @@ def sequence_parallel_norms_averaged(plan: Plan) -> Iterator[None]:
             if gpt.is_partial_over_tp(shard.name, shard.param):
                 shard.grad.div_(groups.tp.size())
 
-    with replaced(ddp, "sum_over_tp", mean):
+    with replaced(base, "sum_over_tp", mean):
         yield
 
 
@@ -259,7 +268,7 @@ def query_norms_not_summed(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "what is whole on every tp rank is summed over tp all the same",
-    "https://github.com/EleutherAI/gpt-neox/pull/1257",
+    "https://github.com/InternLM/InternEvo/pull/420",
     base="tensor parallel, norms of queries", axes="tp", parameter=NORM,
 )  # fmt: skip
 def whole_norms_summed_over_tp(plan: Plan) -> Iterator[None]:

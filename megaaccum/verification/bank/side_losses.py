@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
+from megaaccum import upstream
 from megaaccum.config import Plan
 from megaaccum.model import router_state
-from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.side_losses import SideLosses
-from megaaccum.verification.bank.mistake import mistake, replaced, wrapped
+from megaaccum.verification.bank.mistake import forwards, mistake, replaced, wrapped
 
 ROUTER = r"decoder\.layers\.0\.mlp\.router\.weight"
 
@@ -71,6 +74,19 @@ def balancing_by_tensor_parallel(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def balancing_scale_not_set(plan: Plan) -> Iterator[None]:
     with replaced(SideLosses, "_balance_scale", lambda self, batch, i: 1.0):
+        yield
+
+
+@mistake(
+    "the router is not given the padding mask, so that padding counts in the balancing loss",
+    "https://github.com/NVIDIA/Megatron-LM/issues/1984",
+    base="experts, padded", axes="unequal weights, aux loss, experts",
+)  # fmt: skip
+def padding_mask_lost(plan: Plan) -> Iterator[None]:
+    def route(original: Any, self: TopKRouter, hidden: torch.Tensor, padding_mask: Any = None) -> Any:
+        return original(self, hidden)
+
+    with wrapped(TopKRouter, "forward", route):
         yield
 
 
@@ -189,7 +205,7 @@ def prediction_divided_by_microbatches(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the prediction layers' loss shrinks with the ranks that share a sequence",
+    "the prediction layers' loss is divided by the ranks of a group that do not cut its tokens (cp there, tp here)",
     "https://github.com/NVIDIA/Megatron-LM/pull/3959",
     base="prediction, tensor parallel", axes="tp, mtp",
 )  # fmt: skip
@@ -214,22 +230,42 @@ def prediction_by_local_tokens(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
+    "the recompute of a prediction layer sums over another group than its first forward: over dp in place of tp",
+    "https://github.com/NVIDIA/Megatron-LM/pull/6760",
+    base="prediction, recompute", axes="recompute, tp, dp, mtp",
+)  # fmt: skip
+def prediction_recomputed_over_the_wrong_group(plan: Plan) -> Iterator[None]:
+    def forward(original: Any, self: Any, *args: Any, **keys: Any) -> Any:
+        cut = [each for each in self.modules() if hasattr(each, "tp_group")]
+        groups = [each.tp_group for each in cut]
+        if upstream.in_backward():
+            for each in cut:
+                each.tp_group = parallel_state.get_data_parallel_group()
+        try:
+            return original(self, *args, **keys)
+        finally:
+            for each, group in zip(cut, groups, strict=True):
+                each.tp_group = group
+
+    with wrapped(MultiTokenPredictionLayer, "_proj_and_transformer_layer", forward):
+        yield
+
+
+@mistake(
     "the tokens that move the bias are those of one micro-batch: the counters are reset between micro-batches",
     "https://github.com/PrimeIntellect-ai/prime-rl/pull/2267",
     base="experts, bias", axes="micro-batches, router bias, experts",
     parameter=r"decoder\.layers\.\d\.mlp\.router\.expert_bias",
 )  # fmt: skip
 def bias_moved_by_one_microbatch(plan: Plan) -> Iterator[None]:
-    def called(original: Any, self: ForwardStep, *args: Any, **keys: Any) -> Any:
-        chunk = args[1]
-        index = self._next[self._number[id(chunk)]]
+    def called(run: Any, chunk: Any, index: int, count: int) -> Any:
         routers = router_state._routers(chunk)
         kept = [router.local_tokens_per_expert.clone() for router in routers]
-        result = original(self, *args, **keys)
+        result = run()
         for router, before in zip(routers, kept, strict=True):
             if index:
                 router.local_tokens_per_expert.copy_(before)
         return result
 
-    with wrapped(ForwardStep, "__call__", called):
+    with forwards(called):
         yield

@@ -1,0 +1,42 @@
+"""Each mistake of the bank replaces what is there; a self-test counts none whose case is wrong without it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from megaaccum.testing import run_ranks
+
+
+def enter_all() -> list[str]:
+    """The names of all mistakes, each made and taken back once."""
+    from megaaccum.verification.bank import BANK, made
+    from megaaccum.verification.bank.cases import CASES
+
+    for name, mistake in BANK.items():
+        with made(name, CASES[mistake.base].plan()):
+            pass
+    return list(BANK)
+
+
+def outcome_in_a_wrong_case() -> tuple[bool, str]:
+    """Of a mistake whose case fails as it is."""
+    from megaaccum.verification import self_test
+    from megaaccum.verification.verdict import Verdict
+
+    class Failing:
+        def verify(self, case: Any, lanes: Any) -> Verdict:
+            return Verdict(case, steps=1, failure="it fails")
+
+    (outcome,) = self_test.outcomes(cast(Any, Failing()), ["norms decay"])
+    return outcome.caught, outcome.how
+
+
+def test_each_can_be_made():
+    (names,) = run_ranks(enter_all, 1, init=False)
+    assert len(names) >= 60
+
+
+def test_none_is_caught_in_a_case_that_is_wrong_without_it():
+    ((caught, how),) = run_ranks(outcome_in_a_wrong_case, 1, init=False)
+    assert not caught
+    assert "fails without the mistake" in how
