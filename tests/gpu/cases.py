@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.errors import ConfigError
 from tests.support import fused_adam, toy
@@ -38,12 +39,12 @@ SIZES = {"0.3B": (24, 1024), "1.2B": (24, 2048), "3B": (32, 2560)}
 
 
 def environment(*, dry: bool) -> Found:
-    """Versions of what is underneath, and names of libraries that megaaccum leans on."""
-    from megaaccum import upstream
+    """Versions of what is underneath, and names of libraries that megaaccum leans on (without those of torch's
+    fully_shard its backend is refused)."""
     from megaaccum.distributed import gpu
 
-    missing = upstream.check()
-    found: Found = {"ok": not missing, "missing": missing, "cuda": torch.version.cuda, "nccl": gpu.describe()}
+    missing, other = upstream.check(), upstream.fsdp2.check()
+    found: Found = {"ok": missing == other, "missing": missing, "cuda": torch.version.cuda, "nccl": gpu.describe()}
     if not dry:
         found |= {"device": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
     return found
@@ -53,12 +54,24 @@ def gradient(*, layout: str = "", model: str = "", lane: str = "fp32", dry: bool
     """A layout's gradient against that of one process in FP32, then three steps of it."""
     model = PLAIN + model
     accumulated = "" if "--pp " in layout else "--grad_accum_steps 2 "
-    rig = Rig.of(Case(dist.get_world_size(), f"--pp_microbatches 8 {accumulated}{layout}", model, lane))
+    case = Case(dist.get_world_size(), f"--pp_microbatches 8 {accumulated}{layout}", model, lane)
+    if "fsdp2" in layout and upstream.fsdp2.check():
+        return _refused(case)
+    rig = Rig.of(case)
     got, _ = rig.watched()
     losses = [rig.train(step).loss for step in range(3)]
     error = total_error([got], reference(model, rig.plan.batch.global_batch_size, "fp32"))
     falls = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
     return {"ok": error < FARTHEST[lane] and falls, "error": error, "losses": losses}
+
+
+def _refused(case: Case) -> Found:
+    """What a torch without the fully_shard that backend fsdp2 drives has to say."""
+    try:
+        Rig.of(case)
+    except ConfigError as error:
+        return {"ok": "needs the fully_shard of torch" in str(error), "refused": str(error)}
+    return {"ok": False}
 
 
 def three_steps(*, model: str, dry: bool) -> Found:
@@ -243,6 +256,8 @@ def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
     """Tokens per second and the share of the GPU's peak; bare: Megatron's schedule over DeepSpeed by hand."""
     from megaaccum.model import flops
 
+    if "fsdp2" in layout and upstream.fsdp2.check():
+        return _refused(Case(1, f"--pp_microbatches 2 {layout}", PLAIN))
     rig, batch = _large(layout, "1.2B", dry=dry)
     step: Callable[[], Any] = partial(rig.train_step.train, batch, step=1)
     if bare:

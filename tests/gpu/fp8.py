@@ -130,7 +130,7 @@ def _case(model: str = "", *, lane: str = "bf16", batch: str = f"--pp_microbatch
 
     world = torch.distributed.get_world_size()
     layout = batch + (" --pp 2" if world % 2 == 0 and "micro_batch_size" not in batch else "")
-    return Case(world, layout, f"{base} {model}", lane)
+    return Case(world, f"{layout} --nonfinite skip", f"{base} {model}", lane)
 
 
 class Run:

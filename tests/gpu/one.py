@@ -1,7 +1,7 @@
 """What one GPU can show, case by case: each in processes of its own with a time limit, one line of JSON per case.
 
     python -m tests.gpu.one env smoke sync adam       # subcommands, or names of cases (--list shows both)
-    python -m tests.gpu.one --dry-run --only smoke    # the same code on a CPU, over gloo, with sizes for a CPU
+    python -m tests.gpu.one --dry-run smoke           # the same code on a CPU, over gloo, with sizes for a CPU
 
 Lines are appended to docs/benchmarks/gpu.jsonl (--out FILE; a dry run writes to gpu_dry.jsonl beside it only if --out
 says so). A case whose last line is of this commit and machine and is ok is not run again (--again runs it). Exit code 1
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing.context
 import os
 import platform
 import subprocess
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> int:
     if args.list:
         print("\n".join(f"{spec.name:<34}{spec.ranks} ranks, {spec.seconds} s" for spec in chosen))
         return 0
+    if args.dry_run:
+        _prepare_forks()
     where = conditions(dry=args.dry_run)
     out = args.out or (None if args.dry_run else OUT)
     done = set() if args.again or out is None else passed(out, where)
@@ -121,7 +124,8 @@ def _reported(spec: Spec, where: dict[str, Any], out: Path | None, *, dry: bool)
 def run(spec: Spec, *, dry: bool) -> dict[str, Any]:
     """What rank 0 of the case returned, or the first that is not ok, or how its processes ended. Ends its own alone."""
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
-        processes = [_start(spec, rank, Path(folder), dry=dry) for rank in range(spec.ranks)]
+        start = _forked if dry else _started
+        processes = [start(spec, rank, Path(folder)) for rank in range(spec.ranks)]
         problem = _wait(processes, spec.seconds * (4 if dry else 1))
         results = [json.loads(each.read_text()) for each in sorted(Path(folder).glob("*.json"))]
         found = next((each for each in results if not each.get("ok")), results[0] if results else {})
@@ -131,22 +135,61 @@ def run(spec: Spec, *, dry: bool) -> dict[str, Any]:
         return found
 
 
-def _start(spec: Spec, rank: int, folder: Path, *, dry: bool) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.gpu.one", "--rank-of", spec.name, "--out", str(folder / f"{rank}.json")]
+def _started(spec: Spec, rank: int, folder: Path) -> subprocess.Popen:
+    """A rank in an interpreter of its own."""
+    env = os.environ | _environment(spec, rank, folder)
     with (folder / f"{rank}.log").open("w") as log:
-        return subprocess.Popen(
-            command + (["--dry-run"] if dry else []),
-            env=os.environ | spec.environment | _environment(spec.ranks, rank, folder, dry=dry),
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        return subprocess.Popen(_command(spec, rank, folder), env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _environment(ranks: int, rank: int, folder: Path, *, dry: bool) -> dict[str, str]:
-    """A launcher's variables, and for several ranks on one GPU those that make each a host of its own to NCCL."""
+def _command(spec: Spec, rank: int, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "tests.gpu.one", "--rank-of", spec.name, "--out", str(folder / f"{rank}.json")]
+
+
+class _Fork(multiprocessing.context.ForkProcess):
+    """A rank of a dry run: a fork of this process, which has imported the libraries once. Has Popen's names."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> int | None:
+        self.join()
+        return self.exitcode
+
+
+def _forked(spec: Spec, rank: int, folder: Path) -> _Fork:
+    sys.stdout.flush()
+    fork = _Fork(target=_in_fork, args=(spec, rank, folder))
+    fork.start()
+    return fork
+
+
+def _in_fork(spec: Spec, rank: int, folder: Path) -> None:
+    import torch
+
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(_environment(spec, rank, folder))
+    torch.set_num_threads(1)
+    _rank(spec.name, dry=True, result=folder / f"{rank}.json")
+
+
+def _prepare_forks() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megaaccum.distributed import preload
+
+    preload.libraries()
+
+
+def _environment(spec: Spec, rank: int, folder: Path) -> dict[str, str]:
+    """A launcher's variables, the case's own, and for several ranks on one GPU those that make each a host to NCCL."""
     common = {
-        "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MEET_AT": f"file://{folder / 'store'}",
+        "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(spec.ranks), "MEET_AT": f"file://{folder / 'store'}",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
     }  # fmt: skip
     hosts = {
@@ -154,10 +197,10 @@ def _environment(ranks: int, rank: int, folder: Path, *, dry: bool) -> dict[str,
         "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0",
         "NCCL_MNNVL_ENABLE": "0",
     }  # fmt: skip
-    return common | ({"CUDA_VISIBLE_DEVICES": ""} if dry else {}) | (hosts if ranks > 1 else {})
+    return common | spec.environment | (hosts if spec.ranks > 1 else {})
 
 
-def _wait(processes: list[subprocess.Popen], seconds: float) -> str:
+def _wait(processes: Sequence[subprocess.Popen | _Fork], seconds: float) -> str:
     """'' once all have ended well, else what went wrong first, with every process ended."""
     end, problem = time.monotonic() + seconds, ""
     while any(each.poll() is None for each in processes) and not problem:

@@ -1,0 +1,22 @@
+"""The page on GPUs claims what the committed results show, and no more."""
+
+from __future__ import annotations
+
+from tests.gpu import page
+
+
+def line(name: str, *, ok: bool) -> dict:
+    return {"case": name, "ok": ok, "machine": "H200", "versions": {"torch": "2.11.0"}}
+
+
+def test_the_page_is_that_of_the_committed_results() -> None:
+    text = page.PAGE.read_text()
+    assert page.written(text, page.last_lines(page.OUT), page.last_lines(page.DRY)) == text
+
+
+def test_what_failed_or_never_ran_is_named() -> None:
+    lines = {name: line(name, ok=name != "lanes") for name in ("adam", "probe", "lanes")}
+    rows = {row.split("|")[1].strip(): row for row in page._table(lines, {}).splitlines()}
+    assert rows["`adam`"] == "| `adam` | 1 | 1 passed (H200, torch 2.11.0) | never run |"
+    assert "1 passed; failed: lanes; " in rows["`twohosts`"]
+    assert rows["`te`"] == "| `te` | 1 | never run | never run |"
