@@ -17,6 +17,7 @@ from megaaccum.schedule.wgrad import defer
 
 if TYPE_CHECKING:
     from benchmarks.schedules import Setup
+    from megaaccum import Engine
 
 SEQ, BATCH, HIDDEN = 4, 1, 16
 Spans = Callable[[], list[tuple[float, float]]]
@@ -80,6 +81,30 @@ def megaaccum(setup: Setup) -> tuple[Callable[[], object], Spans]:
     function = get_forward_backward_func(setup.schedule, own=True)
     run = _megatron_call(function, setup)
     return run, lambda: function.record.spans  # type: ignore[attr-defined]
+
+
+class _Step:
+    """The forward step of an engine: the weight of a micro-batch, 1, is known in advance."""
+
+    def __call__(self, data_iterator, chunk):
+        next(data_iterator)
+        return chunk(), lambda y: (y.sum(), torch.ones(()), {})
+
+    def weights(self, microbatches) -> list[float]:
+        return [1.0] * len(microbatches)
+
+
+def engine(setup: Setup, *, speculative_step: bool) -> Engine:
+    """An engine over the stages of this rank, one pipeline over torch DDP."""
+    from megaaccum import Plan, initialize
+
+    plan = Plan.of(
+        layout=dict(pp=setup.pp, schedule=setup.schedule), sharding=dict(backend="ddp"),
+        batch=dict(micro_batch_size=BATCH, seq_length=SEQ, pp_microbatches=setup.num_microbatches),
+        hidden_size=HIDDEN, step=dict(speculative_step=speculative_step), world_size=setup.pp,
+    )  # fmt: skip
+    chunks = [Stage(seconds) for seconds in setup.chunk_seconds(dist.get_rank())]
+    return initialize(plan, chunks, forward_step_func=_Step(), optimizer=torch.optim.AdamW)
 
 
 def megatron(setup: Setup) -> tuple[Callable[[], object], Spans]:

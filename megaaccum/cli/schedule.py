@@ -14,9 +14,9 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.bound import bound, bound_of_cuts
 from megaaccum.schedule.build import BUILT_IN, build, names
 from megaaccum.schedule.cut import tune_cut
-from megaaccum.schedule.exact import prove
+from megaaccum.schedule.exact import ROUNDING, prove, shortest_period
 from megaaccum.schedule.memory import TINY, Memory
-from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.orders import Problem, justified
 from megaaccum.schedule.profile import Cut, Profile, describe_cut, even_cut, read_profile
 from megaaccum.schedule.render import check_format, draw, text
 from megaaccum.schedule.search import ITERATIONS, Comparison, Found, compare, search_order
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     rows, refused = _rows(args, profile, limit)
     row = rows[0]
     said = list(_about_cuts(rows, profile, args))
-    if args.search or args.exact:
+    if args.search:
         searched, verdict = _search(row, args, limit)
         rows.insert(1, searched)
         said.append(_about(verdict, searched, row))
@@ -160,12 +160,16 @@ def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | Non
 def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Row, Comparison]:
     """The searched order of the row's stages, and how it compares."""
     limit = row.peak if limit is None else limit
+    problem = Problem(
+        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit
+    )
+    start = [row.schedule, _periodic(problem, args.seed)] if args.periodic else [row.schedule]
     found = search_order(
         row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit,
-        start=[row.schedule], iterations=args.iterations, seed=args.seed, name=f"{row.schedule.name}, searched",
+        start=start, iterations=args.iterations, seed=args.seed, name=f"{row.schedule.name}, searched",
     )  # fmt: skip
     if args.exact:
-        found = _proved(found, row, args, limit)
+        found = _proved(found, problem, args.seed)
     searched = replace(
         row, schedule=found.schedule, simulation=simulate(found.schedule, row.costs),
         footprint=validate(found.schedule), peak=max(found.peaks), bound=found.bound,
@@ -176,13 +180,21 @@ def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Ro
     return searched, verdict
 
 
-def _proved(found: Found, row: Row, args: argparse.Namespace, limit: float) -> Found:
-    problem = Problem(
-        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit
-    )
-    exact = prove(problem, found, seed=args.seed)
+def _proved(found: Found, problem: Problem, seed: int) -> Found:
+    exact = prove(problem, found, seed=seed)
     print("proved: no order of these stages is faster" if exact.optimal else "not proved within the solver's budget")
     return exact.found
+
+
+def _periodic(problem: Problem, seed: int) -> Schedule:
+    """The order with the shortest period, unrolled; its period is printed."""
+    found = shortest_period(problem, seed=seed)
+    period, work = found.wave.period, max(problem.work_of_ranks())
+    proof = (
+        "proved: none is" if period <= found.least * (1 + ROUNDING) else f"not proved: one may be {found.least:.6g},"
+    )
+    print(f"period: {period:.6g} per micro-batch, {period / work:.4f} of the busiest rank's work; {proof} shorter")
+    return problem.schedule_of(justified(problem, found.wave.order(problem)), "periodic")
 
 
 def _about(verdict: Comparison, searched: Row, named: Row) -> str:
@@ -266,6 +278,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     orders = parser.add_argument_group("orders")
     orders.add_argument("--search", action="store_true", help="search for a faster order of the same stages")
     orders.add_argument("--exact", action="store_true", help="and improve it until it is proved (needs OR-Tools)")
+    orders.add_argument(
+        "--periodic", action="store_true", help="search from the order with the shortest period too (needs OR-Tools)"
+    )
     orders.add_argument("--iterations", type=int, default=ITERATIONS, metavar="N", help=f"orders tried ({ITERATIONS})")
     orders.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     add("--png", type=Path, metavar="FILE", help="draw timeline and memory (.png, .svg or .pdf)")
@@ -274,6 +289,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
     add("--width", type=int, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
+    args.search = args.search or args.exact or args.periodic
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
     if args.png:

@@ -48,7 +48,7 @@ def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
     return found
 
 
-def seconds(plan: Plan, vocab: int, layers: Layers, hardware: str) -> float:
+def seconds(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> float:
     """Of a step on that entry of the hardware table. The schedule has to be one that the planner knows."""
     forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
     workload = Workload(

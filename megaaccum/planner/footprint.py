@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def moved(
     | ZeRO-1 and -2 | (K-1)/K * (P + 2 G): DeepSpeed all-reduces buckets, of which each rank keeps a part; with
       `reproducible: layout` (K-1)/K * (P + G) |
     | HSDP | as above with S for K, and 2 (R-1)/R * G / S |
-    | torch DDP | 2 (K-1)/K * G |
+    | torch DDP | 2 (K-1)/K * G, in FP32 for 16-bit parameters |
 
     Padding is left out: to a multiple of K per parameter (ZeRO-3), of whole rows (FSDP2), of 64 elements per parameter
     and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
@@ -109,7 +110,7 @@ def moved(
     share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
     p, g = param * elements, grad * elements
     if mode.backend == "ddp":
-        return Moved(0.0, 2 * share * param * elements)
+        return Moved(0.0, 2 * share * max(param, 4.0) * elements)
     if mode.backend == "deepspeed" and mode.zero_stage < 3:
         return Moved(share * p, (1 if sharding.reproducible == "layout" else 2) * share * g)
     replicas = 2 * between * g / inner
@@ -146,16 +147,19 @@ class StateBytes:
     waiting: float = 0.0
     """Of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
     waiting_shard: float = 0.0
-    """Of the shard, for each that waits over the micro-batches of all ranks."""
+    """Of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
     alone: bool = False
     """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 
-    def gradients(self, whole: Any, shard: Any, unit: Any, *, microbatches: Any) -> Any:
+    def gradients(self, whole: Any, shard: Any, unit: Any, *, microbatches: Any, ranks: Any) -> Any:
         """Bytes at the worse of two moments: the last backward, and the optimizer's step. microbatches: of a step, on a
-        rank; those of all ranks reach the shards in as many rounds."""
+        rank; those of all `ranks` reach the shards in as many rounds."""
         backward = self.grad * whole + self.grad_shard * shard + self.unit_grad * unit
-        waiting = partial_sums(microbatches)
-        backward = backward + self.waiting * whole * np.maximum(waiting, 1) + self.waiting_shard * shard * waiting
+        if self.waiting:  # in the end the whole sum, in FP32
+            backward = backward + np.maximum(self.waiting * partial_sums(microbatches), 4.0) * whole
+        if self.waiting_shard:
+            rounds = partial_sums_of_rounds(microbatches, ranks)
+            backward = backward + np.maximum(self.waiting_shard * rounds, 4.0) * shard
         step = self.grad_step * shard
         return backward + (step > backward) * (step - backward)
 
@@ -165,22 +169,53 @@ def partial_sums(leaves: Any) -> Any:
     return np.ceil(np.log2(leaves))
 
 
-def state_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
-    """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests)."""
+@np.vectorize(otypes=[float])
+@cache
+def partial_sums_of_rounds(rounds: int, ranks: int) -> float:
+    """The same where each round brings the next leaf of each rank: the most sums that are there after one, the last
+    included."""
+    left = ranks * np.arange(1, rounds + 1)  # leaves that have come, of those below the node that is looked at
+    size = np.full(rounds, rounds * ranks)
+    count = np.zeros(rounds)
+    while left.any():
+        is_whole, half = left == size, size // 2
+        goes_right = ~is_whole & (left >= half) & (left > 0)
+        count += is_whole | goes_right
+        left = np.where(is_whole, 0, np.where(goes_right, left - half, left))
+        size = np.where(goes_right, size - half, half)
+    return float(count.max())
+
+
+def state_bytes(mode: ShardingMode, sharding: ShardingConfig, *, with_undo: bool = False) -> StateBytes:
+    """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
+    with_undo: and the copy of `speculative_step`."""
     kept = _usual_bytes(mode, sharding)
+    if with_undo:
+        kept = _with_undo(kept, mode, sharding)
     if sharding.reproducible != "layout":
         return kept
     if mode.sync == "streaming":
-        return replace(kept, waiting_shard=4.0)
+        return replace(kept, waiting_shard=BYTES[sharding.grad_reduce_dtype])
     in_place = 0.0 if mode.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
-    return replace(kept, grad=kept.grad - in_place, waiting=4.0)
+    return replace(kept, grad=kept.grad - in_place, waiting=BYTES[sharding.grad_reduce_dtype])
+
+
+def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+    """`kept` with a copy of masters, moments and the gradient that the optimizer reads (`speculative_step`). It lives
+    from the update to the verdict, so beside fewer activations than a step's most."""
+    if mode.backend == "ddp":
+        return replace(kept, optimizer=kept.optimizer + 4 * kept.param)
+    state, grad = BYTES[sharding.optimizer_dtype], BYTES[sharding.grad_accum_dtype]
+    return replace(kept, optimizer_shard=kept.optimizer_shard + 3 * state + grad)
 
 
 def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
     param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
     if mode.backend == "ddp":
-        # Gradients of the parameters' precision, and DDP's buckets of as many bytes; masters are the parameters.
-        return StateBytes(param=param, grad=2 * param, optimizer=2 * param, optimizer_shard=0)
+        # Gradients and DDP's buckets of the masters' precision; masters of their own beside 16-bit parameters.
+        master = max(param, 4.0)
+        held = 2 * master if param == master else 3 * master
+        return StateBytes(param=param, grad=2 * master, optimizer=held, optimizer_shard=0)
     if mode.backend == "megatron":
         main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
         return StateBytes(param=param, grad=main, optimizer_shard=8 if param == 4 else 12)

@@ -189,7 +189,9 @@ class MemoryModel:
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
             totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
-            totals["gradients"] += here * per.gradients(whole, shard, units.grads, microbatches=at.num_microbatches)
+            totals["gradients"] += here * per.gradients(
+                whole, shard, units.grads, microbatches=at.num_microbatches, ranks=at.dp
+            )
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
 

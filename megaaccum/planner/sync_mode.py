@@ -107,6 +107,7 @@ class Forecast:
             usage=self.usage,
             stages=stages_of(self.plan.config),
             in_fp8=in_fp8,
+            with_undo=self.plan.config.step.speculative_step,
         )
 
     def layout(self, mode: ShardingMode) -> Layouts:

@@ -178,10 +178,11 @@ def memory_model(
     usage: Usage | None = None,
     stages: Sequence[Stage] | None = None,
     in_fp8: bool = False,
+    with_undo: bool = False,
 ) -> MemoryModel:
     """Bytes per rank under `modes`, which are of one backend and differ in ZeRO stage and sync. stages:
     those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
-    layers' weights in FP8 too."""
+    layers' weights in FP8 too. with_undo: `speculative_step` keeps a copy of what an update changes."""
     first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
     # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
     bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
@@ -190,7 +191,10 @@ def memory_model(
         vocab_size=vocab_size,
         kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
         usage=usage or Usage(),
-        states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding) for each in modes},
+        states={
+            (each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, with_undo=with_undo)
+            for each in modes
+        },
         buffer_bytes=bucket * reduce,
         bucket_elements=bucket,
         bucket_bytes=reduce,

@@ -21,7 +21,7 @@ from pathlib import Path
 from megaaccum.errors import ScheduleError, did_you_mean, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
 from megaaccum.schedule.controllable import v_half, v_min
-from megaaccum.schedule.table import read_csv
+from megaaccum.schedule.table import parse_csv, read_csv
 from megaaccum.schedule.validate import validate
 
 Table = Sequence[Sequence[Item]]
@@ -47,6 +47,8 @@ class Entry:
 
 
 _REGISTRY: dict[str, Entry] = {}
+_SHARED: dict[str, Schedule] = {}
+"""Tables that a run's ranks have from its first rank, by the paths of their files."""
 
 
 def names() -> list[str]:
@@ -68,8 +70,28 @@ def entry(name: str) -> Entry:
     return _REGISTRY[name]
 
 
+def set_shared_table(path: str, text: str | None) -> None:
+    """Build the schedule of a CSV file from `text` from now on, whatever the file holds; None: from the file, as it is
+    now. Raises ScheduleError where `text` is no table."""
+    _SHARED.pop(path, None)
+    if text is not None:
+        _SHARED[path] = parse_csv(path, text)
+    build.cache_clear()
+
+
+def is_shared(path: str) -> bool:
+    """Whether the ranks have shared the table of this file."""
+    return path in _SHARED
+
+
+def stored_table(path: str) -> Schedule:
+    """The table of a CSV file: what the ranks have shared, else what the file holds now. Raises ScheduleError where it
+    is none."""
+    return _SHARED.get(path) or read_csv(path)
+
+
 def _entry_of_file(path: str) -> Entry:
-    stored = read_csv(path)
+    stored = stored_table(path)
     if stored.placement is None:
         raise ScheduleError(
             f"schedule {path} places stages as {stored.stages}: rank r has to hold stages r, r + pp, ... (as the"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.build import build
 from megaaccum.schedule.executor import Flush, FlushRecord
 from megaaccum.schedule.hooks import Hooks
+from megaaccum.schedule.overlap import warm_up
 from megaaccum.schedule.p2p import Mail, check_queues
 from megaaccum.schedule.passes import Call, FusedPass, forward_then_backward
 from megaaccum.schedule.simulate import BY_MEGATRON, simulate
@@ -65,6 +67,17 @@ def get_forward_backward_func(
     return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace, timeout_minutes=timeout_minutes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenFlush:
+    """A flush that has not ended, and what its end needs."""
+
+    flush: Flush
+    hooks: Hooks
+    call: Call
+    collection: Any
+    force_all_reduce: bool | None
+
+
 class ForwardBackward:
     """Runs flushes of one schedule. Called on every rank of the pipeline with the arguments of Megatron's functions.
 
@@ -89,6 +102,7 @@ class ForwardBackward:
         self._proven: set[int] = set()
         self._installed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.record: FlushRecord | None = None
+        self._open: _OpenFlush | None = None
 
     def __call__(
         self,
@@ -108,12 +122,14 @@ class ForwardBackward:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
         seq_lengths: Sequence[int] | None = None,
+        begin_only: bool = False,
     ) -> list:
         """One flush of num_microbatches micro-batches. Returns, on the rank of the last stage, what loss functions
         report per micro-batch, in order; elsewhere an empty list.
 
         seq_lengths: tokens per sequence of each micro-batch, on every rank of the pipeline, with
-        `variable_seq_lengths`. p2p_communicator is not used: messages go over channels of our own, so that receives can
+        `variable_seq_lengths`. begin_only: make the flush ready and return; `warm_up` and `finish` then run it, or
+        `drain` ends it. p2p_communicator is not used: messages go over channels of our own, so that receives can
         be posted ahead. Over NCCL the first flush makes groups for them and is collective over the world: all pipelines
         begin together. Raises ConfigError before the first message for what cannot be run, FlushError when a rank fails
         on the way.
@@ -153,18 +169,41 @@ class ForwardBackward:
             forward_only=forward_only,
         )
         hooks = Hooks(schedule, rank, config, chunks)
-        flush = Flush(schedule, rank, call, mail, hooks, self._fused)
-        _run(flush, hooks, forward_only=forward_only)
+        assert self._open is None, "a flush that was begun has to end before the next"
+        self._open = _OpenFlush(
+            flush=Flush(schedule, rank, call, mail, hooks, self._fused), hooks=hooks, call=call, collection=collection,
+            force_all_reduce=force_all_reduce,
+        )  # fmt: skip
+        return [] if begin_only else self.finish()
+
+    def warm_up(self) -> None:
+        """Run the forwards of a flush that was begun up to the rank's first backward. Raises FlushError."""
+        assert self._open is not None
+        flush = self._open.flush
+        flush.run(warm_up(flush.schedule)[flush.rank])
+
+    def finish(self) -> list:
+        """Run what is left of a flush that was begun; returns and raises as a call does."""
+        opened, self._open = self._open, None
+        assert opened is not None
+        flush, call = opened.flush, opened.call
+        _run(flush, opened.hooks, forward_only=call.forward_only)
         self.record = flush.record
-        self._flushes += not forward_only
-        if self._trace is not None and self._flushes == 2 and not forward_only:
-            _write_trace(self._trace, flush.record, collection.pp)
-        if not forward_only and config.finalize_model_grads_func is not None:
-            tokens = flush.num_tokens if config.calculate_per_token_loss else None
-            config.finalize_model_grads_func(
-                chunks, tokens, pg_collection=collection, force_all_reduce=force_all_reduce
+        self._flushes += not call.forward_only
+        if self._trace is not None and self._flushes == 2 and not call.forward_only:
+            _write_trace(self._trace, flush.record, opened.collection.pp)
+        if not call.forward_only and call.config.finalize_model_grads_func is not None:
+            tokens = flush.num_tokens if call.config.calculate_per_token_loss else None
+            call.config.finalize_model_grads_func(
+                call.model, tokens, pg_collection=opened.collection, force_all_reduce=opened.force_all_reduce
             )
         return call.reports
+
+    def drain(self) -> None:
+        """End a flush that was begun, on every rank of the pipeline, without a gradient. Raises FlushError."""
+        opened, self._open = self._open, None
+        assert opened is not None
+        opened.flush.drain()
 
     def prepare(self, flush_sizes: Sequence[int], pp: torch.distributed.ProcessGroup, chunks: int) -> None:
         """Build and prove the schedule of every flush that a run takes, before the first. flush_sizes: micro-batches of

@@ -6,8 +6,9 @@ terms this is a `forward_backward_func`; `megaaccum.get_forward_backward_func` g
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +38,7 @@ class FlushRecord:
 
 
 class Flush:
-    """One flush of a schedule on one rank. `run` may be called once."""
+    """One flush of a schedule on one rank, run from its first action to its last."""
 
     def __init__(self, schedule: Schedule, rank: int, call: Call, mail: Mail, hooks: Hooks, fused: FusedPass):
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
@@ -51,15 +52,31 @@ class Flush:
         self._nothing: torch.Tensor | None = None
         self.num_tokens = torch.zeros([], dtype=torch.int, device=cpu.device())
         self.record = FlushRecord(schedule=schedule, rank=rank)
+        self._left = self._items()
 
-    def run(self) -> None:
-        """Do the rank's actions in order. Raises FlushError, from the cause, naming rank, action and micro-batch."""
-        for item in self._items():
+    def run(self, items: int | None = None) -> None:
+        """Do what is left of the rank's actions, in order, or the next `items` of them (a pair counts once). Raises
+        FlushError, from the cause, naming rank, action and micro-batch."""
+        self._each(self._do, items)
+        if items is None:
+            self._end()
+
+    def drain(self) -> None:
+        """Exchange the messages that are left, without content, and compute nothing: the flush counts for nothing.
+        Every rank of the pipeline does so, each from where it is. Raises FlushError."""
+        self._each(self._pass_nothing)
+        self._saved.clear()
+        self._end()
+
+    def _each(self, do: Callable[[Item], None], items: int | None = None) -> None:
+        for item in itertools.islice(self._left, items):
             self._now = item
             try:
-                self._do(item)
+                do(item)
             except Exception as error:
                 raise self._failure(error) from error
+
+    def _end(self) -> None:
         self.mail.finish()
         assert not (self._saved or self._owed or self._passed_on), "a valid schedule leaves nothing open"
 
@@ -173,6 +190,19 @@ class Flush:
         self._hooks.before_weight_grad(action)
         self._owed.pop((action.chunk, action.microbatch)).compute(self._hooks.add_weight_grad)
         self._hooks.after_weight_grad(action)
+
+    def _pass_nothing(self, item: Item) -> None:
+        """Take an action's input and send a tensor of its output's shape."""
+        for kind, chunk, microbatch in item if isinstance(item, Pair) else (item,):
+            if kind == "W":
+                continue
+            message, step = ("F", 1) if kind == "F" else ("B", -1)
+            stage = self._stages[chunk]
+            if 0 <= stage - step <= self._last:
+                self._arrived(message, stage - step, microbatch)
+            if 0 <= stage + step <= self._last:
+                nothing = self.mail.new_buffer((stage, microbatch)).zero_()
+                self._pass_on(message, stage, microbatch, nothing, to=stage + step)
 
     # --- between stages ---
 

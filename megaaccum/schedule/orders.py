@@ -101,6 +101,10 @@ class Problem:
 
     # --- what an order comes to ---
 
+    def work_of_ranks(self) -> list[float]:
+        """Seconds of each rank's passes of one micro-batch."""
+        return [sum(kind[s] for kind in self.durations for s in held) for held in self.stages]
+
     def bound(self) -> Bound:
         """Of all orders of this problem."""
         limits = None if self.limit is None else (self.limit,) * self.pp
@@ -308,7 +312,7 @@ def waves(
     The straighter a micro-batch's way, the less it is held in memory; the longer the period, the fewer there are.
     """
     bound = problem.bound()
-    work = max(sum(kind[s] for kind in problem.durations for s in held) for held in problem.stages)
+    work = max(problem.work_of_ranks())
     done = [at + seconds for at, seconds in zip(bound.back, problem.durations[I], strict=True)]
     for stretch, period, lag in product(stretches, periods, lags):
         yield Wave(

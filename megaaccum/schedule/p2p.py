@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class Mail:
         *,
         forward_only: bool = False,
     ):
-        self._channels, self._new_buffer = channels, new_buffer
+        self._channels, self.new_buffer = channels, new_buffer
         self._rank, self.members = channels.rank, channels.members
         incoming = receives(schedule, self._rank)
         self._due = {at: iter(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
@@ -80,6 +81,7 @@ class Mail:
         self._kept: dict[tuple[Channel, Message], tuple[dist.Work, torch.Tensor]] = {}
         self._outbox = _Outbox(polls=channels.on_nccl)
         self._ahead = AHEAD_ON_NCCL if channels.on_nccl else AHEAD
+        self._stream = torch.cuda.current_stream() if channels.on_nccl else None
         self._closed = set(self._due)
 
     def _open(self, kinds: str) -> None:
@@ -89,11 +91,17 @@ class Mail:
             self._post(channel, self._ahead)
 
     def _post(self, channel: Channel, count: int) -> None:
+        """Post receives in the stream that the flush computes in, where they are used: Megatron's schedule plans send
+        from a stream of their own, whose pool would give a buffer away again while compute reads it."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._receive_ahead(channel, count)
+
+    def _receive_ahead(self, channel: Channel, count: int) -> None:
         source, _, kind = channel
         due: Iterator[Message] = self._due[channel]
         # The range first: at its end zip must not have taken a message already.
         for _, message in zip(range(count), due, strict=False):
-            buffer = self._new_buffer(message)
+            buffer = self.new_buffer(message)
             work = self._channels.receive(buffer, source, kind)
             self._posted[channel].append((message, work, buffer))
 

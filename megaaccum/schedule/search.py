@@ -16,6 +16,7 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import I, Order, Problem, W, Wave, greedy, greedy_keys, justified, waves
 from megaaccum.schedule.refute import refuted_until
+from megaaccum.schedule.relaxation import bound_by_ranks
 from megaaccum.schedule.simulate import BY_MEGATRON, Costs, simulate
 from megaaccum.schedule.validate import validate
 
@@ -78,7 +79,7 @@ def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Foun
     mine, simulated = problem.time(order), simulate(schedule, problem.costs, early_send=True).makespan
     if not math.isclose(mine, simulated, rel_tol=1e-9):
         raise ScheduleError(f"the search timed its order at {mine:.9g}, and the simulator at {simulated:.9g}")
-    bound = refuted_until(problem, simulated)
+    bound = max(refuted_until(problem, simulated), bound_by_ranks(problem, simulated))
     return Found(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
 
 

@@ -40,9 +40,14 @@ def read_csv(path: str | Path) -> Schedule:
     Raises ScheduleError where the file cannot be read as a table of actions, naming row and cell.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        return parse_csv(path, Path(path).read_text())
     except OSError as error:
         raise ScheduleError(f"schedule {path}: the file cannot be read: {error.strerror or error}") from error
+
+
+def parse_csv(path: str | Path, text: str) -> Schedule:
+    """The schedule that `read_csv` finds where the file at `path` holds `text`. Raises ScheduleError."""
+    lines = text.splitlines()
     header = [line for line in lines if line.startswith("#")]
     rows = [_read_row(path, number, line) for number, line in enumerate(_without(lines, header))]
     if not rows or not all(rows):

@@ -53,7 +53,7 @@ def run_yaml(tmp_path: Path) -> str:
         ("--bf16 --backend fsdp2 --grad_reduce_dtype bf16", "added in bf16 and reduced in bf16, optimizer in fp32"),
         ("--bf16 --backend megatron --grad_reduce_dtype bf16", "added in bf16 and reduced in bf16, optimizer in fp32"),
         ("--backend megatron --grad_reduce_dtype bf16", "added in fp32 and reduced in fp32, optimizer in fp32"),
-        ("--bf16 --backend ddp", "added in bf16 and reduced in bf16, optimizer in bf16: torch DDP keeps no FP32"),
+        ("--bf16 --backend ddp", "added in fp32 and reduced in fp32, optimizer in fp32"),
         ("--params_dtype fp64 --backend ddp", "added in fp64 and reduced in fp64, optimizer in fp64\n"),
     ],
 )
@@ -247,3 +247,10 @@ def test_a_static_graph_has_no_warm_up_and_says_so() -> None:
     assert "static_graph: batch_warmup_steps 8 is set to 0." in text
     assert "static_graph: every step has this count and this shape" in text
     assert "Batch warm-up" not in text
+
+
+def test_a_start_that_is_verified_says_what_it_does_not_see(run_yaml: str) -> None:
+    assert "verify_at_start" not in check.run(run_yaml)
+    text = check.run(run_yaml, ["--verify_at_start"])
+    assert "verify_at_start: two more forwards and backwards before the first step" in text
+    assert "is not seen: sums over tp" in text

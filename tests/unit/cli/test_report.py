@@ -116,6 +116,16 @@ def test_two_runs_beside_each_other_after_the_keys_that_differ(tmp_path):
     assert text.count("Plan against measured") == 2
 
 
+def test_two_runs_with_other_micro_batches_are_said_not_to_have_the_same_bits(tmp_path):
+    keys = dict(reproducible="layout", global_batch_size=48, pp_microbatches=None)
+    one = make_run(tmp_path / "one", **keys)
+    two = make_run(tmp_path / "two", micro_batch_size=2, **keys)
+    for other, is_named in ((one, False), (two, True)):
+        assert cli.main(["report", str(one), str(other), "--output", str(tmp_path / "both.html")]) == 0
+        text = Page(tmp_path / "both.html").text
+        assert ("micro_batch_size is 1 and 2: reproducible layout has the same bits" in text) is is_named
+
+
 def test_a_run_that_took_no_step_has_a_page(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "log.jsonl").unlink()

@@ -3,11 +3,14 @@
 import threading
 import time
 import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megaaccum.schedule.p2p import _Outbox
+from megaaccum.schedule.build import build
+from megaaccum.schedule.p2p import Mail, _Outbox
 
 PATIENCE = 20.0
 """Seconds until a test gives up waiting for a thread."""
@@ -72,3 +75,32 @@ def test_a_send_that_fails_is_told(polls):
     work.left.set()
     with pytest.raises(RuntimeError, match="connection closed"):
         outbox.close()
+
+
+def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch):
+    """Also the first ones, which follow a send that Megatron's schedule plans issue in their communication stream."""
+    streams, made = ["compute"], []
+
+    @contextmanager
+    def stream(name: str):
+        streams.append(name)
+        yield
+        streams.pop()
+
+    def new_buffer(message: object) -> torch.Tensor:
+        made.append(streams[-1])
+        return torch.zeros(1)
+
+    def done(*_: object) -> Work:
+        work = Work()
+        work.left.set()
+        return work
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    channels = SimpleNamespace(rank=1, members=[0, 1, 2], on_nccl=True, send=done, receive=done)
+    mail = Mail(build("gpipe", pp=3, num_microbatches=4), channels, new_buffer)  # type: ignore[arg-type]
+    mail.receive(0, "F", (0, 0))
+    with stream("communication"):
+        mail.send(torch.zeros(1), 2, "F")
+    assert made == ["compute"] * 3  # the first activation, the second one ahead, and the first gradient

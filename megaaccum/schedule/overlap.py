@@ -1,0 +1,63 @@
+"""Flushes that follow each other without a barrier: where a rank may begin the next one, and what that gains.
+
+In a schedule whose ranks end one after the other, a rank that is done can begin the next step's forwards while others
+still work (`speculative_step`). Its verdict on the step is there before its first backward: in any pipeline a backward
+comes after a forward of every stage, so after the end of the flush before on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megaaccum.schedule.actions import Action, Item, Pair, Schedule
+from megaaccum.schedule.simulate import Costs, simulate
+
+
+@lru_cache
+def warm_up(schedule: Schedule) -> tuple[int, ...]:
+    """By rank, the number of its first items that are forwards and need nothing but those of other ranks: all ranks can
+    come that far and stop."""
+    counts = [
+        next((n for n, item in enumerate(items) if len(item) == 2 or item.kind != "F"), len(items))
+        for items in schedule.items
+    ]
+    while True:
+        done = {
+            (schedule.stage(rank, item), item.microbatch)
+            for rank, items in enumerate(schedule.items)
+            for item in items[: counts[rank]]
+            if isinstance(item, Action)
+        }
+        shorter = [
+            next((n for n, item in enumerate(items[:count]) if not _is_fed(schedule, rank, item, done)), count)
+            for rank, (items, count) in enumerate(zip(schedule.items, counts, strict=True))
+        ]
+        if shorter == counts:
+            return tuple(counts)
+        counts = shorter
+
+
+def _is_fed(schedule: Schedule, rank: int, item: Item, done: set[tuple[int, int]]) -> bool:
+    """Whether a forward's input is among the forwards that are `done`."""
+    assert isinstance(item, Action)
+    stage = schedule.stage(rank, item)
+    return stage == 0 or (stage - 1, item.microbatch) in done
+
+
+def seconds_without_barrier(schedule: Schedule, costs: Costs) -> float:
+    """Time from one flush to the next where no rank waits for the others' end, in the unit of `costs`."""
+    first, last = (simulate(_repeated(schedule, times), costs).makespan for times in (2, 4))
+    return (last - first) / 2
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    """`times` flushes as one."""
+    m = schedule.num_microbatches
+
+    def shifted(item: Item, by: int) -> Item:
+        if isinstance(item, Pair):
+            return Pair(*(each._replace(microbatch=each.microbatch + by) for each in item))
+        return item._replace(microbatch=item.microbatch + by)
+
+    items = tuple(tuple(shifted(item, n * m) for n in range(times) for item in rank) for rank in schedule.items)
+    return Schedule(name=schedule.name, pp=schedule.pp, num_microbatches=times * m, stages=schedule.stages, items=items)

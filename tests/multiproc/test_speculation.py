@@ -1,0 +1,188 @@
+"""A step that updates before its verdict: weights, moments, counters, scale and random states are to the bit those of
+the steps that wait for it, whether the update is confirmed or taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megaaccum.testing import run_ranks
+from tests.support.faults import differences, state_of
+from tests.support.parity import VOCAB, Case, microbatches
+
+STEPS = 7
+ZBV = (
+    "--pipeline_model_parallel_size 2 --pp_microbatches 4 --schedule zbv --num_layers 4 --hidden_dropout 0.1 "
+    "--lr 1e-2 --clip_grad 8 --nonfinite skip "
+)
+SPECULATIVE = "--speculative_step "
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Multiply by `factor` the gradient of what rank 0's first chunk makes of micro-batch 2 of step `step`: it is that
+    of stage 0 alone, so that the other stages' parts of the norm are those of a good step."""
+
+    step: int
+    factor: float
+
+
+CLIPPED = Poison(6, 1e4)
+POISONS = (Poison(3, float("nan")), CLIPPED)
+
+
+def poisoned(groups: Any, loss_norm: str):
+    """A forward step that spoils the micro-batches that say so."""
+    from megaaccum.model.gpt_forward import GptForwardStep
+
+    class Poisoned(GptForwardStep):
+        def __call__(self, data_iterator, chunk, **more):
+            microbatch = next(data_iterator)
+            output, loss_func = super().__call__(iter([microbatch]), chunk, **more)
+            spoils = "poison" in microbatch and bool(microbatch["loss_mask"].any())  # no stand-in of weight zero
+            if spoils and torch.distributed.get_rank() == 0 and not chunk.post_process:
+                output.register_hook(lambda grad: grad * microbatch["poison"].factor)
+            return output, loss_func
+
+    return Poisoned(groups, loss_norm)
+
+
+@dataclass
+class Run:
+    """Of each step: what it reports, and this rank's state after it; at the end the process' random states. early:
+    steps that ended before their verdict. restored: updates that this rank took back."""
+
+    reports: list[tuple] = field(default_factory=list)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    early: int = 0
+    restored: int = 0
+
+
+def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | None = None) -> Run:
+    """STEPS steps. between: called with (engine, step, the step's micro-batches, those of the next) before each;
+    returns what differs in the arguments of train_step."""
+    from megaaccum.distributed import groups, rng
+    from megaaccum.engine import initialize
+    from megaaccum.model import gpt
+    from megaaccum.model.gpt_forward import REPORTS
+    from megaaccum.step.speculation import Speculation, Undo
+
+    plan = case.plan()
+    groups.destroy()
+    built = groups.build(plan.layout, timeout_minutes=1)
+    torch.manual_seed(7)
+    chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
+    step_func = poisoned(built, plan.batch.loss_norm)
+    engine = initialize(plan, chunks, groups=built, forward_step_func=step_func, reports=REPORTS)
+
+    def batch(step: int) -> list[dict[str, Any]]:
+        found = microbatches(plan, built.dp.rank(), step * plan.batch.global_batch_size)
+        for poison in poisons:
+            if poison.step == step:
+                found[2] = found[2] | {"poison": poison}
+        return found
+
+    seen, following = Run(), batch(1)
+    end, restore = Speculation.end, Undo.restore
+
+    def ended(self, *args, **more):
+        seen.early += 1
+        return end(self, *args, **more)
+
+    def restored(self):
+        seen.restored += 1
+        restore(self)
+
+    with patch.object(Speculation, "end", ended), patch.object(Undo, "restore", restored):
+        for step in range(1, STEPS + 1):
+            now, following = following, batch(step + 1)
+            arguments: dict[str, Any] = {"microbatches": now, "upcoming": following if step < STEPS else None}
+            if between is not None:
+                arguments |= between(engine, step, now, following)
+            result = engine.train_step(**arguments)
+            report = (result.step, result.loss, result.grad_norm, result.skipped, result.loss_scale, result.lr)
+            seen.reports.append((*report, result.num_tokens, result.stop, engine.consumed_samples, str(engine.state())))
+            seen.states.append(state_of(engine.backend))
+    seen.states.append(rng.snapshot())
+    return seen
+
+
+def compared(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | None = None) -> tuple[int, int, bool]:
+    """(steps that ended early, updates that this rank took back, whether step 3 was skipped). Raises AssertionError
+    where a step is another than without `speculative_step`."""
+    plain = run(case, poisons, between)
+    early = run(replace(case, layout=case.layout + SPECULATIVE), poisons, between)
+    for step, (one, other) in enumerate(zip(plain.reports, early.reports, strict=True), 1):
+        assert repr(one) == repr(other), f"step {step}: {one} without, {other} with speculative_step"
+    for step, (one, other) in enumerate(zip(plain.states, early.states, strict=True), 1):
+        assert not differences(one, other), f"step {step}: {differences(one, other)}"
+    assert plain.early == plain.restored == 0
+    return early.early, early.restored, plain.reports[2][3]
+
+
+CASES = [
+    Case(2, ZBV + "--backend ddp"),
+    Case(4, ZBV + "--zero_stage 1", lane="bf16"),
+    Case(
+        4, ZBV + "--zero_stage 2 --initial_loss_scale 1024 --loss_scale_window 2 --skipped_samples retried", lane="fp16"
+    ),
+    Case(4, ZBV + "--zero_stage 3"),
+    Case(4, ZBV + "--zero_stage 3 --rng megatron --nonfinite drop_microbatch", lane="bf16"),
+    Case(4, ZBV + "--backend fsdp2"),
+    Case(4, ZBV + "--backend megatron"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_with_a_value_that_is_not_finite_and_one_that_is_clipped_are_taken_back(case):
+    by_rank = run_ranks(compared, case.world_size, case, POISONS, timeout=120)
+    assert {early for early, _, _ in by_rank} == {4}  # steps 2, 3, 5 and 6: after each that was confirmed
+    assert {restored for _, restored, _ in by_rank} == {2}
+    assert {skipped for _, _, skipped in by_rank} == {"drop_microbatch" not in case.layout}
+
+
+def test_without_clipping_every_step_but_the_first_and_the_last_ends_early():
+    assert run_ranks(compared, 2, CASES[0], (), timeout=90) == [(5, 0, False)] * 2
+
+
+def otherwise(engine, step: int, now: list, following: list) -> dict[str, Any]:
+    """What a loop may do between a step that has begun and its call, and what may become of the next one."""
+    rank = torch.distributed.get_rank()
+    if step == 3:
+        engine.evaluate(now)
+    if step == 4:
+        return {"microbatches": [*now]}
+    if step == 5:
+        return {"upcoming": following[: 4 - rank], "stop": rank == 1}
+    return {}
+
+
+def test_whatever_comes_between_ends_the_step_that_has_begun():
+    """An evaluation, another list, a rank that has too few micro-batches, and one that asks to stop."""
+    assert run_ranks(compared, 2, CASES[0], (), otherwise, timeout=90) == [(5, 0, False)] * 2
+
+
+def mutated(name: str) -> str:
+    """What `compared` says where a rule is broken."""
+    from megaaccum.step.speculation import Speculation
+
+    mistakes = {
+        "the update stays": patch("megaaccum.step.speculation._state", lambda backend: []),
+        "clipping is missed": patch.object(Speculation, "_is_free", lambda self, norm: True),
+    }
+    with mistakes[name]:
+        try:
+            compared(CASES[0], (CLIPPED,))
+        except AssertionError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", ["the update stays", "clipping is missed"])
+def test_a_mistake_is_seen(name):
+    assert {text.split(":")[0] for text in run_ranks(mutated, 2, name, timeout=90)} <= {"step 6", "step 7"}
