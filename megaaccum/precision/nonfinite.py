@@ -72,7 +72,7 @@ class Probe:
 
     def __enter__(self) -> Probe:
         self._inside.enter_context(at_once())
-        for name, param in _whole_parameters(self._chunks):
+        for name, param in whole_parameters(self._chunks):
             if param.requires_grad:
                 # Before the gradient is added to others or handed to a backend, each of which takes it from the param.
                 whose = self._experts_tokens_of if gpt.is_expert(param) else (self._groups.dp.rank(),)
@@ -133,7 +133,7 @@ def _dp_ranks_of_expert_tokens(groups: Groups) -> tuple[int, ...]:
     return tuple(sorted(set(senders)))
 
 
-def _whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) as the backward knows it: fully_shard keeps others, which it puts in place of its shards
     while a unit is gathered. One unit is whole at a time. Collective over the data-parallel ranks, where it gathers."""
     seen: set[int] = set()

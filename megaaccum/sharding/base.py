@@ -135,6 +135,9 @@ class ShardingBackend(Protocol):
     def step(self) -> None:
         """Run the optimizer on the gradients as they are now."""
 
+    def keep_gradients(self) -> Callable[[], None]:
+        """Take a copy of the reduced gradients; what is returned gives it to the optimizer again, also after `step`."""
+
     def discard(self) -> None:
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
 
@@ -171,6 +174,18 @@ class FollowsSplit(Protocol):
 def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
     """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
     return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
+
+
+def kept_gradients(backend: ShardingBackend) -> Callable[[], None]:
+    """`keep_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
+    grads = [shard.grad for shard in backend.shards()]
+    copies = [grad.clone() for grad in grads]
+
+    def give_back() -> None:
+        for grad, copy in zip(grads, copies, strict=True):
+            grad.copy_(copy)
+
+    return give_back
 
 
 class Kept:
@@ -242,6 +257,9 @@ class WholeOnEachRank:
         self._reduce()
         self._kept.add(self)  # type: ignore[arg-type]
         self._begin_accumulation()
+
+    def keep_gradients(self) -> Callable[[], None]:
+        return kept_gradients(self)  # type: ignore[arg-type]
 
     def finish_reduction(self) -> None:
         """Both cut the two copies of a tied embedding alike (Megatron gives it a bucket of its own)."""

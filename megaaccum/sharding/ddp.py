@@ -1,7 +1,8 @@
 """The backend for torch DistributedDataParallel: nothing is sharded, gradients are all-reduced once per step.
 
-It keeps whatever precision the parameters have, float64 included, which makes it the lane in which the mathematics of
-schedule, divisor and sums is checked to 1e-12.
+FP32 and FP64 parameters keep their precision everywhere, which makes it the lane in which the mathematics of schedule,
+divisor and sums is checked to 1e-12. 16-bit ones have FP32 masters: their gradients are handed to these, which DDP
+reduces and the optimizer steps.
 """
 
 from __future__ import annotations
@@ -39,11 +40,19 @@ class DdpBackend(WholeOnEachRank):
         self._chunks = chunks
         self._optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
-        self._ddp = [DistributedDataParallel(c, process_group=groups.dp_cp) for c in chunks if _trainable(c)]
+        self._masters = {id(param): _master(param) for _, param in gpt.named_parameters(chunks) if _is_16_bit(param)}
+        """Of each 16-bit parameter that is trained."""
+        self._parameters = [(name, self._masters.get(id(param), param)) for name, param in gpt.named_parameters(chunks)]
+        self._names = {id(param): name for name, param in self._parameters}
+        for group in optimizer.param_groups:
+            group["params"] = [self._masters.get(id(param), param) for param in group["params"]]
+        owners = [self._owner(chunk) for chunk in chunks if _trainable(chunk)]
+        self._ddp = [DistributedDataParallel(owner, process_group=groups.dp_cp) for owner in owners]
         add_rows = rows_in_order(plan)
         self._reduce_bucket = allreduce_hook if add_rows is None else partial(average_in_order, add_rows)
-        self.sums = MicrobatchSums() if plan.config.sharding.reproducible == "layout" else None
+        self.sums = MicrobatchSums.of(plan)
+        for param in self._compute_params():
+            upstream.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums is not None else ():
             for param in _trainable(ddp):
                 upstream.on_gradient(param, self._on_gradient)
@@ -60,6 +69,23 @@ class DdpBackend(WholeOnEachRank):
             for ddp in self._ddp:
                 for param in _trainable(ddp):
                     param.register_hook(partial(self._before_gradient, ddp, param))
+
+    def _owner(self, chunk: torch.nn.Module) -> torch.nn.Module:
+        """The module whose parameters DDP reduces: the chunk itself, or one of its masters and what has none."""
+        if not self._masters:
+            return chunk
+        return torch.nn.ParameterList([self._masters.get(id(param), param) for param in _trainable(chunk)])
+
+    def _compute_params(self) -> list[torch.nn.Parameter]:
+        """The 16-bit parameters that have masters, in the order of these."""
+        return [param for _, param in gpt.named_parameters(self._chunks) if id(param) in self._masters]
+
+    def _hand_to_master(self, param: torch.nn.Parameter) -> None:
+        """Add a micro-batch's gradient to the master's in FP32, as a backward of its own: DDP's reducer (torch 2.13)
+        refuses gradients of another precision than the parameter's, so it is given the masters."""
+        assert param.grad is not None
+        grad, param.grad = param.grad, None
+        upstream.add_by_autograd(self._masters[id(param)], grad.float())
 
     @contextmanager
     def no_sync_func(self):
@@ -90,7 +116,7 @@ class DdpBackend(WholeOnEachRank):
         Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
         reducer takes one gradient per parameter once it expects any. So it is given them at the end, as zeros to add.
         """
-        mine = {id(param) for param in params}
+        mine = {id(self._masters.get(id(param), param)) for param in params}
         for ddp in self._ddp if self._last_flush else ():
             if any(id(param) in mine for param in ddp.parameters()):
                 self._give_zeros(ddp)
@@ -141,7 +167,7 @@ class DdpBackend(WholeOnEachRank):
 
     def shards(self) -> Iterator[GradShard]:
         """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""
-        for name, param in gpt.named_parameters(self._chunks):
+        for name, param in self._parameters:
             if not param.requires_grad:
                 continue
             assert param.grad is not None, f"{name} has no gradient"
@@ -149,33 +175,53 @@ class DdpBackend(WholeOnEachRank):
 
     def step(self) -> None:
         self._optimizer.step()
+        self._round_masters()
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        """Make the 16-bit parameters what their masters are."""
+        for param in self._compute_params():
+            param.copy_(self._masters[id(param)])
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Iterator[StatePiece]:
-        for name, param in gpt.named_parameters(self._chunks):
+        for name, param in self._parameters:
             if param.requires_grad:
                 yield StatePiece(name, param, 0, upstream.adam_views(self._optimizer, param))
         yield from whole_frozen_pieces(self._chunks, self.replica)
 
     def adopt_state(self, num_steps: int) -> None:
-        upstream.set_adam_step(self._optimizer, [p for c in self._chunks for p in _trainable(c)], num_steps)
+        upstream.set_adam_step(self._optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
+        self._round_masters()
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
         params = [param for _, param in gpt.named_parameters(self._chunks)]
-        grads = [param.grad for param in params if param.grad is not None]
+        grads = [param.grad for _, param in self._parameters if param.grad is not None]
         grads += [] if self.sums is None else self.sums.tensors()
         return {
             "parameters_whole": params,
             "gradients_whole": [*grads, *self._buckets.values()],
-            "optimizer": upstream.optimizer_tensors(self._optimizer),
+            "optimizer": [*self._masters.values(), *upstream.optimizer_tensors(self._optimizer)],
         }
 
     @property
     def param_groups(self) -> list[dict]:
         return self._optimizer.param_groups
+
+
+def _is_16_bit(param: torch.nn.Parameter) -> bool:
+    """Whether it is trained in a precision in which sums and updates would round to nothing."""
+    return param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+
+
+def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter in FP32, with what Megatron has marked it with."""
+    master = torch.nn.Parameter(param.detach().float())
+    vars(master).update(vars(param))
+    return master
 
 
 def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -23,7 +23,15 @@ from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.schedule import wgrad
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, GradSync, Kept, StatePiece, has_experts, whole_frozen_pieces
+from megaaccum.sharding.base import (
+    GradShard,
+    GradSync,
+    Kept,
+    StatePiece,
+    has_experts,
+    kept_gradients,
+    whole_frozen_pieces,
+)
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.reduction import (
     InOrder,
@@ -81,7 +89,7 @@ class DeepSpeedBackend:
             mpu=Mpu(groups),
             dist_init_required=False,
         )
-        self.sums = MicrobatchSums() if plan.config.sharding.reproducible == "layout" else None
+        self.sums = MicrobatchSums.of(plan)
         self.parts = self._parts(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
@@ -182,6 +190,15 @@ class DeepSpeedBackend:
         """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
         self.engine.step()
         self._updates.done += 1
+
+    def keep_gradients(self) -> Callable[[], None]:
+        give_lists, give_back = upstream.keep_gradient_lists(self.parts), kept_gradients(self)
+
+        def give() -> None:
+            give_lists()
+            give_back()
+
+        return give
 
     def discard(self) -> None:
         self.parts.discard()

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum import upstream
 from megaaccum.distributed import groups as process_groups
+from megaaccum.errors import ConfigError
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.model.torch_chunk import layers_of
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece, kept_gradients
 from megaaccum.sharding.reduction import ScatterInOrder, ScatterIntoTree, rows_in_order, sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
@@ -42,6 +43,7 @@ class Fsdp2Backend:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        _check_torch()
         self.memory = HighWater()
         sharding = plan.config.sharding
         self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
@@ -51,10 +53,9 @@ class Fsdp2Backend:
         self._waiting: list[FSDPModule] = []
         self.reduction_divisor = groups.dp_cp.size()
         whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
-        minutes = plan.config.parallel.distributed_timeout_minutes
-        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas, timeout_minutes=minutes)
+        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
-        self.sums = MicrobatchSums() if sharding.reproducible == "layout" else None
+        self.sums = MicrobatchSums.of(plan)
         self._trees: list[ScatterIntoTree] = []
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
         """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
@@ -72,6 +73,9 @@ class Fsdp2Backend:
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
         for param in whole:
             vars(shards[id(param)]).update(vars(param))
+        self._names = {id(param): name for name, param in self._parameters}
+        for chunk in chunks:
+            upstream.fsdp2_before_reduce(chunk, self._show)
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
@@ -121,6 +125,11 @@ class Fsdp2Backend:
             grad, param.grad = param.grad, None
             kept = self._of_i.setdefault((chunk, self.sums.of_backward), [])
             kept.append((held, grad.to(self._sum_dtype or grad.dtype)))
+
+    def _show(self, held: Any, grad: torch.Tensor) -> None:
+        """Show a whole gradient that is about to be reduced."""
+        if self.before_reduce is not None:
+            self.before_reduce(self._names[id(held.sharded_param)], grad)
 
     @property
     def _roots(self) -> list[FSDPModule]:
@@ -214,14 +223,16 @@ class Fsdp2Backend:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        units = [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
-        for unit in units:
+        for unit in self._units():
             unit.unshard()
         try:
             yield
         finally:
-            for unit in units:
+            for unit in self._units():
                 unit.reshard()
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
@@ -236,6 +247,9 @@ class Fsdp2Backend:
 
     def step(self) -> None:
         self._optimizer.step()
+
+    def keep_gradients(self) -> Callable[[], None]:
+        return kept_gradients(self)
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -254,8 +268,8 @@ class Fsdp2Backend:
     def adopt_state(self, num_steps: int) -> None:
         trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
         upstream.set_adam_step(self._optimizer, trained, num_steps)
-        for root in self._roots:
-            root.reshard()  # what an evaluation left gathered is of before
+        for unit in self._units():
+            unit.reshard()  # what is gathered is of before; a module's own parameters alone
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = upstream.fsdp2_tensors(self._roots) | {"optimizer": upstream.optimizer_tensors(self._optimizer)}
@@ -273,3 +287,12 @@ class Fsdp2Backend:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_torch() -> None:
+    """Raise ConfigError where fully_shard is not the one that is driven here."""
+    if missing := upstream.fsdp2.check():
+        raise ConfigError(
+            f"backend fsdp2 needs the fully_shard of torch 2.13, and torch {torch.__version__} is another"
+            f" ({missing[0]}): set backend to deepspeed, or install that torch."
+        )

@@ -43,7 +43,7 @@ class MegatronBackend(WholeOnEachRank):
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
         sharding = plan.config.sharding
-        self.sums = MicrobatchSums() if sharding.reproducible == "layout" else None
+        self.sums = MicrobatchSums.of(plan)
         upstream.megatron_reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
@@ -67,6 +67,8 @@ class MegatronBackend(WholeOnEachRank):
             for param in self._trained():
                 param.grad_dtype = torch.float32
                 upstream.on_gradient(param, self._on_gradient)
+        for ddp in self._ddp:
+            upstream.megatron_before_reduce(ddp, self._show)
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
         if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
@@ -122,6 +124,11 @@ class MegatronBackend(WholeOnEachRank):
             self._waiting.pop(ddp).close()
             if ddp.ddp_config.overlap_grad_reduce:  # else `finish_grad_sync` does all of it
                 ddp.start_grad_sync()
+
+    def _show(self, param: torch.nn.Parameter) -> None:
+        """Show a whole gradient that is about to be reduced."""
+        if self.before_reduce is not None:
+            self.before_reduce(self._names[id(param)], param.main_grad)  # type: ignore[attr-defined]
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""

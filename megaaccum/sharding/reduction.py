@@ -36,8 +36,9 @@ def in_rank_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_tree_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the rows, as the upper part of a tree over micro-batches of which each rank has a run."""
-    return tree_sum(list(rows.to(dtype)))
+    """The sum of the rows, as the upper part of a tree over micro-batches of which each rank has a run: all sums but
+    the last are in the precision of the rows."""
+    return tree_sum(list(rows), dtype)
 
 
 def rows_in_order(plan: Plan) -> AddRows | None:
@@ -66,7 +67,9 @@ class PartitionReducer:
     @classmethod
     def of(cls, plan: Plan, groups: Groups) -> PartitionReducer:
         sharding = plan.config.sharding
-        return cls(groups.dp_cp, gpt.DTYPES[sharding.grad_reduce_dtype], add_rows=rows_in_order(plan))
+        crosses = groups.dp_cp.size() > 1  # else nothing is to be rounded
+        dtype = gpt.DTYPES[sharding.grad_reduce_dtype if crosses else sharding.grad_accum_dtype]
+        return cls(groups.dp_cp, dtype, add_rows=rows_in_order(plan))
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).

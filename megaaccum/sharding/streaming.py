@@ -76,8 +76,8 @@ class StreamingBackend(DeepSpeedBackend):
         self._trees: dict[int, SumTree] = {}
         """Sums over the micro-batches of all ranks, each parameter's partition, where they are made in one order."""
         self._holds: Counter[int] = Counter()
-        self._whole = 0
-        """Bytes of whole parameters now."""
+        self._whole = self._waiting = 0
+        """Bytes now of whole parameters, and of sums in the trees."""
         self._ahead: tuple[Unit, Any] | None = None
         self._in_backward: Unit | None = None
         self._microbatch = 0
@@ -119,6 +119,7 @@ class StreamingBackend(DeepSpeedBackend):
     def begin_step(self) -> None:
         self._reducer.wait()  # sums of flushes that were for looking only
         self._trees.clear()
+        self._waiting = 0
         self._zero.begin_accumulation()
         self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
         for param in self._zero.params:
@@ -185,6 +186,8 @@ class StreamingBackend(DeepSpeedBackend):
         for param in params:
             self._look_at(param)
         if params:
+            if self.sums is not None:
+                self._reducer.wait()  # the unit before has then become sums of shards
             self._note_gradients(params)
             shares = [(param, self._zero.accumulator(param)) for param in params]
             if self.sums is None:
@@ -195,12 +198,17 @@ class StreamingBackend(DeepSpeedBackend):
 
     def _take(self, params: list[torch.nn.Parameter], microbatch: int, rows: torch.Tensor) -> None:
         """Take the gradients of one micro-batch of each rank into the trees."""
+        assert self.sums is not None
+        count = self.sums.count * len(rows)
+        trees = [self._trees.setdefault(id(param), SumTree(count, self.sums.rounded)) for param in params]
         widths = [self._zero.accumulator(param).numel() for param in params]
+        before = sum(tree.nbytes for tree in trees)
         for rank, row in enumerate(rows):
             leaf = self._batch.place(microbatch, rank, in_runs=False)
-            for param, part in zip(params, row.split(widths), strict=True):
-                tree = self._trees.setdefault(id(param), SumTree(self.sums.count * len(rows)))  # type: ignore[union-attr]
+            for tree, part in zip(trees, row.split(widths), strict=True):
                 tree.add(leaf, part, lent=True)
+        self._waiting += sum(tree.nbytes for tree in trees) - before
+        self.memory.note("gradients_shard", self._zero.accumulated_bytes + self._waiting)
 
     def _note_gradients(self, params: list[torch.nn.Parameter]) -> None:
         """Count the unit's whole gradients, of which no other unit has any now."""

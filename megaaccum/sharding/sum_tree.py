@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from megaaccum import upstream
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
 
 Node = tuple[int, int]
 """The leaves below it: from the first, up to the second."""
@@ -35,31 +39,36 @@ def _above(count: int) -> dict[Node, tuple[Node, Node]]:
     return dict(below((0, count)))
 
 
-def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of `parts`, in which the first of each pair is overwritten."""
+def tree_sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `parts` in a precision; sums of fewer than all are in that of `parts`. The first of each pair is
+    overwritten."""
     if len(parts) == 1:
-        return parts[0]
-    middle = len(parts) // 2
-    return tree_sum(parts[:middle]).add_(tree_sum(parts[middle:]))
+        return parts[0].to(dtype)
+    middle, rounded = len(parts) // 2, parts[0].dtype
+    return tree_sum(parts[:middle], rounded).to(dtype).add_(tree_sum(parts[middle:], rounded))
 
 
 class SumTree:
-    """Adds up the tensors of `count` leaves, which may come in any order."""
+    """Adds up the tensors of `count` leaves, which may come in any order. rounded: the precision of leaves and of all
+    sums but the last, which is FP32; None is that of the tensors that come."""
 
-    def __init__(self, count: int):
-        self._above, self._root = _above(count), (0, count)
+    def __init__(self, count: int, rounded: torch.dtype | None = None):
+        self._above, self._root, self._rounded = _above(count), (0, count), rounded
         self._nodes: dict[Node, torch.Tensor] = {}
 
     def add(self, leaf: int, tensor: torch.Tensor, *, lent: bool = False) -> bool:
         """Take the tensor of `leaf`, which is overwritten; lent: a copy of it, where it cannot be added at once.
         Returns whether all are there."""
-        node = (leaf, leaf + 1)
+        node, given = (leaf, leaf + 1), tensor
+        if self._rounded is not None and node != self._root:
+            tensor = tensor.to(self._rounded)
         while node != self._root:
             sibling, parent = self._above[node]
             if sibling not in self._nodes:
                 break
-            tensor, lent = self._nodes.pop(sibling).add_(tensor), False
+            tensor = self._in_precision_of(parent, self._nodes.pop(sibling)).add_(tensor)
             node = parent
+        lent = lent and tensor is given
         assert node not in self._nodes, f"leaf {leaf} came twice"
         self._nodes[node] = tensor.clone() if lent else tensor
         return node == self._root
@@ -73,28 +82,50 @@ class SumTree:
                 return nodes.get(node)
             middle = sum(node) // 2
             first, second = of((node[0], middle)), of((middle, node[1]))
-            return second if first is None else first if second is None else first.add_(second)
+            if first is None or second is None:
+                return second if first is None else first
+            return self._in_precision_of(node, first).add_(second)
 
-        return of(self._root)
+        total = of(self._root)
+        return None if total is None else self._in_precision_of(self._root, total)
+
+    def _in_precision_of(self, node: Node, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in the precision of the sum of `node`."""
+        return tensor.float() if self._rounded is not None and node == self._root else tensor
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The partial sums that it holds."""
         yield from self._nodes.values()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the partial sums that it holds."""
+        return sum(tensor.nbytes for tensor in self._nodes.values())
 
 
 class MicrobatchSums:
     """The gradients of a rank's micro-batches, each parameter's in a tree of its own, until they are reduced.
 
     The micro-batch whose forward or backward begins is announced. A parameter's gradient is taken from it after each
-    backward, and given back as the sum when the last has come.
+    backward, and given back as the sum when the last has come. rounded: as SumTree's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounded: torch.dtype | None = None) -> None:
+        self.rounded = rounded
         self.count = 1
         """This rank's micro-batches of the step."""
         self._first = self._forward = self._backward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self | None:
+        """Those of a plan that asks for one order in every layout; else None. With messages of 16 bits all that may
+        have to cross ranks is rounded, also where it does not."""
+        sharding = plan.config.sharding
+        if sharding.reproducible != "layout":
+            return None
+        return cls(torch.bfloat16 if sharding.grad_reduce_dtype == "bf16" else None)
 
     def clear(self) -> None:
         """Drop what came, at the beginning of a step."""
@@ -153,7 +184,7 @@ class MicrobatchSums:
 
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> bool:
         """Add the current micro-batch's gradient, which is overwritten. Returns whether all are there."""
-        return self._trees.setdefault(id(param), SumTree(self.count)).add(self._backward, grad)
+        return self._trees.setdefault(id(param), SumTree(self.count, self.rounded)).add(self._backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """The sum of what came, which is given away."""

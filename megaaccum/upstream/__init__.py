@@ -13,6 +13,7 @@ from megaaccum.upstream.fsdp2 import (
     Fsdp2WeightGrads,
     drop_unreduced,
     first_element,
+    fsdp2_before_reduce,
     fsdp2_even_out,
     fsdp2_give,
     fsdp2_on_gradient,
@@ -26,6 +27,7 @@ from megaaccum.upstream.megatron import (
     is_parallel_linear,
     linear_forward,
     megatron_adopt,
+    megatron_before_reduce,
     megatron_give_zeros,
     megatron_reduce_scatter,
     megatron_share,
@@ -46,14 +48,8 @@ from megaaccum.upstream.pytorch import (
     one_gloo_device,
     watched_collectives,
 )
-from megaaccum.upstream.zero import (
-    Zero3,
-    Zero12,
-    deepspeed_parts,
-    place_experts,
-    without_shared_memory_operator,
-    zero1_config,
-)
+from megaaccum.upstream.zero import Zero3, place_experts, without_shared_memory_operator
+from megaaccum.upstream.zero12 import Zero12, deepspeed_parts, keep_gradient_lists, zero1_config
 
 __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
@@ -68,6 +64,7 @@ __all__ = [
     "deepspeed_parts",
     "drop_unreduced",
     "first_element",
+    "fsdp2_before_reduce",
     "fsdp2_even_out",
     "fsdp2_give",
     "fsdp2_on_gradient",
@@ -77,8 +74,10 @@ __all__ = [
     "has_transformer_engine",
     "in_backward",
     "is_parallel_linear",
+    "keep_gradient_lists",
     "linear_forward",
     "megatron_adopt",
+    "megatron_before_reduce",
     "megatron_give_zeros",
     "megatron_reduce_scatter",
     "megatron_share",

@@ -28,7 +28,8 @@ def check() -> list[str]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 
-    problems = [] if hasattr(FSDPModule, "_get_fsdp_state") else ["FSDPModule._get_fsdp_state is missing"]
+    methods = ("_get_fsdp_state", "set_reduce_scatter_unused_params")
+    problems = [f"FSDPModule.{name} is missing" for name in methods if not hasattr(FSDPModule, name)]
     for cls, names in (
         (_fsdp_state.FSDPState, ("_fsdp_param_groups", "_root_post_backward_final_callback")),
         (_fsdp_param_group.FSDPParamGroup, _GROUP),
@@ -166,6 +167,27 @@ def _fsdp2_gradients(param) -> list[torch.Tensor]:
     """Whole gradients of a parameter: what the last backward made, and the sum of those before."""
     grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None), param.unsharded_accumulated_grad]
     return [grad for grad in grads if grad is not None]
+
+
+def fsdp2_before_reduce(root: torch.nn.Module, call: Callable[[Any, torch.Tensor], None]) -> None:
+    """Call `call(held, grad)` with each whole gradient, in the precision of the sums, of a unit that is about to be
+    reduced; `held.sharded_param` is the parameter. (torch 2.13: `post_backward` adds the last backward's gradient to
+    those before, and reduces, in one method; the addition is made here, and its own then finds nothing to add.)"""
+
+    def watch(unit: Any) -> None:
+        post_backward = unit.post_backward
+
+        def reduce(*args: Any) -> None:
+            for held in unit.fsdp_params if unit.reduce_grads else ():
+                held.accumulate_unsharded_grad_if_needed()
+                for grad in _fsdp2_gradients(held):
+                    call(held, grad)
+            post_backward(*args)
+
+        unit.post_backward = reduce
+
+    for unit in fsdp2_units(root):
+        watch(unit)
 
 
 def watch_fsdp2(roots, memory) -> None:

@@ -14,14 +14,18 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
 def check() -> list[str]:
-    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords; and that
-    latent attention projects down where `sum_rotated_key` looks for it."""
+    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords; that
+    latent attention projects down where `sum_rotated_key` looks for it; and how a bucket group says that it is being
+    reduced."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     problems = []
     if "self._qkv_down_projection(" not in inspect.getsource(MLASelfAttention.get_query_key_value_tensors):
         problems.append("MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection")
+    if "self.grad_reduce_handle" not in inspect.getsource(_ParamAndGradBucketGroup.start_grad_sync):
+        problems.append("_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle")
     for cls in (ColumnParallelLinear, RowParallelLinear):
         source = inspect.getsource(cls.forward)
         for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
@@ -117,6 +121,26 @@ def megatron_give_zeros(ddp) -> None:
     missing = [param for param in ddp.module.parameters() if param.requires_grad and param not in had]
     if missing:
         torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
+
+
+def megatron_before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> None:
+    """Call `call(param)` for the parameters of a bucket group, whose `main_grad` is then whole on this rank, before
+    Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run)."""
+
+    def watch(group) -> None:
+        start_grad_sync = group.start_grad_sync
+
+        def start(*args, **kwargs) -> None:
+            if group.grad_reduce_handle is None:  # else it is under way, as `start_grad_sync` sees too
+                for bucket in group.buckets:
+                    for param in bucket.params_list:
+                        call(param)
+            start_grad_sync(*args, **kwargs)
+
+        group.start_grad_sync = start
+
+    for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+        watch(group)
 
 
 def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+import torch
 
 from megaaccum.testing import run_ranks, try_ranks
 from tests.support.distance import cells, problems
@@ -116,6 +117,54 @@ def test_sums_in_rank_order(case, parity):
 
 
 @cells(
+    Case(4, PP + SPLIT + "--backend ddp", UNTIED, "bf16"),
+    Case(4, VPP + SPLIT + "--backend ddp", LLAMA, "bf16"),
+    Case(4, PP + SPLIT + "--backend ddp --schedule zbv", "", "bf16"),
+    Case(4, SPLIT + "--backend ddp " + ORDERED, "", "bf16"),
+)
+def test_ddp_in_bf16_adds_in_fp32(case, parity):
+    parity(case)
+
+
+class Ones(torch.nn.Module):
+    """The gradient of every element is 1 in each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+
+    def forward(self, batch):
+        return self.weight * batch
+
+
+def mean_of_ones(backends: list[dict]) -> dict[str, float]:
+    """The gradient's root mean square, by backend: of 300 micro-batches on each rank, in BF16."""
+    return {str(keys): _mean_of_ones(keys) for keys in backends}
+
+
+def _mean_of_ones(keys: dict) -> float:
+    from megaaccum import Plan, initialize
+    from megaaccum.distributed import groups
+
+    def forward_step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda out: (out.sum(), out.new_tensor(1.0, dtype=torch.float32), {})
+
+    groups.destroy()
+    batch = dict(micro_batch_size=1, seq_length=1, grad_accum_steps=300)
+    plan = Plan.of(batch=batch, sharding=dict(bf16=True, **keys), world_size=torch.distributed.get_world_size())
+    engine = initialize(plan, Ones(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    return engine.train_steps.gradient([torch.ones(8, 8, dtype=torch.bfloat16)] * 300).norm / 8
+
+
+def test_sums_in_bf16_are_made_in_fp32():
+    backends = [*(dict(zero_stage=stage) for stage in (1, 3)), *(dict(backend=b) for b in ("fsdp2", "megatron", "ddp"))]
+    wrong = dict(grad_accum_dtype="bf16")
+    for seen in run_ranks(mean_of_ones, 2, [*backends, wrong], timeout=120):
+        assert seen.pop(str(wrong)) == pytest.approx(256 / 300, rel=0.01)  # 256 + 1 is 256
+        assert list(seen.values()) == pytest.approx([1.0] * len(backends), abs=1e-6)
+
+
+@cells(
     Case(4, PP + SPLIT + SAME),
     Case(4, SPLIT + "--zero_stage 1 " + SAME),
     Case(4, STREAM + SAME),
@@ -155,7 +204,8 @@ def test_the_precision_of_the_optimizer(case, parity):
 
 
 def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dict:
-    """Every part of the gradient of a step to which some ranks come late, in processes of `threads` torch threads."""
+    """Every part of the gradient of a step to which some ranks come late, and its norm and loss, in processes of
+    `threads` torch threads."""
     import time
 
     import torch
@@ -164,7 +214,8 @@ def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dic
 
     torch.set_num_threads(threads)
     time.sleep(delays.get(torch.distributed.get_rank(), 0.0))
-    return gradient(case).parts
+    seen = gradient(case)
+    return seen.parts | {"norm": torch.tensor(seen.norm).double(), "loss": torch.tensor(seen.loss).double()}
 
 
 @pytest.mark.parametrize("case", [Case(4, SPLIT + "--deterministic"), Case(4, STREAM + "--deterministic")], ids=str)
@@ -187,6 +238,7 @@ def test_the_number_of_threads_changes_sums_unless_they_are_to_repeat():
 
     assert not repeats("")
     assert repeats("--deterministic")
+    assert repeats(SAME)
 
 
 # --- what streaming holds at a time -----------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -150,6 +152,37 @@ def test_no_communicator_is_made_for_two_numbers():
     """NCCL makes one for each group that communicates, and dp x cp has one already."""
     used = run_ranks(groups_used, 4, Case(4, PIPELINE + "--pp_microbatches 4", MODEL), timeout=60)
     assert all("dp_cp" in names and "dp" not in names for names in used), used
+
+
+def timeouts_of_groups(case: Case) -> list[str]:
+    """Where groups are made that do not take the configuration's minutes, of which Rig gives 1; and their number."""
+    import torch.distributed as dist
+
+    from megaaccum.distributed import groups
+
+    places: list[str] = []
+    new_group = dist.new_group
+
+    def noted(*args, timeout=None, **keys):
+        at = "as configured" if timeout == timedelta(minutes=1) else str(traceback.extract_stack()[-2])
+        places.append(at)
+        return new_group(*args, timeout=timeout, **keys)
+
+    with patch.object(dist, "new_group", noted), patch.object(dist.distributed_c10d, "new_group", noted):
+        rig = Rig.of(case)
+        groups.PipelineChannels(rig.groups.pp, separate=True, timeout_minutes=1)
+        with patch.object(groups, "carries_by_nccl", lambda group: True):
+            assert rig.groups.host is not None
+        rig.train()
+    return places
+
+
+@pytest.mark.parametrize("layout", ["", "--backend fsdp2 --data_parallel_replicas 2 ", "--backend megatron "])
+def test_every_group_waits_as_long_as_is_configured(layout):
+    case = Case(4, "--pipeline_model_parallel_size 2 --pp_microbatches 4 " + layout, MODEL)
+    for places in run_ranks(timeouts_of_groups, 4, case, timeout=60):
+        assert len(places) > 10
+        assert set(places) == {"as configured"}
 
 
 def twice_gathered() -> Counter[str]:

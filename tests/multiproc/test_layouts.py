@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks import layouts
 from megaaccum.testing import run_ranks
 from tests.support.layouts import MODEL, Outcome, outcomes
 from tests.support.parity import Case
@@ -24,6 +25,7 @@ def row(world_size: int, layout: str, model: str = "", mode: str = SAME) -> Case
 
 TWELVE = "--global_batch_size 12 "
 BF16 = "--bf16 "
+HALF = "--grad_reduce_dtype bf16 "
 EXPERTS = "--num_experts 4 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001 --add_bias_linear false "
 ROWS = [
     row(4, "--pp_microbatches 4 "),
@@ -38,7 +40,10 @@ ROWS = [
     row(4, PP + "--pp_microbatches 6 --sync streaming ", TWELVE),
     row(4, "--pp_microbatches 4 --backend fsdp2 ", BF16),
     row(4, "--pp_microbatches 4 --backend megatron ", BF16),
+    row(4, "--pp_microbatches 4 --backend ddp ", BF16),
     row(4, PP + "--schedule v-half --pp_microbatches 8 --zero_stage 1 ", BF16),
+    row(4, "--pp_microbatches 4 ", HALF),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --sync streaming ", HALF),
     row(4, "--pp_microbatches 4 ", EXPERTS),
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
 ]
@@ -66,6 +71,31 @@ def as_they_come() -> Iterator[None]:
         return self.came == self._root[1]
 
     with patch.object(SumTree, "add", add):
+        yield
+
+
+def rounded_once() -> Iterator[None]:
+    """What a rank has is rounded on its way alone."""
+    from megaaccum.sharding.sum_tree import MicrobatchSums
+
+    with patch.object(MicrobatchSums, "of", classmethod(lambda cls, plan: cls())):
+        yield
+
+
+def late() -> Iterator[None]:
+    """No mistake: each rank comes to its exchanges of gradients at times of its own."""
+    import random
+    import time
+
+    import torch.distributed as dist
+
+    delays, exchange = random.Random(dist.get_rank()), dist.all_to_all_single
+
+    def exchanged(*args, **keys):
+        time.sleep(delays.random() / 100)
+        return exchange(*args, **keys)
+
+    with patch.object(dist, "all_to_all_single", exchanged):
         yield
 
 
@@ -133,6 +163,7 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
     ("mistake", "case", "what"),
     [
         (ranks_one_by_one, ROWS[0], "gradient"),
+        (rounded_once, row(4, "--pp_microbatches 4 ", HALF), "gradient"),
         (as_they_come, ROWS[0], "gradient"),
         (turns, ROWS[0], "gradient"),
         (fused_kernel, ROWS[0], "state"),
@@ -145,8 +176,30 @@ def test_a_mistake_is_seen(mistake, case, what):
     assert getattr(seen, what) != getattr(one_process(case.model), what)
 
 
+def test_three_ranks_that_stream_are_one_process_to_the_bit():
+    """Their turns are no subtrees."""
+    case = row(3, "--pp_microbatches 4 --sync streaming ", TWELVE)
+    assert run_ranks(run, 3, case)[0] == one_process(case.model)
+
+
+def test_ranks_that_come_late_change_no_bit():
+    """With sums of the rank's own, and with those of all ranks' micro-batches."""
+    for case in ROWS[:2]:
+        assert run_ranks(run, case.world_size, case, late)[0] == one_process(case.model)
+
+
 def test_without_it_every_layout_has_bits_of_its_own():
     loose = [row(1, "--pp_microbatches 16 ", mode=""), row(4, "--pp_microbatches 4 ", mode="--deterministic ")]
     one, four = (run_ranks(run, case.world_size, case)[0] for case in loose)
     assert one.gradient != four.gradient and one.state != four.state
     assert one.losses == pytest.approx(four.losses, rel=1e-5)
+
+
+def test_the_benchmark_s_rows_are_runs_over_the_package_s_own_data(tmp_path):
+    """`python -m benchmarks layouts` has all, of ten steps."""
+    rows = [layouts.ROWS[number] for number in (0, 8)]
+    found = []
+    for count, ranks, layout in rows:
+        flags = f"{layouts.MODEL} {layout} --global_batch_size {count} {SAME} --output_dir {tmp_path}"
+        found.append(run_ranks(layouts.train, ranks, flags, 1, timeout=90)[0])
+    assert found[0] == found[1]

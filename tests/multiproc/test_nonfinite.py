@@ -17,7 +17,7 @@ from tests.support.parity import Case, Gradient, Rig
 if TYPE_CHECKING:
     from megaaccum.step.result import StepResult
 
-PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
+PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 --nonfinite skip "
 DDP = PIPELINE + "--backend ddp --params_dtype fp64 "
 NAN = float("nan")
 
@@ -89,11 +89,11 @@ def without_correction(case: Case) -> Gradient:
     whole: list[tuple[float, int]] = []
 
     def keeping_tokens(*args):
-        whole.append(total_weight(*args))
-        return whole[0]
+        whole.append(post_total_weight(*args)())
+        return lambda: whole[0]
 
-    total_weight = train_step.total_weight
-    with patch.object(train_step, "total_weight", keeping_tokens):
+    post_total_weight = train_step.post_total_weight
+    with patch.object(train_step, "post_total_weight", keeping_tokens):
         return attempt(Rig.of(case), DROPPED)[0]
 
 
@@ -182,18 +182,18 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
-    from megaaccum.model import gpt
+    from megaaccum.precision import nonfinite
 
     clean, _ = attempt(Rig.of(case), [])
     rig = Rig.of(case)
-    param = dict(gpt.named_parameters(rig.chunks)).get(NAME)
+    param = dict(nonfinite.whole_parameters(rig.chunks)).get(NAME)
     if param is not None and torch.distributed.get_rank() == 1:
         backwards: list[int] = []
 
         def spoil(grad):
             backwards.append(1)
             return (
-                torch.where(torch.arange(grad.numel()).view_as(grad) == 7, NAN, grad) if len(backwards) == 3 else grad
+                torch.where(torch.arange(grad.numel()).view_as(grad) == 7, NAN, grad) if len(backwards) == 4 else grad
             )
 
         param.register_hook(spoil)
@@ -210,13 +210,43 @@ def _where(one: torch.Tensor, other: torch.Tensor) -> list[int]:
 
 def test_zero_changes_the_elements_that_are_not_finite_and_no_other():
     zero = "--nonfinite zero --untie_embeddings_and_output_weights "
-    cases = [Case(4, PIPELINE + zero + f"--zero_stage {stage}") for stage in (1, 2, 3)]
-    cases.append(Case(4, PIPELINE + zero, lane="fp64"))
-    for rank, seen in enumerate(run_ranks(one_element, 4, cases, timeout=90)):
-        for changed, counted, finite, note in seen:
-            assert changed == ([7] if rank < 2 else [])  # stage 0 is ranks 0 and 1
-            assert (counted, finite) == (1, True)
+    layouts = [*(f"--zero_stage {stage}" for stage in (1, 2, 3)), "--sync streaming", "--backend megatron"]
+    layouts += ["--backend megatron --schedule zbv", "--backend fsdp2", "--backend fsdp2 --sync streaming"]
+    cases = [Case(4, PIPELINE + zero + layout) for layout in layouts]
+    cases += [Case(4, PIPELINE + zero, lane="fp64"), Case(4, PIPELINE + zero + "--backend ddp", lane="bf16")]
+    for rank, seen in enumerate(run_ranks(one_element, 4, cases, timeout=150)):
+        for case, (changed, counted, finite, note) in zip(cases, seen, strict=True):
+            assert changed == ([7] if rank < 2 else []), case  # stage 0 is ranks 0 and 1
+            assert (counted, finite) == (1, True), case
             assert note == f"set to 0 before the reduction: 1 of {NAME} on rank 1"
+
+
+def zeroed_in_fp16(layout: str) -> list[tuple[float, bool, bool]]:
+    """(loss scale, whether it was skipped, whether weights changed) of steps that overflow in one micro-batch, and of
+    one in which nothing is left."""
+    rig = Rig.of(Case(4, PIPELINE + layout, "--initial_loss_scale 8 --min_loss_scale 2", "fp16"))
+    seen = []
+    everywhere = [Fault(2 + dp, index) for dp in range(2) for index in range(8)]
+    for number, faults in enumerate([[Fault(3, 5)], [Fault(3, 5)], [Fault(3, 5)], everywhere]):
+        before = state_of(rig.backend)
+        with injected(faults, rig.chunks):
+            result = rig.train(step=number)
+        seen.append((result.loss_scale, result.skipped, bool(differences(state_of(rig.backend), before))))
+    return seen
+
+
+def test_zero_with_fp16_skips_while_the_loss_scale_can_go_down():
+    """At its floor the elements that overflow are 0 and the step counts; where all of them do, it is none."""
+    for layout in ("--nonfinite zero", "--nonfinite zero --backend ddp"):
+        for seen in run_ranks(zeroed_in_fp16, 4, layout, timeout=60):
+            assert [(scale, skipped) for scale, skipped, _ in seen] == [
+                (8.0, True),
+                (4.0, True),
+                (2.0, False),
+                (2.0, True),
+            ]
+            assert [changed for *_, changed in seen][::3] == [False, False]
+            assert seen[2][2]
 
 
 # --- skip, raise, off, limits ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from megaaccum.planner.footprint import partial_sums
+from megaaccum.planner.footprint import partial_sums, partial_sums_of_rounds
 from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, tree_sum
 
 COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
@@ -36,7 +36,44 @@ def test_the_order_of_arrival_does_not_matter(count):
     for seed in range(5):
         order = random.Random(seed).sample(range(count), count)
         assert torch.equal(summed(parts, order, lent=bool(seed % 2)), first)
-    assert torch.equal(tree_sum([part.clone() for part in parts]), first)
+    assert torch.equal(tree_sum([part.clone() for part in parts], torch.float32), first)
+
+
+def test_one_and_two_threads_make_one_sum():
+    """Of tensors that are large enough to be shared among threads."""
+    parts = [part.repeat(20_000) for part in leaves(12)]
+    threads, sums = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            order = random.Random(count).sample(range(12), 12)
+            sums += [summed(parts, order), tree_sum([part.clone() for part in parts], torch.float32)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(each, sums[0]) for each in sums)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (12, 2), (12, 4), (20, 4), (16, 1)])
+def test_sums_of_16_bits_are_the_same_whatever_crosses_ranks(count, ranks):
+    """Messages of 16 bits: what a rank has is rounded on its way, and so is every sum but the last where it stays."""
+    parts, run, half = leaves(count), count // ranks, torch.bfloat16
+    whole = SumTree(count, half)
+    for leaf, part in enumerate(parts):
+        whole.add(leaf, part.clone())
+    total = whole.total()
+    assert total is not None and total.dtype is torch.float32 and not torch.equal(total, total.to(half).float())
+    rows = []
+    for start in range(0, count, run):
+        mine = SumTree(run, half)
+        for leaf, part in enumerate(parts[start : start + run]):
+            mine.add(leaf, part.clone())
+        rows.append(mine.total())
+    if ranks > 1:
+        rows = [row.to(half) for row in rows]
+    assert torch.equal(tree_sum(rows, torch.float32), total)
+    exact, largest = torch.stack(parts).double().sum(0), torch.stack(parts).abs().sum(0)
+    assert ((total.double() - exact).abs() <= 2.0**-9 * math.ceil(math.log2(count) + 1) * largest).all()
+    assert not torch.equal(total, summed(parts, list(range(count))))
 
 
 def test_an_order_that_is_another_trees_is_seen():
@@ -52,7 +89,7 @@ def test_an_order_that_is_another_trees_is_seen():
 def test_the_run_of_a_rank_is_a_subtree(count, ranks):
     parts, run = leaves(count), count // ranks
     rows = [summed(parts[start : start + run], list(range(run))) for start in range(0, count, run)]
-    assert torch.equal(tree_sum(rows), summed(parts, list(range(count))))
+    assert torch.equal(tree_sum(rows, torch.float32), summed(parts, list(range(count))))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -62,6 +99,16 @@ def test_partial_sums_are_few(count):
         most = max(most, len(list(tree.tensors())))
         tree.add(leaf, part)
     assert most == math.ceil(math.log2(count)) == partial_sums(count)
+
+
+@pytest.mark.parametrize(("rounds", "ranks"), [(1, 4), (4, 2), (3, 4), (5, 3), (16, 1), (7, 8)])
+def test_partial_sums_after_rounds_of_all_ranks_are_predicted(rounds, ranks):
+    tree, most = SumTree(rounds * ranks), 0
+    for leaf, part in enumerate(leaves(rounds * ranks)):
+        tree.add(leaf, part)
+        if leaf % ranks == ranks - 1:
+            most = max(most, len(list(tree.tensors())))
+    assert most == partial_sums_of_rounds(rounds, ranks)
 
 
 def test_what_did_not_come_counts_nothing():
