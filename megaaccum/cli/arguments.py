@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,26 @@ def _end(words: Sequence[str]) -> int:
 def take_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """The configuration file, which comes first so that values of overrides cannot be taken for it, and the rest."""
     return (argv[0], list(argv[1:])) if argv and not argv[0].startswith("-") else (None, list(argv))
+
+
+def command_parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command whose unknown flags are keys of the configuration: it takes no abbreviations."""
+    return argparse.ArgumentParser(
+        prog=f"megaaccum {command}",
+        usage=usage,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the commands that rank layouts: for which machine, by what, and which axes are held."""
+    from megaaccum.planner.search import RANKINGS  # with numpy, which other commands start without
+
+    parser.add_argument("--hardware", metavar="F", help="a file of hardware entries, as `megaaccum calibrate` writes")
+    parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")
+    parser.add_argument("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from megaaccum.cli.arguments import asked, smallest_world
+from megaaccum.cli.arguments import asked, command_parser, smallest_world
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.model.flops import peak_flops
@@ -59,13 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="megaaccum calibrate",
-        usage="megaaccum calibrate (NAME [options] | --layers CONFIG [options] [--key value ...])",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "megaaccum calibrate (NAME [options] | --layers CONFIG [options] [--key value ...])"
+    parser = command_parser("calibrate", usage, __doc__ or "")
     parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")
     parser.add_argument("--like", default="h100", help="entry that says what is not measured (default h100)")
     parser.add_argument("--output", metavar="F", help="file to write (default hardware.yaml, or layers.json)")

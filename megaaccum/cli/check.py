@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
-from megaaccum.cli.arguments import Asked, asked, smallest_world, split_command, take_path
+from megaaccum.cli.arguments import Asked, asked, command_parser, smallest_world, split_command, take_path
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.plan import Plan
@@ -20,9 +20,10 @@ from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.interop.deepspeed_json import deepspeed_config
 from megaaccum.model.param_count import count_parameters
-from megaaccum.planner import footprint, sync_mode
+from megaaccum.planner import footprint, micro_batch, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
-from megaaccum.schedule import Costs, build, simulate, validate
+from megaaccum.schedule import Costs, Schedule, build, simulate, validate
+from megaaccum.schedule.overlap import seconds_without_barrier
 
 _DESCRIPTION = """\
 Resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the schedule, and what was
@@ -48,13 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     config, rest = take_path(argv)
-    parser = argparse.ArgumentParser(
-        prog="megaaccum check",
-        usage="megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
+    parser = command_parser(
+        "check",
+        "megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
         "       megaaccum check --record [...] -- bash train.sh ARGUMENTS",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _DESCRIPTION,
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--hostfile", metavar="F", help="count the ranks of this DeepSpeed hostfile (host slots=N)")
@@ -110,8 +109,8 @@ def describe(
 
 
 def _settled(plan: Plan) -> Plan:
-    """The plan with the sync mode that fits; which one does depends on the vocabulary."""
-    return plan if _vocabulary(plan.config)[0] is None else sync_mode.settle(plan)
+    """The plan with a micro-batch and a sync mode that fit; which ones do depends on the vocabulary."""
+    return plan if _vocabulary(plan.config)[0] is None else micro_batch.settle(plan)
 
 
 def _world_size(
@@ -152,6 +151,13 @@ def _layout(plan: Plan, source: str) -> _Section:
     return "Layout", lines
 
 
+_VERIFIED = [
+    "verify_at_start: two more forwards and backwards before the first step, and after a restart on another layout,",
+    "  compare its gradient in two splits of its samples. What both get wrong alike is not seen: sums over tp, the",
+    "  loss, the norm, clipping, the optimizer (megaaccum verify sees those, in small)",
+]
+
+
 def _batch(plan: Plan) -> _Section:
     over = {"token": "the step's unmasked tokens", "microbatch": "num_microbatches, a mean of means"}
     lines = plan.batch.describe().splitlines()
@@ -160,6 +166,7 @@ def _batch(plan: Plan) -> _Section:
     return "Batch", [
         *lines,
         f"loss_norm: {plan.batch.loss_norm}, so the loss is divided by {over[plan.batch.loss_norm]}",
+        *(_VERIFIED if plan.config.run.verify_at_start else []),
     ]
 
 
@@ -233,7 +240,19 @@ def _own_schedule(plan: Plan) -> list[str]:
     ]
     if at.placement == "v":
         lines.append(f"stages in a V: rank r holds r and {2 * at.pp - 1} - r; embedding and head are on rank 0")
+    if plan.config.step.speculative_step:
+        lines.append(_without_barrier(schedule))
     return lines
+
+
+def _without_barrier(schedule: Schedule) -> str:
+    """The gain of `speculative_step`."""
+    costs = Costs.per_rank(1, 1, 1, chunks=schedule.chunks)
+    whole, work = simulate(schedule, costs).makespan, 3 * schedule.num_microbatches
+    apart = seconds_without_barrier(schedule, costs)
+    if apart > 0.999 * whole:
+        return "speculative_step gains nothing: in this schedule every step waits for the one before; leave it out"
+    return f"speculative_step: a step takes {apart / work:.4f} of its work, with a barrier {whole / work:.4f}"
 
 
 def bubble_fraction(*, pp: int, vpp: int, microbatches: int) -> float:
@@ -316,16 +335,13 @@ def _precisions(sharding: ShardingConfig) -> str:
     """In what the backend adds gradients of micro-batches, reduces them over ranks, and steps."""
     params = sharding.params_dtype
     added, reduced, stepped = sharding.grad_accum_dtype, sharding.grad_reduce_dtype, sharding.optimizer_dtype
-    if sharding.backend == "ddp" or params == "fp64":
-        added = reduced = stepped = params  # type: ignore[assignment]
+    if params == "fp64":
+        added = reduced = stepped = "fp64"  # type: ignore[assignment]
     elif sharding.backend == "fsdp2":
         added = reduced
     elif sharding.backend == "megatron":
         added = reduced = "fp32" if reduced == "fp32" else params  # type: ignore[assignment]
-    text = f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
-    if sharding.backend == "ddp" and params == "bf16":
-        text += ": torch DDP keeps no FP32 sums or masters, so small gradients and updates round to nothing"
-    return text
+    return f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
 
 
 def _fp8(plan: Plan) -> list[str]:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaaccum.cli.arguments import asked, split_command, take_path
+from megaaccum.cli.arguments import add_search_flags, asked, command_parser, split_command, take_path
+from megaaccum.config import precision
 from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
 from megaaccum.planner import emit, report
 from megaaccum.planner.cut import cut_of
 from megaaccum.planner.hardware import Hardware, load_hardware
-from megaaccum.planner.search import RANKINGS, Ranked, search
+from megaaccum.planner.search import Ranked, search
 from megaaccum.planner.space import Limits
 from megaaccum.planner.why_not import parse_axes, why_not
 from megaaccum.planner.workload import make_workload
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
     with asked(args.config, overrides, command, jail=jail) as found:
         config = found.checked()
+    if not precision.is_given(config):
+        emit.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     limits = Limits(
         fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
@@ -57,21 +60,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     config, rest = take_path(argv)
-    parser = argparse.ArgumentParser(
-        prog="megaaccum plan",
-        usage="megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]"
+    parser = command_parser("plan", usage, _DESCRIPTION)
+    add_search_flags(parser)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
     group.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help="kind of GPU, such as h100 (default)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default: the hardware's)")
-    parser.add_argument("--hardware", metavar="F", help="a file of hardware entries, as `megaaccum calibrate` writes")
-    parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")
-    parser.add_argument("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
     parser.add_argument("--schedule", metavar="NAME", help="hold the pipeline schedule")
     for axis in ("tp", "pp", "cp"):
         parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=f"largest {axis}")

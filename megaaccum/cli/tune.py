@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megaaccum.cli.arguments import asked, smallest_world, split_command, take_path
+from megaaccum.cli.arguments import (
+    add_search_flags,
+    asked,
+    command_parser,
+    smallest_world,
+    split_command,
+    take_path,
+)
 from megaaccum.config import Config, resolve
 from megaaccum.distributed import launch
 from megaaccum.distributed.hostfile import read_hostfile
@@ -22,7 +29,7 @@ from megaaccum.metrics.journal import replace_text
 from megaaccum.planner import emit
 from megaaccum.planner.hardware import Hardware, entry_of, load_hardware, slowed
 from megaaccum.planner.ladder import KNOBS, MEASURED, Candidate, Ladder, Outcome
-from megaaccum.planner.search import RANKINGS, Ranked, search
+from megaaccum.planner.search import Ranked, search
 from megaaccum.planner.space import Limits
 from megaaccum.planner.trial import STEPS, Trials
 from megaaccum.planner.why_not import parse_axes
@@ -83,21 +90,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     config, rest = take_path(argv)
-    parser = argparse.ArgumentParser(
-        prog="megaaccum tune",
-        usage="megaaccum tune CONFIG [--gpus N | --hostfile F] [options] [--key value ...]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "megaaccum tune CONFIG [--gpus N | --hostfile F] [options] [--key value ...]"
+    parser = command_parser("tune", usage, _DESCRIPTION)
+    add_search_flags(parser)
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", type=int, metavar="N", help="ranks of this machine (default: its GPUs)")
     where.add_argument("--hostfile", metavar="F", help="run each layout by `deepspeed --hostfile F`")
     add("--gpu", metavar="NAME", help="kind of GPU that the planner ranks for (default: the one that is found)")
-    add("--hardware", metavar="F", help="a file of hardware entries, as --calibrate writes")
-    add("--rank", choices=RANKINGS, default="default", help="the order in which layouts are tried")
-    add("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
     add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
     add("--knob", type=_words, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
     add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")

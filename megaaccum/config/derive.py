@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from megaaccum.config import precision
 from megaaccum.config.batch_ramp import parse_schedule
 from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
@@ -13,10 +14,10 @@ from megaaccum.schedule.build import entry
 from megaaccum.schedule.simulate import by_executor
 
 
-def derive(config: Config, notes: list[str]) -> None:
+def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None:
     """Fill every None of `config` that other keys decide, in place. Batch sizes and vocab_size stay open.
 
-    What is neither Megatron-LM's default nor obvious goes into `notes`.
+    What is neither Megatron-LM's default nor obvious goes into `notes`. own_model: see plan.resolve.
     """
     _derive_attention(config.model)
     _derive_mlp(config.model)
@@ -27,6 +28,9 @@ def derive(config: Config, notes: list[str]) -> None:
         config.batch.batch_warmup_steps = 0
     _derive_schedule(config, notes)
     _note_kernels(config, notes)
+    if not own_model and not precision.is_given(config):
+        config.sharding.params_dtype, why = precision.default()
+        notes.append(f"params_dtype {config.sharding.params_dtype}: {why}.")
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _derive_run(config.run)
@@ -117,12 +121,42 @@ def _note_kernels(config: Config, notes: list[str]) -> None:
             f"moe_grouped_gemm: one product for a rank's {local} experts where Transformer Engine's layers run; where"
             f" none can (no GPU, or it is not installed), {local} products one after the other, to the same result."
         )
+    _note_dispatch(config, notes)
     if parallel.tensor_model_parallel_size > 1 and by_executor(parallel.schedule):
         notes.append(
             f"schedule {parallel.schedule} with tensor_model_parallel_size {parallel.tensor_model_parallel_size}: a"
             " backward that leaves its weight gradients for W has nothing to compute while tp ranks sum an input's"
             " gradient, so 2 of a layer's collectives per micro-batch are waited for, which 1f1b hides."
         )
+
+
+def _note_dispatch(config: Config, notes: list[str]) -> None:
+    """Note what is asked of the experts' traffic and does not happen, or not on every machine."""
+    model, fields = config.model, config.megatron
+    if model.num_experts is None:
+        return
+    flex = model.moe_token_dispatcher_type == "flex"
+    if idle := sorted(name for name in fields if name.startswith(_OF_FLEX) and not flex):
+        notes.append(
+            f"{', '.join(idle)}: no effect with moe_token_dispatcher_type {model.moe_token_dispatcher_type}, whose"
+            " exchange is NCCL's; flex is the dispatcher that takes it."
+        )
+    if flex:
+        notes.append(
+            "moe_token_dispatcher_type flex: needs GPUs and a library of its own (DeepEP); `megaaccum train` refuses it"
+            " where one is missing."
+        )
+    if fields.get("moe_shared_expert_overlap"):
+        shared = model.moe_shared_expert_intermediate_size is not None
+        notes.append(
+            "moe_shared_expert_overlap: shared experts are computed on a stream of their own under the all-to-all on a"
+            " GPU, and after it on a CPU, to the same result."
+            if shared
+            else "moe_shared_expert_overlap: no effect, as moe_shared_expert_intermediate_size is not set."
+        )
+
+
+_OF_FLEX = ("moe_flex_dispatcher_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_permute_fusion_into_hybridep")
 
 
 def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:

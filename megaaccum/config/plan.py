@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megaaccum.config.batch import BatchPlan
@@ -17,10 +16,11 @@ from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
 from megaaccum.config.layout import Layout
 from megaaccum.config.load import assemble, load
-from megaaccum.config.resolve import flush_problems, layout_of, settle_keys
+from megaaccum.config.resolve import flush_problems, settle_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError
+from megaaccum.schedule.build import stored_table
 
 MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
 """Blocks of a DeepSpeed JSON that only say where one host writes its log."""
@@ -42,7 +42,8 @@ class Plan:
     ramp: BatchRamp
     """The batch of each step."""
     written: Config | None = None
-    """What it was made of, before anything was derived: `sync_mode.settle` makes it again with another sync mode."""
+    """What it was made of, before anything was derived: the planner makes it again with another micro-batch or sync
+    mode."""
 
     @classmethod
     def load(
@@ -107,16 +108,21 @@ class Plan:
     def ramp_state(self) -> dict[str, Any]:
         """The ramp as a checkpoint holds it: the keys that asked for it, and what they came to on these ranks."""
         asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}
+        if self.config.sharding.reproducible == "layout":
+            asked["micro_batch_size"] = self.batch.micro_batch_size  # of what the leaves of its sums are
         return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
 
     def ramp_differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """The keys by which this plan asks for other batches than a checkpoint (`ramp_state`) did: texts with both
         sides, and what to set back."""
         asked = self.ramp_state()["asked"]
+        why = {"micro_batch_size": ", and reproducible layout has the same bits with the same one alone"}
         return {
-            f"{name}: {then} in the checkpoint, {asked.get(name)} in the configuration": f"set {name} to {then}"
+            f"{name}: {then} in the checkpoint, {asked[name]} in the configuration{why.get(name, '')}": (
+                f"set {name} to {then}"
+            )
             for name, then in saved.get("asked", {}).items()
-            if then != asked.get(name)
+            if name in asked and then != asked[name]
         }
 
     def continued(self, saved: Mapping[str, Any], consumed_samples: int) -> Plan:
@@ -154,10 +160,11 @@ class Plan:
         return settled | layout | batch | ramp | theirs | self._table_facts()
 
     def _table_facts(self) -> dict[str, object]:
-        """The content of a schedule's file, which every host reads for itself."""
+        """A hash of the table in a schedule's file, which every rank reads until rank 0 has shared its own."""
         if not self.layout.schedule.endswith(".csv"):
             return {}
-        return {"schedule table": hashlib.sha256(Path(self.layout.schedule).read_bytes()).hexdigest()[:16]}
+        table = stored_table(self.layout.schedule)
+        return {"schedule table": hashlib.sha256(repr((table.stages, table.items)).encode()).hexdigest()[:16]}
 
 
 def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan:
@@ -171,16 +178,7 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
     Raises:
         ConfigError: with one text per broken rule, all at once.
     """
-    settled = settle_keys(config, world_size, own_model=own_model)
-    layout = layout_of(settled.config, world_size, settled.batch.data_parallel_size)
-    return Plan(
-        config=settled.config,
-        batch=settled.batch,
-        ramp=settled.ramp,
-        layout=layout,
-        notes=settled.notes,
-        written=config,
-    )
+    return Plan(**settle_keys(config, world_size, own_model=own_model)._asdict(), written=config)
 
 
 def _world_size(given: int | None) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from megaaccum.config import lr_scaling
 from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
@@ -15,16 +15,16 @@ from megaaccum.config.layout import Layout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.schedule.build import build, entry, interleaved_problems
+from megaaccum.schedule.build import build, entry, interleaved_problems, set_shared_table
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Every key of a configuration derived, and its batch cut."""
+class Settled(NamedTuple):
+    """Every key of a configuration derived, its batch and its ranks cut."""
 
     config: Config
     batch: BatchPlan
     ramp: BatchRamp
+    layout: Layout
     notes: list[str]
 
 
@@ -33,7 +33,9 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
     broken rule."""
     settled = copy.deepcopy(config)
     notes = list(config.notes)
-    derive(settled, notes)
+    if (settled.parallel.schedule or "").endswith(".csv"):
+        set_shared_table(settled.parallel.schedule, None)  # what a run before this one in the same process has left
+    derive(settled, notes, own_model=own_model)
     problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
     dp = _data_parallel_size(settled, world_size)
     batch = _cut_batch(settled, dp, notes, problems) if dp else None
@@ -41,7 +43,7 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
     if batch is None or ramp is None or problems:
         raise ConfigError(problems)
     lr_scaling.scale(settled)
-    return Settled(settled, batch, ramp, notes)
+    return Settled(settled, batch, ramp, _layout(settled, world_size, dp), notes)
 
 
 def _ramp(config: Config, batch: BatchPlan, notes: list[str], problems: list[str]) -> BatchRamp | None:
@@ -105,7 +107,7 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
     return []
 
 
-def layout_of(config: Config, world_size: int, dp: int) -> Layout:
+def _layout(config: Config, world_size: int, dp: int) -> Layout:
     """How the ranks of a settled configuration are cut. dp: data-parallel ranks."""
     parallel = config.parallel
     assert parallel.schedule != "auto"

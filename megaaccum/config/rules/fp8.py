@@ -56,7 +56,7 @@ def fp8_precision(subject: Subject) -> Iterator[str]:
             " Set grad_accum_dtype to fp32."
         )
     if sharding.backend not in ("deepspeed", "megatron"):
-        why = "keeps no FP32 master weights" if sharding.backend == "ddp" else "quantizes weights in every forward"
+        why = "has not been checked with it" if sharding.backend == "ddp" else "quantizes weights in every forward"
         yield (
             f"{name} needs FP32 masters and weights that stay whole through a step, and backend {sharding.backend}"
             f" {why}: set backend to deepspeed."

@@ -87,8 +87,11 @@ def kernels(subject: Subject) -> Iterator[str]:
             f" {subject.parallel.schedule}): leave it out. Without it each weight gradient is written in"
             f" {sharding.params_dtype} and read again, about 20 bytes per parameter and micro-batch."
         )
-    if model.cross_entropy_loss_fusion and sharding.params_dtype == "fp64":
-        yield "cross_entropy_loss_fusion computes in FP32, and params_dtype is fp64: leave it out."
+    if model.cross_entropy_loss_fusion and sharding.params_dtype != "bf16":
+        yield (
+            "cross_entropy_loss_fusion rounds the gradient of the logits to BF16 (megatron-core 0.19:"
+            f" fused_cross_entropy), and params_dtype is {sharding.params_dtype}: leave it out, or set bf16 to true."
+        )
     if model.apply_rope_fusion and (model.position_embedding_type != "rope" or model.multi_latent_attention):
         yield (
             "apply_rope_fusion rotates heads of plain attention, and this model has"

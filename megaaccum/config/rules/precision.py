@@ -20,15 +20,6 @@ def one_precision(subject: Subject) -> Iterator[str]:
             yield f"{name} is false and params_dtype is {name}: leave one of them out."
 
 
-def half_precision(subject: Subject) -> Iterator[str]:
-    """FP16 weights need FP32 masters, or most updates round to nothing; torch DDP keeps none."""
-    if subject.sharding.fp16 and subject.sharding.backend == "ddp":
-        yield (
-            "fp16 needs FP32 master weights, which backend ddp does not keep: set backend to deepspeed, or fp16 to"
-            " false."
-        )
-
-
 def double_precision(subject: Subject) -> Iterator[str]:
     """DeepSpeed's engine and Megatron's optimizer take FP32, FP16 and BF16 parameters only."""
     if subject.sharding.params_dtype == "fp64" and subject.sharding.backend in ("deepspeed", "megatron"):
@@ -82,7 +73,6 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     one_precision,
-    half_precision,
     double_precision,
     low_precision_sums,
     low_precision_optimizer,

@@ -75,9 +75,9 @@ def reproducible(subject: Subject) -> Iterator[str]:
             subject.quantization.fp8_format is not None
         ),
         f"grad_accum_dtype {sharding.grad_accum_dtype}: sums are FP32": sharding.grad_accum_dtype != "fp32",
-        f"grad_reduce_dtype {sharding.grad_reduce_dtype}: it rounds what a rank has, which depends on the number of"
-        " ranks": sharding.grad_reduce_dtype != "fp32",
-        "bf16 with backend ddp: it adds in the parameters' precision": sharding.bf16 and sharding.backend == "ddp",
+        f"grad_reduce_dtype {sharding.grad_reduce_dtype} elsewhere than in backend deepspeed at zero_stage 3: it rounds"
+        " what a rank has, which depends on the number of ranks": sharding.grad_reduce_dtype != "fp32"
+        and not (sharding.backend == "deepspeed" and sharding.zero_stage == 3),
         f"data_parallel_replicas {sharding.data_parallel_replicas}: replicas add up their own sums": (
             sharding.data_parallel_replicas > 1
         ),
@@ -104,8 +104,9 @@ def runs_of_microbatches(subject: Subject) -> Iterator[str]:
     if dp & (dp - 1) and not (sharding.backend == "deepspeed" and sharding.sync == "streaming"):
         below = 1 << (dp.bit_length() - 1)
         yield (
-            f"reproducible layout needs a power of two of data-parallel ranks, and there are {dp}: take"
-            f" {below * model_ranks} or {2 * below * model_ranks} ranks, or sync streaming of backend deepspeed."
+            f"reproducible layout needs a power of two of data-parallel ranks, and there are {dp}, whose sums are not"
+            f" parts of one tree: take {below * model_ranks} or {2 * below * model_ranks} ranks, or sync streaming of"
+            " backend deepspeed."
         )
     if dp == 1 and sharding.backend == "fsdp2" and sharding.sync == "streaming":
         yield (
@@ -177,16 +178,6 @@ def cold_experts(subject: Subject) -> Iterator[str]:
         )
 
 
-def gradient_looked_at(subject: Subject) -> Iterator[str]:
-    """`nonfinite: zero` changes a rank's own gradient before it is reduced, where the backend shows it."""
-    backend = subject.sharding.backend
-    if subject.config.step.nonfinite == "zero" and backend in ("fsdp2", "megatron"):
-        yield (
-            f"nonfinite zero needs backend deepspeed or ddp, as {backend} reduces gradients that it does not show:"
-            " set backend to deepspeed, or nonfinite to skip or drop_microbatch."
-        )
-
-
 def scaled_loss(subject: Subject) -> Iterator[str]:
     """Megatron's optimizer keeps a loss scale of its own for FP16."""
     if subject.sharding.fp16 and subject.sharding.backend == "megatron":
@@ -202,6 +193,5 @@ RULES: tuple[Rule, ...] = (
     replicas,
     experts_boundary,
     cold_experts,
-    gradient_looked_at,
     scaled_loss,
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.schema import Config
 
 
 def loss_scale_needs_fp16(subject: Subject) -> Iterator[str]:
@@ -34,12 +35,12 @@ def one_loss_scale(subject: Subject) -> Iterator[str]:
 
 
 def overflow_is_seen(subject: Subject) -> Iterator[str]:
-    """The loss scale of FP16 moves by overflows, so nothing may hide them or end the run at the first."""
+    """The loss scale of FP16 moves by overflows, so nothing may leave them unseen or end the run at the first."""
     policy = subject.config.step.nonfinite
-    if subject.sharding.fp16 and policy != "skip":
+    if subject.sharding.fp16 and policy not in ("skip", "zero"):
         yield (
-            f"nonfinite {policy} with fp16: the loss scale is found by steps that overflow and are skipped, and at its"
-            " floor the run ends anyway. Set nonfinite to skip."
+            f"nonfinite {policy} with fp16: the loss scale is found by steps that overflow and are skipped. Set"
+            " nonfinite to zero or skip, which differ at its floor alone."
         )
 
 
@@ -88,6 +89,39 @@ def static_graph(subject: Subject) -> Iterator[str]:
             yield f"static_graph true has one count and one shape in every step, which {name} changes: {remedy}."
 
 
+def is_random(config: Config) -> bool:
+    """Whether a forward draws random numbers."""
+    model = config.model
+    return bool(model.attention_dropout or model.hidden_dropout or config.megatron.get("moe_input_jitter_eps"))
+
+
+def start_can_be_verified(subject: Subject) -> Iterator[str]:
+    """Two splits of the same samples have one gradient only where nothing depends on what came before a micro-batch."""
+    model, run = subject.model, subject.run
+    if not run.verify_at_start:
+        return
+    depends = {
+        f"fp8_format {subject.quantization.fp8_format}": (
+            subject.quantization.fp8_format is not None,
+            "its rounding hides what it looks for",
+        ),
+        "rng megatron with dropout": (
+            run.rng == "megatron" and is_random(subject.config),
+            "another split draws other masks: set rng to sample, or dropout to 0",
+        ),
+        "moe_router_load_balancing_type global_aux_loss": (
+            bool(model.num_experts) and model.moe_router_load_balancing_type == "global_aux_loss",
+            "it counts what a rank has seen so far: set it to aux_loss",
+        ),
+    }
+    for name, (does, why) in depends.items():
+        if does:
+            yield (
+                f"verify_at_start compares two splits of one step, and {name} makes them differ: {why}; or set"
+                " verify_at_start to false."
+            )
+
+
 def watchdog_is_first(subject: Subject) -> Iterator[str]:
     """A step that hangs should end with what each rank was doing, and not with NCCL's abort of the process."""
     limit, collective = subject.run.step_timeout_seconds, subject.parallel.distributed_timeout_minutes * 60
@@ -99,6 +133,49 @@ def watchdog_is_first(subject: Subject) -> Iterator[str]:
         )
 
 
+def speculative_step(subject: Subject) -> Iterator[str]:
+    """A step may end before its verdict where the executor can stop at the first backward, and where all that an update
+    and a forward change is copied, or made again."""
+    if not subject.config.step.speculative_step:
+        return
+    key, off = "speculative_step true", "or speculative_step to false"
+    name, batch, sharding, model = subject.parallel.schedule, subject.config.batch, subject.sharding, subject.model
+    if name in ("none", "1f1b", "interleaved"):
+        runs = "there is no pipeline" if name == "none" else "Megatron-core runs it, and its ranks end together"
+        yield f"{key} gains nothing with schedule {name}: {runs}. Set schedule to zbv with a pipeline, {off}."
+    refused = {
+        "sync streaming": (
+            sharding.sync == "streaming", "the next step's gradients would meet this one's", "sync to resident",
+        ),
+        "reproducible layout": (
+            sharding.reproducible == "layout", "its exact norm is a collective that waits", "reproducible to none",
+        ),
+        f"offload_optimizer {sharding.offload_optimizer}": (
+            sharding.offload_optimizer != "none", "its state lies in host memory", "offload_optimizer to none",
+        ),
+        "cold_expert_offload": (
+            sharding.cold_expert_offload, "its gradients lie elsewhere", "cold_expert_offload to false",
+        ),
+        f"fp8_format {subject.quantization.fp8_format}": (
+            subject.quantization.fp8_format is not None, "forwards move its scales", "leave fp8_format out",
+        ),
+        "moe_router_enable_expert_bias": (
+            model.moe_router_enable_expert_bias, "forwards count the tokens of experts", "it to false",
+        ),
+        "moe_router_load_balancing_type global_aux_loss": (
+            model.num_experts is not None and "global_aux_loss" in model.moe_router_load_balancing_type,
+            "forwards count the tokens of experts", "it to aux_loss",
+        ),
+        "variable_seq_lengths": (
+            batch.variable_seq_lengths, "the ranks of a pipeline exchange the lengths first", "it to false",
+        ),
+        "flush per_round": (batch.flush == "per_round", "a step has several flushes", "flush to merged"),
+    }  # fmt: skip
+    for what, (is_so, why, remedy) in refused.items():
+        if is_so:
+            yield f"{key} cannot be with {what}: {why}. Set {remedy}, {off}."
+
+
 RULES: tuple[Rule, ...] = (
     loss_scale_needs_fp16,
     one_loss_scale,
@@ -106,5 +183,7 @@ RULES: tuple[Rule, ...] = (
     guard_needs_itself,
     exact_without_microbatches,
     static_graph,
+    start_can_be_verified,
     watchdog_is_first,
+    speculative_step,
 )

@@ -63,7 +63,8 @@ class BatchConfig:
     """The batch and how it is split. What is left None is derived; what is given twice must agree."""
 
     micro_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
-    """Sequences in one pipeline micro-batch on one data-parallel rank."""
+    """Sequences in one pipeline micro-batch on one data-parallel rank. Default: of those that fit into memory_gib, or
+    the GPU's memory, the one with the fastest predicted step; 1 where neither is known."""
     global_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences per optimizer step over all ranks."""
     total_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None

@@ -143,7 +143,8 @@ class ModelConfig:
     apply_rope_fusion: bool | None = None
     """Rotary embeddings in one kernel of Transformer Engine's. Default: with its layers (not in latent attention)."""
     cross_entropy_loss_fusion: Annotated[bool, Facts(core=True)] = False
-    """The loss over the vocabulary with its intermediate results in one buffer."""
+    """The loss over the vocabulary with its intermediate results in one buffer; BF16 alone, to which its gradient is
+    rounded."""
     gradient_accumulation_fusion: Annotated[bool, Facts(core=True)] = False
     """Weight gradients are added to the FP32 buffer by their own matrix product, on a GPU with Transformer Engine or
     apex: backend megatron under Megatron's own schedules."""

@@ -23,8 +23,9 @@ class StepConfig:
     hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 1
     """Overflows before the dynamic loss scale is halved, 1 for at once; counted afresh when it doubles, as in
     Megatron."""
-    nonfinite: Literal["skip", "zero", "drop_microbatch", "raise", "off"] = "skip"
-    """A gradient that is not finite: skip the step, set it to 0, leave its micro-batch out, end the run, or none."""
+    nonfinite: Literal["skip", "zero", "drop_microbatch", "raise", "off"] = "zero"
+    """A gradient that is not finite: set its elements that are not to 0, skip the step, leave its micro-batch out, end
+    the run, or none. While a dynamic loss scale can go down, zero skips too."""
     skipped_samples: Literal["consumed", "retried"] = "consumed"
     """Samples of a skipped step count as consumed, as in Megatron, or come again in the next step."""
     max_bad_steps_in_a_row: Annotated[int, Facts(at_least=0)] = 10
@@ -39,6 +40,9 @@ class StepConfig:
     """Steps over which the averages are taken; the guard is silent until there are that many."""
     short_batch: Literal["error", "pad", "drop"] = "error"
     """A rank with too few micro-batches: end the run, fill up with such of weight zero, or skip the step everywhere."""
+    speculative_step: bool = False
+    """Update before the norm's verdict and begin the next step's forwards; what the verdict refuses is taken back to
+    the bit. For schedules whose ranks end one after the other (zbv). Holds a copy of weights, moments and gradients."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,6 +142,28 @@ class DataConfig:
     """Restart positions after an end-of-document token."""
     reset_attention_mask: bool = False
     """Keep attention inside documents."""
+    fim_data: bool = False
+    """Fill in the middle: cut samples in three and move the middle to the end (Megatron's GPTFIMDataset)."""
+    fim_rate: Annotated[float, Facts(above=0, at_most=1, needs="fim_data")] = 0.5
+    """Share of the texts that are cut."""
+    fim_spm_rate: Annotated[float, Facts(above=0, at_most=1, needs="fim_data")] = 0.5
+    """Share of those in which the suffix comes before the prefix."""
+    fim_split_sample: Annotated[str | None, Facts(needs="fim_data")] = None
+    """A token between parts of a text, each of which is cut (files of a repository)."""
+    fim_fragment_rate: Annotated[float | None, Facts(at_least=0, at_most=1, needs="fim_split_sample")] = None
+    """Share of such parts that are cut."""
+    fim_no_prefix: Annotated[str | None, Facts(needs="fim_data")] = None
+    """Texts that begin with this are left whole."""
+    fim_prefix_token: Annotated[str, Facts(needs="fim_data")] = "<fim_prefix>"
+    """The token before the prefix."""
+    fim_middle_token: Annotated[str, Facts(needs="fim_data")] = "<fim_middle>"
+    """The token before the middle."""
+    fim_suffix_token: Annotated[str, Facts(needs="fim_data")] = "<fim_suffix>"
+    """The token before the suffix."""
+    fim_pad_token: Annotated[str, Facts(needs="fim_data")] = "<fim_pad>"
+    """The token at the end of a sample whose text became shorter."""
+    fim_eod_token: Annotated[str, Facts(needs="fim_data")] = "<|endoftext|>"
+    """The token between the texts of a sample."""
     num_workers: Annotated[int, Facts(at_least=0, per_host=True)] = 2
     """Micro-batches that a thread prepares ahead, and at least a whole step's; 0 prepares them when asked for."""
 
@@ -195,6 +221,9 @@ class RunConfig:
     """The schedule of the checkpoint holds where this configuration's differs."""
     no_load: bool = False
     """Start afresh even if a checkpoint is there."""
+    verify_at_start: bool = False
+    """Before the first step, and again after a restart on another layout, compare the step's gradient with that of
+    another split of the same samples; a run whose gradients differ ends before its first step."""
     seed: Annotated[int, Facts(at_least=0)] = 1234
     """Seed of weights, dropout and sample order."""
     rng: Literal["sample", "megatron"] = "sample"
@@ -215,7 +244,8 @@ class RunConfig:
     csv_dir: Annotated[str | None, Facts(per_host=True)] = None
     """Write CSV metrics here."""
     step_timeout_seconds: Annotated[float, Facts(at_least=0)] = 0.0
-    """A step that takes longer ends the run with every rank's stack; 0 is off."""
+    """A step that takes longer ends the run with every rank's stack; 0 is off. The first step of a start, in which
+    kernels are compiled and ranks connect, may take nine tenths of distributed_timeout_minutes."""
     num_threads: Annotated[int | None, Facts(at_least=1, per_host=True)] = None
     """CPU threads per rank in the CPU lane; default: cores / local ranks."""
     nproc_per_node: Annotated[int | None, Facts(at_least=1, planned=True, per_host=True)] = None

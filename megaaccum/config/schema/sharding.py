@@ -51,11 +51,12 @@ class ShardingConfig:
     fp16: bool = False
     """FP16 parameters and activations with loss scaling, FP32 master weights."""
     params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Another way to say it; fp64 only with the ddp and fsdp2 backends. Default fp32, or what bf16 / fp16 say."""
+    """Another way to say it; fp64 only with the ddp and fsdp2 backends. Default: what bf16 / fp16 say, else bf16 where
+    this machine's GPU has it and fp32 elsewhere; fp32 for a model of your own (Plan.of)."""
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients of micro-batches are added."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients cross ranks."""
+    """Precision in which gradients cross ranks. bf16 with reproducible layout (ZeRO-3) rounds each partial sum."""
     optimizer_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of master weights and moments; bf16 rounds every update to 8 bits of mantissa, small ones to nothing
     (backend deepspeed at ZeRO-3, or fsdp2, with bf16)."""

@@ -197,6 +197,18 @@ def test_another_ramp_than_the_checkpoint_s_is_refused() -> None:
     assert unchanged.continued({}, 100) is unchanged  # a checkpoint from before ramps
 
 
+def test_other_micro_batches_than_the_checkpoint_s_are_named_where_sums_are_the_same_in_every_layout() -> None:
+    keys = dict(pp_microbatches=None, global_batch_size=48, reproducible="layout")
+    saved = plan(2, **keys).ramp_state()
+    assert plan(4, **keys, backend="fsdp2").ramp_differences(saved) == {}
+    other = plan(2, **keys, micro_batch_size=2)
+    ((text, remedy),) = other.ramp_differences(saved).items()
+    assert text.startswith("micro_batch_size: 1 in the checkpoint, 2 in the configuration, and reproducible layout has")
+    assert remedy == "set micro_batch_size to 1"
+    loose = plan(2, **keys | dict(reproducible="none"), micro_batch_size=2)
+    assert loose.ramp_differences(saved) == other.ramp_differences(loose.ramp_state()) == {}
+
+
 def test_another_ramp_holds_from_the_checkpoint_on_when_asked_for() -> None:
     keys = dict(pp_microbatches=2, global_batch_size=48)
     saved = plan(2, **keys, batch_warmup_steps=5).ramp_state()

@@ -21,6 +21,7 @@ num_attention_heads: 8
 seq_length: 64
 train_iters: 100
 lr: 1.0e-3
+bf16: false
 """
 
 
@@ -65,7 +66,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "loss_scale", "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",
         "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
-        "lr_reference_tokens",
+        "lr_reference_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix",
     }  # fmt: skip
 
 
@@ -132,7 +133,26 @@ def test_what_costs_time_where_a_kernel_is_missing_is_noted() -> None:
     assert any("one product for a rank's 8 experts" in note for note in experts.notes)
     split = plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1")
     assert any("2 of a layer's collectives per micro-batch are waited for" in note for note in split.notes)
-    assert plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).notes == []
+    assert plan(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, bf16=True).notes == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields", "words"),
+    [
+        ({}, {"moe_flex_dispatcher_backend": "deepep"}, "no effect with moe_token_dispatcher_type alltoall"),
+        ({"moe_token_dispatcher_type": "flex"}, {"moe_deepep_num_sms": 20}, "needs GPUs and a library of its own"),
+        ({}, {"moe_shared_expert_overlap": True}, "no effect, as moe_shared_expert_intermediate_size is not set"),
+        (
+            {"moe_shared_expert_intermediate_size": 32},
+            {"moe_shared_expert_overlap": True},
+            "under the all-to-all on a GPU, and after it on a CPU",
+        ),
+    ],
+)
+def test_what_is_asked_of_the_experts_traffic_without_effect_is_noted(keys, fields, words) -> None:
+    asked = make(num_experts=4, add_bias_linear=False, **keys)
+    asked.megatron |= fields
+    assert [words in note for note in resolve(asked, world_size=1).notes].count(True) == 1
 
 
 # --- the command line over the file's batch --------------------------------------------------------------------------
