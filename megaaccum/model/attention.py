@@ -1,5 +1,5 @@
 """The core of attention of Megatron's local layers: Megatron's own, for latent attention too, or torch's fused kernel,
-which keeps no scores.
+which keeps no scores. Both take documents by where they begin.
 
 Under context parallelism a rank holds two pieces of a sequence, one from each half (Megatron's zigzag). Its queries
 meet the keys and values of the whole sequence, which are gathered over the ranks and whose gradients are scattered
@@ -8,7 +8,10 @@ back: Transformer Engine's `cp_comm_type: all_gather`, in plain torch on any dev
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,8 +30,23 @@ from megaaccum.model.local_norm import replaced
 from megaaccum.model.names import as_in_local_layers
 
 
-class LatentAttention(DotProductAttention):
-    """Megatron's own core of attention where values have another width than queries. k_channels, v_channels: widths of
+class LocalAttention(DotProductAttention):
+    """Megatron's own core of attention, which makes whole scores, of each document for itself."""
+
+    def forward(
+        self, query, key, value, attention_mask, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """As FusedAttention's; a mask of Megatron's own form, [batch, 1, sequence, sequence], is one."""
+        if packed_seq_params is not None:
+            query, key, value, attention_mask = _as_documents(packed_seq_params, query, key, value)
+        whole = partial(DotProductAttention.forward, self)
+        if attention_mask is None or attention_mask.dim() == 4:
+            return whole(query, key, value, attention_mask, *args, **kwargs)
+        return by_document(partial(whole, attention_mask=None, **kwargs), query, key, value, attention_mask)
+
+
+class LatentAttention(LocalAttention):
+    """The same where values have another width than queries. k_channels, v_channels: widths of
     a head's keys and values, which latent attention gives and the class of Megatron-core 0.19 does not take. (It also
     builds one without them, which it then replaces.)"""
 
@@ -74,39 +92,30 @@ class FusedAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [sequence, batch, heads, channels]; key and value with a head per group of queries. attention_mask:
         None for a causal one, or [batch, sequence] bool in host memory, True where a document begins: each is taken for
-        itself, so nothing of sequence length squared is made. Returns [sequence, batch, heads * channels of a
-        value]."""
-        assert attention_bias is None and packed_seq_params is None, "not made by megaaccum's models"
+        itself, so nothing of sequence length squared is made. packed_seq_params: the documents of inputs [tokens,
+        heads, channels]. Returns [sequence, batch, heads * channels of a value]."""
+        assert attention_bias is None, "not made by megaaccum's models"
+        if packed_seq_params is not None:
+            if self._cp.size() > 1:
+                raise ConfigError("PackedSeqParams under context parallelism needs Transformer Engine's layers")
+            query, key, value, attention_mask = _as_documents(packed_seq_params, query, key, value)
         if self._cp.size() > 1:
             assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
             key, value = _WholeSequence.apply(key, self._cp), _WholeSequence.apply(value, self._cp)
             allowed: torch.Tensor | None = _until(_positions(len(query), self._cp, query.device), len(key))
         else:
             allowed = None
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         with self._random_state():
             if attention_mask is None:
-                context = self._attend(query, key, value, allowed)
-            else:
-                context = self._by_document(query, key, value, attention_mask)
-        return context.permute(2, 0, 1, 3).flatten(2)
-
-    def _by_document(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
-    ) -> torch.Tensor:
-        """Each document of each row for itself. Splits, whose backward is one concatenation, not slices."""
-        rows = []
-        for begins, *row in zip(starts, query.split(1), key.split(1), value.split(1), strict=True):
-            lengths = torch.diff(begins.nonzero().flatten(), append=torch.tensor([len(begins)])).tolist()
-            documents = zip(*(each.split(lengths, dim=2) for each in row), strict=True)
-            rows.append(torch.cat([self._attend(q, k, v, None) for q, k, v in documents], dim=2))
-        return torch.cat(rows)
+                return self._attend(query, key, value, allowed)
+            return by_document(self._attend, query, key, value, attention_mask)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Torch's kernel on [batch, heads, sequence, channels]; allowed: None for causal attention."""
-        return torch.nn.functional.scaled_dot_product_attention(
+        """Torch's kernel; shapes as `forward`'s. allowed: None for causal attention."""
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        context = torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -116,6 +125,7 @@ class FusedAttention(MegatronModule):
             scale=self._scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )
+        return context.permute(2, 0, 1, 3).flatten(2)
 
     def _random_state(self) -> Any:
         """Dropout differs between tp ranks, which hold different heads; under sequence parallelism it does anyway."""
@@ -124,9 +134,46 @@ class FusedAttention(MegatronModule):
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
+def by_document(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention inside documents: `attend(query, key, value)` of each document of each row for itself, so that
+    nothing of sequence length squared is made but scores of a document. starts: [batch, sequence] bool in host memory,
+    True where one begins; other shapes as FusedAttention's. Splits, whose backward is one concatenation, not slices."""
+    rows = []
+    parts = (each.split(1, dim=1) for each in (query, key, value))
+    for begins, *row in zip(starts, *parts, strict=True):
+        lengths = torch.diff(begins.nonzero().flatten(), append=torch.tensor([len(begins)])).tolist()
+        documents = zip(*(each.split(lengths) for each in row), strict=True)
+        rows.append(torch.cat([attend(*document) for document in documents]))
+    return torch.cat(rows, dim=1)
+
+
+def _as_documents(packed: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Packed queries, keys and values [tokens, heads, channels] as a batch of one, and where its documents begin.
+    Tokens after the last one are a document more."""
+    bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    starts = torch.zeros(1, len(parts[0]), dtype=torch.bool)
+    starts[0, bounds[bounds < len(parts[0])].long().cpu()] = True
+    return *(part.unsqueeze(1) for part in parts), starts
+
+
+def accept_packed_sequences(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have Megatron's own core of attention in a user's local layers, which refuses PackedSeqParams, take them as
+    LocalAttention does."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if type(module) is DotProductAttention:
+                module.forward = MethodType(LocalAttention.forward, module)  # type: ignore[method-assign]
+
+
 def takes_documents(chunk: torch.nn.Module) -> bool:
     """Whether the attention of a chunk takes where documents begin in place of a mask."""
-    return any(isinstance(module, FusedAttention) for module in chunk.modules())
+    return any(isinstance(module, FusedAttention | LocalAttention) for module in chunk.modules())
 
 
 def _positions(length: int, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
@@ -173,11 +220,11 @@ def with_fused_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictio
     return replaced(spec, DotProductAttention, FusedAttention)
 
 
-def with_latent_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block,
+def with_local_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block, *, latent: bool
 ) -> Block:
-    """`spec` with LatentAttention in place of Megatron's own."""
-    return replaced(spec, DotProductAttention, LatentAttention)
+    """`spec` with LocalAttention, or (latent) LatentAttention, in place of Megatron's own."""
+    return replaced(spec, DotProductAttention, LatentAttention if latent else LocalAttention)
 
 
 def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:

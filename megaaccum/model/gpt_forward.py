@@ -66,7 +66,7 @@ class GptForwardStep:
 
     @staticmethod
     def _mask(chunk: Any, starts: torch.Tensor | None) -> torch.Tensor | None:
-        """The chunk's attention mask: the documents themselves, or, where its core of attention makes whole scores,
+        """The chunk's attention mask: the documents themselves, or, for Transformer Engine's core of attention,
         [b, 1, s, s] bool on the device, True where nothing is attended to."""
         if starts is None or takes_documents(chunk):
             return starts

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megaaccum.model.attention import with_fused_attention, with_latent_attention
+from megaaccum.model.attention import with_fused_attention, with_local_attention
 from megaaccum.model.layers import Layers
 from megaaccum.model.local_norm import with_own_norms
 
@@ -50,4 +50,4 @@ def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBl
     spec = with_own_norms(spec)
     if made_of.fused_attention:
         return with_fused_attention(spec)
-    return with_latent_attention(spec) if latent else spec
+    return with_local_attention(spec, latent=latent)
