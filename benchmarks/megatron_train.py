@@ -58,6 +58,8 @@ LEFT_OUT = set(
     " num-layers-at-end-in-bf16 reset-iteration no-load-lr-state"
     " mock-data data-path train-data-path valid-data-path test-data-path per-split-data-args-path data-args-path"
     " vocab-file merge-file tokenizer-type tokenizer-model vocab-size tiktoken-pattern tokenizer-hf-use-fast"
+    " fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token"
+    " fim-middle-token fim-suffix-token fim-pad-token fim-eod-token"
     " save load pretrained-checkpoint finetune exit-interval exit-duration-in-mins tensorboard-dir data-cache-path"
     " wandb-project wandb-exp-name wandb-save-dir attention-dropout hidden-dropout log-interval"
     " deepspeed-config".split()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaaccum.config import precision
 from megaaccum.config.batch_keys import SIZES
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
@@ -122,6 +123,10 @@ def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
         else:
             reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
     _adopt_batch(reconciler)
+    if not precision.is_given(config) and not {"bf16", "bfloat16", "fp16"} & block.keys():
+        config.sharding.params_dtype = "fp32"
+        config.origin["params_dtype"] = ORIGIN
+        config.notes.append("params_dtype fp32: the DeepSpeed block names no other precision.")
     return reconciler.problems
 
 

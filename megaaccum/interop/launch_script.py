@@ -30,35 +30,13 @@ LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate")
 """Commands whose words are recorded."""
 
 WRAPPERS = (
-    "srun",
-    "sbatch",
-    "mpirun",
-    "mpiexec",
-    "uv",
-    "nohup",
-    "numactl",
-    "nsys",
-    "singularity",
-    "apptainer",
-    "docker",
-)
+    "srun", "sbatch", "mpirun", "mpiexec", "uv", "nohup", "numactl", "nsys", "singularity", "apptainer", "docker",
+)  # fmt: skip
 """Commands that start another command, which is looked for among their words."""
 
 SILENT = (
-    "sleep",
-    "wget",
-    "curl",
-    "pip",
-    "pip3",
-    "conda",
-    "nvidia-smi",
-    "scontrol",
-    "ssh",
-    "scp",
-    "rsync",
-    "ds_ssh",
-    "ray",
-)
+    "sleep", "wget", "curl", "pip", "pip3", "conda", "nvidia-smi", "scontrol", "ssh", "scp", "rsync", "ds_ssh", "ray",
+)  # fmt: skip
 """Commands of the cluster or the network that succeed and do nothing."""
 
 _RECORDER = """#!/bin/sh

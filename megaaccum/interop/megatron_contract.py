@@ -29,9 +29,9 @@ from megatron.core.utils import unwrap_model
 
 from megaaccum import sharding
 from megaaccum.distributed import cpu
-from megaaccum.distributed.agreement import check_agreement, printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.distributed.groups import default_collection
-from megaaccum.distributed.start import start_process_group
+from megaaccum.distributed.start import start_together
 from megaaccum.engine import OptimizerFactory, groups_of, optimizer_of
 from megaaccum.errors import ConfigError
 from megaaccum.interop import megatron_checkpoint
@@ -229,7 +229,17 @@ class LoopChunk(DistributedDataParallel):
         self._step.abandon()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Nothing to do: the backend reduces inside the last backward."""
+        """Nothing to do: the backend reduces inside the last backward, or in `optimizer.step` where every backward was
+        inside `no_sync`. Raises ConfigError where the backend cannot."""
+        backend = self._step.backend
+        if not backend.can_defer:
+            name = self._step.plan.config.sharding.backend
+            raise printed_once(
+                ConfigError(
+                    f"start_grad_sync: backend {name} reduces inside the last backward alone: run that one outside"
+                    " no_sync, and leave this call out"
+                )
+            )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """The flush is over."""
@@ -305,12 +315,19 @@ class LoopOptimizer(MegatronOptimizer):
         """The loss that a backward starts from."""
         return self._step.scale_loss(loss)
 
-    def reload_model_params(self, state_dict: Any = None) -> None:
-        """Make the chunks' weights the masters. (Load weights before `wrap`, or by a chunk's load_state_dict: most
-        backends keep parameters in partitions, to which nothing can be written.)"""
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Make the chunks' weights the masters, or those of `state_dict`: whole, by the names of a checkpoint of
+        Megatron's (`model`, or `model0`, `model1`, ...). (Without one, load weights before `wrap`, or by a chunk's
+        load_state_dict: most backends keep parameters in partitions, to which nothing can be written.) Raises
+        CheckpointError."""
         step = self._step
-        with step.whole():
-            megatron_checkpoint.reload_weights(step.backend, step.chunks)
+        if state_dict is None:
+            with step.whole():
+                megatron_checkpoint.reload_weights(step.backend, step.chunks)
+        else:
+            for number, chunk in enumerate(step.chunks):
+                weights = state_dict["model" if len(step.chunks) == 1 else f"model{number}"]
+                megatron_checkpoint.load_weights(step.backend, chunk, weights, strict=True)
         step.adopt()
 
     def sharded_state_dict(
@@ -400,8 +417,7 @@ def wrap(
     The loop then calls a schedule and `optimizer.step()` as with Megatron's own objects. Raises ConfigError on every
     rank where chunks, groups and the plan do not fit together, or the plan asks for what such a loop cannot have.
     """
-    start_process_group(plan)
-    check_agreement(plan.digest(), details=plan.facts)
+    start_together(plan)
     built = groups_of(plan, groups)
     bare: list[torch.nn.Module] = unwrap_model(list(chunks))
     config: Any = getattr(bare[0], "config", None)

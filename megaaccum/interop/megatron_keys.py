@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
+from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
 from megaaccum.interop.megatron_args import Given, built_fields, model_fields, parse, sort_into_lists
 from megaaccum.interop.megatron_lists import listed
@@ -116,7 +117,9 @@ def _put_same_names(given: Given, reading: Reading) -> None:
 def _put_defaults(given: Given, reading: Reading) -> None:
     """Megatron's defaults where megaaccum's differ."""
     args, values = given.args, reading.values
-    theirs: dict[str, object] = {"loss_norm": "microbatch", "log_interval": args.log_interval}
+    theirs: dict[str, object] = {"loss_norm": "microbatch", "log_interval": args.log_interval, "nonfinite": "skip"}
+    if not precision.KEYS & values.keys() and reading.deepspeed is None:
+        theirs["params_dtype"] = "fp32"
     if args.eval_interval is None:
         theirs["eval_interval"] = 0
     if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):

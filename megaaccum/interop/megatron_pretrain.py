@@ -92,31 +92,22 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     if problems:
         raise printed_once(ConfigError(problems))
     distributed: dict[str, Any] = {"backend": "megatron"} if args.use_distributed_optimizer else {}
+
+    def same(*names: str) -> dict[str, Any]:
+        return {name: getattr(args, name) for name in names}
+
     return Plan.of(
-        layout=dict(
-            tp=args.tensor_model_parallel_size,
-            pp=args.pipeline_model_parallel_size,
-            cp=args.context_parallel_size,
-            ep=args.expert_model_parallel_size,
-            vpp=args.virtual_pipeline_model_parallel_size,
-            allow_underfilled_pipeline=True,
+        layout=same(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
         ),
-        batch=dict(
-            micro_batch_size=args.micro_batch_size,
-            seq_length=args.seq_length,
-            global_batch_size=args.global_batch_size,
-        ),
-        sharding=dict(bf16=args.bf16, fp16=args.fp16),
-        optimizer=dict(
-            lr=args.lr,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_eps,
-            weight_decay=args.weight_decay,
-            clip_grad=args.clip_grad,
-        ),
-        hidden_size=args.hidden_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        batch=same("micro_batch_size", "seq_length", "global_batch_size") | {"allow_underfilled_pipeline": True},
+        sharding=same("bf16", "fp16"),
+        optimizer=same("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
+        **same("hidden_size", "distributed_timeout_minutes"),
         **(distributed | dict(keys)),
     )
 

@@ -226,8 +226,13 @@ TOKENIZERS = (
 """Kinds of tokenizers whose vocabulary megaaccum can read."""
 
 
-def _data_files(given: Given, reading: Reading) -> None:
+def _data(given: Given, reading: Reading) -> None:
     """Data paths that are in a file are read at once, as Megatron-LM does."""
+    if given.args.fim_data:
+        reading.notes.append(
+            "--fim-data: where a sample is cut is drawn from the seed and the sample's number, so that layouts and"
+            " restarts train the same samples; in Megatron each reader draws on its own."
+        )
     listing, by_split = given.args.data_args_path, given.args.per_split_data_args_path
     if listing and (text := _read(given, reading, "data_args_path", listing)) is not None:
         reading.put("data_path", text.split(), given, "data_args_path")
@@ -257,7 +262,10 @@ def _hybrid(given: Given, reading: Reading) -> None:
     pattern = given.args.hybrid_layer_pattern or given.args.hybrid_override_pattern
     if pattern is not None:
         reading.megatron["hybrid_layer_pattern"] = pattern
-        reading.notes.append("a hybrid model: its Mamba layers need a GPU with mamba_ssm and Transformer Engine.")
+        reading.notes.append(
+            "a hybrid model: its Mamba layers need a GPU with mamba_ssm and Transformer Engine; memory and times are"
+            " predicted as if each layer were attention and an MLP."
+        )
     elif given.args.spec is not None:
         reading.problems.append(
             f"{given.written['spec']}: layers of one's own need a model of one's own; leave it out."
@@ -290,6 +298,6 @@ def _overlap(given: Given, reading: Reading) -> None:
 
 RULES: tuple[Callable[[Given, Reading], None], ...] = (
     _shape, _uneven_stages, lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
-    _data_files, _hybrid, _starting_over, _overlap,
+    _data, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """In the order in which they run: later ones look at what earlier ones put."""

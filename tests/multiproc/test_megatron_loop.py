@@ -78,7 +78,8 @@ def test_a_second_division_is_seen():
 @pytest.mark.parametrize("backend", ["zero3", "megatron"])
 def test_a_step_is_skipped_on_all_ranks(backend):
     """One rank's loss is not a number: no weight changes anywhere. The next step is taken."""
-    assert run_ranks(spoiled, 4, Loop(Case(4, PP2 + BACKENDS[backend]))) == [(1, False, 0, True)] * 4
+    skipping = Loop(Case(4, PP2 + BACKENDS[backend] + "--nonfinite skip "))
+    assert run_ranks(spoiled, 4, skipping) == [(1, False, 0, True)] * 4
 
 
 def test_a_rank_that_judges_alone_is_seen():

@@ -21,7 +21,9 @@ def printed(tmp_path_factory) -> dict[str, list[str]]:
         "theirs": Run(save["theirs"], ours=False),
         "ours": Run(save["ours"]),
         "interleaved": Run(INTERLEAVED),
+        "by a provider": Run(provider=True),
         "zbv": Run(INTERLEAVED, keys=zbv),
+        "zbv by a provider": Run(INTERLEAVED, keys=zbv, provider=True),
         "dualpipev": Run(INTERLEAVED, keys=dict(schedule="dualpipev")),
         "theirs, resumed": Run(load["theirs"], ours=False),
         "ours, resumed": Run(load["ours"]),
@@ -37,13 +39,13 @@ def printed(tmp_path_factory) -> dict[str, list[str]]:
     return found | dict(zip(two, run_ranks(pretrained, 2, list(two.values()), timeout=60)[-1], strict=True))
 
 
-@pytest.mark.parametrize("name", ["ours", "interleaved"])
+@pytest.mark.parametrize("name", ["ours", "interleaved", "by a provider"])
 def test_all_digits_are_those_of_megatrons_own_ddp(printed, name):
     assert len(printed["theirs"]) == 10
     assert printed[name] == printed["theirs"]
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("name", ["zbv", "dualpipev", "zbv by a provider"])
 def test_a_v_within_rounding(printed, name):
     assert numbers(printed[name]) == pytest.approx(numbers(printed["theirs"]), rel=ROUNDING)
 

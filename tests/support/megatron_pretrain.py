@@ -28,11 +28,13 @@ INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1 "
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the program. ours: the import is changed; keys: what it is given beside Megatron's flags."""
+    """One start of the program. ours: the import is changed; keys: what it is given beside Megatron's flags; provider:
+    the model comes from a model_provider, not from a configuration."""
 
     flags: str = ""
     ours: bool = True
     keys: dict[str, Any] = field(default_factory=dict)
+    provider: bool = False
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -89,6 +91,16 @@ def same_weights(chunks):
     return chunks
 
 
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    """As in Megatron-LM's model_provider.py."""
+    from megatron.training import get_args
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    builder = GPTModelBuilder(gpt_config_from_args(get_args()))
+    return same_weights([builder.build_model(pg_collection, pre_process, post_process, vp_stage)])[0]
+
+
 def pretrained(runs: Sequence[Run]) -> list[list[str]]:
     """What the last rank prints of iterations and evaluations in each run, without times; on other ranks nothing."""
     return [_pretrained(run) for run in runs]
@@ -112,13 +124,14 @@ def _pretrained(run: Run) -> list[str]:
     model.pre_wrap_hooks.append(same_weights)
     lines: list[str] = []
     start, more = (our_pretrain, {"keys": run.keys}) if run.ours else (pretrain, {})
-    whole = pretrain_cfg_container_from_args(args, model)
+    whole = pretrain_cfg_container_from_args(args, None if run.provider else model)
+    provider = (model_provider,) if run.provider else ()
     with ExitStack() as stack:
         stack.enter_context(suppress(SystemExit))  # after --exit-interval
         stack.enter_context(patch.object(training, "print_rank_last", lines.append))
         if not run.ours:
             stack.enter_context(cpu.cuda_type_names())  # Megatron's clipping asks for it
-        start(whole, datasets, ModelType.encoder_or_decoder, forward_step, **more)
+        start(whole, datasets, ModelType.encoder_or_decoder, forward_step, *provider, **more)
     times = re.compile(r"^ *\[[^]]*\] *|elapsed time[^|]*\||throughput[^|]*\|")
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     return [times.sub("", line) for line in lines if last and "loss" in line]

@@ -1,0 +1,253 @@
+"""The parts of Megatron's two protocols that its own train_step does not call: what a loop by hand makes of them is
+what it makes of Megatron's own objects."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megaaccum.testing import run_ranks
+from tests.multiproc.test_engine import BACKENDS, SCHEDULES
+from tests.support.megatron_loop import Loop, LoopRig, as_megatron_has_it
+from tests.support.parity import VOCAB, Case, microbatches
+
+SMALL = "--num_layers 2 --clip_grad 1.0 "
+CELLS = {name: Case(2, flags, SMALL) for name, flags in BACKENDS.items() if name != "fsdp2 streaming"}
+ROUNDING = 1e-5
+
+
+class ByHand:
+    """A loop without Megatron's schedules, over this package's objects or over Megatron's."""
+
+    def __init__(self, case: Case, *, ours: bool):
+        from megaaccum.distributed import groups
+        from megaaccum.interop.megatron_loop import wrap
+        from megaaccum.model import gpt
+
+        plan = case.plan()
+        groups.destroy()
+        built = groups.build(plan.layout, timeout_minutes=1)
+        (self.bare,) = chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
+        self.bare.config.calculate_per_token_loss = True
+        with torch.no_grad():
+            for param in self.bare.parameters():
+                param.add_(0.01 * built.dp.rank())  # until they are broadcast
+        if ours:
+            (self.chunk,), self.optimizer = wrap(chunks, built.collection, plan)
+        else:
+            self.chunk, self.optimizer = _theirs(self.bare, built.collection, plan)
+        self.chunk.broadcast_params()
+        self.batches = microbatches(plan, built.dp.rank())
+        everyone = [batch for rank in range(plan.layout.dp) for batch in microbatches(plan, rank)]
+        self.tokens = float(sum(batch["loss_mask"].sum() for batch in everyone))
+
+    def backward(self, batch: dict[str, torch.Tensor]) -> float:
+        losses = self.chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss = (losses.float() * batch["loss_mask"]).sum()
+        self.optimizer.scale_loss(loss).backward()
+        return float(loss.detach())
+
+    def leave(self) -> None:
+        """A backward of a step that is not taken."""
+        with self.chunk.no_sync():
+            self.backward(self.batches[0])
+
+    def step(self, *, start: bool = False) -> tuple[float, float]:
+        """(this rank's loss, gradient norm). start: every backward is inside no_sync, and start_grad_sync is called."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        last = len(self.batches) if start else -1
+        with self.chunk.no_sync():
+            loss = sum(map(self.backward, self.batches[:last]))
+        loss += sum(map(self.backward, self.batches[last:]))
+        if start:
+            self.chunk.start_grad_sync()
+        self.chunk.finish_grad_sync()
+        self.chunk.scale_gradients(1.0 / self.tokens)
+        success, norm, _ = self.optimizer.step()
+        assert success
+        return loss, float(norm)
+
+
+def _theirs(bare: Any, collection: Any, plan: Any) -> tuple[Any, Any]:
+    """Megatron's DistributedDataParallel and optimizer, which has AdamW too."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    from megaaccum.distributed import cpu
+    from megaaccum.training import optimizer
+
+    inner = optimizer.build(plan, [bare])
+    ddp = DistributedDataParallel(
+        bare.config, DistributedDataParallelConfig(overlap_grad_reduce=True), bare, pg_collection=collection
+    )
+    with cpu.cuda_type_names():
+        made = FP32Optimizer(inner, OptimizerConfig(optimizer="adam", clip_grad=1.0), lambda *_: None)
+    made.grad_stats_parallel_group = collection.mp
+    return ddp, made
+
+
+def numbers(case: Case, *, ours: bool) -> list[float]:
+    """Losses and norms of steps taken in every way of the protocol, and of one that goes on from a state."""
+    from megaaccum.distributed import cpu
+
+    with nullcontext() if ours else cpu.cuda_type_names():  # Megatron's clipping asks for it
+        loop = ByHand(case, ours=ours)
+        found = [*loop.step()]
+        loop.leave()
+        found += [*loop.step(start="fsdp2" not in case.layout), *loop.step()]
+        weights, state = copy.deepcopy(
+            (loop.chunk.state_dict(), loop.optimizer.state_dict())
+        )  # Megatron's are no copies
+        fourth = loop.step()
+        again = ByHand(case, ours=ours)
+        again.chunk.load_state_dict(weights)
+        again.optimizer.load_state_dict(state)
+        assert again.step() == fourth
+    scale = loop.optimizer.get_loss_scale()
+    assert scale.shape == (1,)
+    return [*found, *fourth, float(scale)]
+
+
+def all_numbers(cells: list[Case]) -> list[list[float]]:
+    """Megatron's own first."""
+    return [numbers(cells[0], ours=False), *(numbers(case, ours=True) for case in cells)]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[list[float]]]:
+    """Of each backend, and of Megatron's own objects, the numbers of every rank."""
+    by_rank = run_ranks(all_numbers, 2, list(CELLS.values()), timeout=150)
+    return dict(zip(["theirs", *CELLS], map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_loop_by_hand(name, measured):
+    for mine, theirs in zip(measured[name], measured["theirs"], strict=True):
+        assert mine == pytest.approx(theirs, rel=ROUNDING)
+
+
+def with_a_step_that_stays(case: Case) -> list[float]:
+    """By mistake what a step that was not taken has left is kept."""
+    from megaaccum.interop.megatron_contract import LoopStep
+
+    with patch.object(LoopStep, "abandon", lambda self: None):
+        loop = ByHand(case, ours=True)
+        loop.step()
+        loop.leave()
+        return list(loop.step(start=True))
+
+
+def test_gradients_that_are_not_dropped_are_seen(measured):
+    kept = run_ranks(with_a_step_that_stays, 2, CELLS["ddp"], timeout=60)
+    assert abs(kept[0][1] / measured["theirs"][0][3] - 1) > 100 * ROUNDING
+
+
+# --- weights from outside ---------------------------------------------------------------------------------------------
+
+
+def reloaded(case: Case) -> dict[str, bool]:
+    """Whether masters and weights are what reload_model_params was asked for: the chunks' weights, and given ones."""
+    from megaaccum.model import gpt
+
+    loop = ByHand(case, ours=True)
+    step, named = loop.optimizer._step, dict(gpt.named_parameters([loop.bare]))
+
+    def masters_are(expected: dict[str, torch.Tensor]) -> bool:
+        return all(
+            torch.equal(
+                piece.tensors["param"].float().cpu(),
+                expected[piece.name].float().reshape(-1)[piece.start :][: piece.tensors["param"].numel()],
+            )
+            for piece in step.backend.state()
+        )
+
+    with torch.no_grad():
+        for param in named.values():
+            param.mul_(1.5)
+    stale = masters_are(named)
+    loop.optimizer.reload_model_params()
+    found = {"stale": stale, "reloaded": masters_are(named)}
+    torch.manual_seed(5)
+    given = {name: torch.randn(param.shape) for name, param in loop.bare.named_parameters()}
+    loop.optimizer.reload_model_params({"model": given})
+    in_model = {gpt.global_name(loop.bare, name): each for name, each in given.items()}
+    found["given"] = masters_are(in_model)
+    whole = {gpt.global_name(loop.bare, name): each for name, each in loop.chunk.state_dict().items() if name in given}
+    found["weights"] = all(torch.equal(whole[name], each.to(whole[name].dtype)) for name, each in in_model.items())
+    return found
+
+
+def test_weights_that_another_program_wrote_become_the_masters():
+    """Masters in FP32 beside weights in BF16: given ones are not rounded."""
+    for found in run_ranks(reloaded, 2, Case(2, BACKENDS["zero1"], SMALL, "bf16"), timeout=60):
+        assert found == {"stale": False, "reloaded": True, "given": True, "weights": True}
+
+
+# --- the loss scale ---------------------------------------------------------------------------------------------------
+
+
+def loss_scales(loop: Loop) -> list[float]:
+    """Before a step that is spoiled and after it."""
+    rig = LoopRig.of_loop(loop)
+    before = float(rig.optimizer.get_loss_scale())
+    assert rig.step_of(spoil=True) == (1, False)
+    return [before, float(rig.optimizer.get_loss_scale())]
+
+
+def megatrons_scales(keys: Any) -> list[float]:
+    """The same of Megatron's scaler, with the same keys."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    theirs = DynamicGradScaler(
+        initial_scale=keys.initial_loss_scale, min_scale=keys.min_loss_scale, growth_factor=2.0, backoff_factor=0.5,
+        growth_interval=keys.loss_scale_window, hysteresis=keys.hysteresis,
+    )  # fmt: skip
+    before = float(theirs.scale)
+    theirs.update(torch.ones(1))
+    return [before, float(theirs.scale)]
+
+
+def test_the_loss_scale_is_that_of_megatrons_scaler():
+    case = Case(2, SCHEDULES["1f1b"], lane="fp16")
+    keys = case.plan().config.step
+    assert run_ranks(loss_scales, 2, Loop(case), timeout=60) == run_ranks(megatrons_scales, 1, keys) * 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusal(loop: Loop) -> str:
+    from megaaccum.errors import ConfigError
+
+    rig = LoopRig.of_loop(loop)
+    try:
+        rig.megatrons_step(lambda data, chunk: as_megatron_has_it(data, chunk, per_token=True))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_megatrons_finalize_under_a_v_is_an_error_on_every_rank():
+    texts = run_ranks(refusal, 2, Loop(Case(2, SCHEDULES["zbv"]), finalize="theirs"), timeout=60)
+    assert all("with schedule zbv the last stage is on the first" in text for text in texts)
+
+
+def start_of(case: Case) -> str:
+    from megaaccum.errors import ConfigError
+
+    try:
+        ByHand(case, ours=True).chunk.start_grad_sync()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_reduction_apart_from_a_backward_is_refused_where_it_cannot_be_had():
+    assert all("outside no_sync" in text for text in run_ranks(start_of, 2, CELLS["fsdp2"], timeout=60))
