@@ -4,7 +4,7 @@
 
 Prints the ratio of seconds per step (loop / bare; the median over pairs of neighbouring blocks) and of peak memory over
 what the process held before the model was built, and what agreement, verdict and counting take of a step. Both make the
-same losses, or there is no result. CPU lane.
+same losses, or there is no result. With `--reproducible layout` the other loop is the same one without it. CPU lane.
 """
 
 from __future__ import annotations
@@ -55,16 +55,21 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict:
     """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio."""
-    world_size = load(path, overrides).run.nproc_per_node or 1
+    config = load(path, overrides)
+    world_size, other = config.run.nproc_per_node or 1, other_of(config)
     with tempfile.TemporaryDirectory() as folder:
         request = (path, [*overrides, "--output_dir", folder])
         blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
         told = run_ranks(phases, world_size, *request, 2 + steps * blocks // 2, timeout=60 + 10 * blocks * steps)
+        without = (
+            run_ranks(phases, world_size, *request, 3, by_default=True, timeout=120) if other == "default" else told
+        )
         peaks = _in_a_process_that_returns_pages(world_size, *request)
-    pairs = zip(blocks_of_rank0["loop"], blocks_of_rank0["bare"], strict=True)
-    ratios = [loop / bare for loop, bare in pairs]
+    ratios = [one / two for one, two in zip(blocks_of_rank0["loop"], blocks_of_rank0[other], strict=True)]
     return {
         "config": Path(path).name,
+        "other": other,
+        "bytes_ratio": moved_bytes(told) / moved_bytes(without),
         "ranks": world_size,
         "steps_per_block": steps,
         "seconds_per_step": {name: [s / steps for s in seconds] for name, seconds in blocks_of_rank0.items()},
@@ -72,17 +77,23 @@ def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict
         "step_time_ratios": ratios,
         "overhead": overhead(told),
         "peak_bytes": peaks,
-        "peak_memory_ratio": peaks["loop"] / peaks["bare"],
+        "peak_memory_ratio": peaks["loop"] / peaks[other],
     }
+
+
+def other_of(config) -> str:
+    """The loop that a configuration's is compared with: a bare one, or (`reproducible: layout`) the same by default."""
+    return "default" if config.sharding.reproducible == "layout" else "bare"
 
 
 def peaks_of_both(world_size: int, path: str, overrides: list[str]) -> dict[str, int]:
     """Largest over ranks of peak_bytes, the smallest of two tries."""
+    names = ("loop", other_of(load(path, overrides)))
     tries = [
-        {name: max(run_ranks(peak_bytes, world_size, path, overrides, name, timeout=180)) for name in ("loop", "bare")}
+        {name: max(run_ranks(peak_bytes, world_size, path, overrides, name, timeout=180)) for name in names}
         for _ in range(2)
     ]
-    return {name: min(each[name] for each in tries) for name in ("loop", "bare")}
+    return {name: min(each[name] for each in tries) for name in names}
 
 
 def _in_a_process_that_returns_pages(*request) -> dict[str, int]:
@@ -96,16 +107,17 @@ def _in_a_process_that_returns_pages(*request) -> dict[str, int]:
 
 def report(figures: dict) -> str:
     seconds = {name: statistics.median(values) for name, values in figures["seconds_per_step"].items()}
-    ratios = sorted(figures["step_time_ratios"])
+    ratios, other = sorted(figures["step_time_ratios"]), figures["other"]
     peak = {name: value / 2**20 for name, value in figures["peak_bytes"].items()}
     return (
         f"{figures['config']}, {figures['ranks']} ranks\n"
-        f"step time    loop {seconds['loop']:.4f} s   bare {seconds['bare']:.4f} s   ratio "
+        f"step time    loop {seconds['loop']:.4f} s   {other} {seconds[other]:.4f} s   ratio "
         f"{figures['step_time_ratio']:.4f} (blocks {ratios[0]:.3f} to {ratios[-1]:.3f})\n"
         f"agreement {figures['overhead']['agree']:.2%}, verdict {figures['overhead']['verdict']:.2%}, counting "
         f"{figures['overhead']['counting']:.2%} of a step\n"
-        f"peak memory  loop {peak['loop']:.1f} MiB   bare {peak['bare']:.1f} MiB   ratio "
+        f"peak memory  loop {peak['loop']:.1f} MiB   {other} {peak[other]:.1f} MiB   ratio "
         f"{figures['peak_memory_ratio']:.4f}"
+        + (f"\nbytes between ranks: ratio {figures['bytes_ratio']:.4f}" if other == "default" else "")
     )
 
 
@@ -113,38 +125,44 @@ def report(figures: dict) -> str:
 
 
 def in_turns(path: str, overrides: list[str], blocks: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each block of each loop; every other pair starts with the bare one. Raises AssertionError where the
+    """Seconds of each block of each loop; every other pair starts with the other one. Raises AssertionError where the
     losses differ."""
     import torch
 
-    plan = _plan(path, overrides)
-    step_of = {"loop": loop_arm(plan), "bare": bare_arm(plan, (blocks + 1) * steps)}
+    plan, other = _plan(path, overrides), other_of(load(path, overrides))
+    step_of = {"loop": loop_arm(plan)}
+    if other == "default":
+        step_of[other] = loop_arm(_plan(path, overrides, by_default=True))
+    else:
+        step_of[other] = bare_arm(plan, (blocks + 1) * steps)
     losses = {name: [step() for _ in range(steps)] for name, step in step_of.items()}  # warm-up
     seconds: dict[str, list[float]] = {name: [] for name in step_of}
     for block in range(blocks):
         for name in sorted(step_of, reverse=bool(block % 2)):
+            torch.use_deterministic_algorithms(plan.config.sharding.deterministic and name != "default")
             gc.collect()
             torch.distributed.barrier()
             start = time.perf_counter()
             losses[name] += [step_of[name]() for _ in range(steps)]
             torch.distributed.barrier()
             seconds[name].append(time.perf_counter() - start)
-    for loop, bare in list(zip(losses["loop"], losses["bare"], strict=True))[:COMPARED]:
-        assert bare != bare or abs(loop - bare) <= SAME * bare, f"the loops differ: {loop} and {bare}"
+    for loop, there in list(zip(losses["loop"], losses[other], strict=True))[:COMPARED]:
+        assert there != there or abs(loop - there) <= SAME * there, f"the loops differ: {loop} and {there}"
     return seconds
 
 
-Phases = list[tuple[dict[str, float], float, int]]
-"""Of each step: seconds by phase, of the whole step, and its counted collectives."""
+Phases = list[tuple[dict[str, float], float, int, int]]
+"""Of each step: seconds by phase, of the whole step, its counted collectives and their bytes."""
 
 
-def phases(path: str, overrides: list[str], steps: int) -> tuple[Phases, float]:
+def phases(path: str, overrides: list[str], steps: int, by_default: bool = False) -> tuple[Phases, float]:
     """What each step of the loop says of itself on this rank, and seconds that counting adds to one collective."""
-    step, seen = loop_arm(_plan(path, overrides), lambda result: result), []
+    step, seen = loop_arm(_plan(path, overrides, by_default=by_default), lambda result: result), []
     for _ in range(steps):
         start = time.perf_counter()
         result: Any = step()
-        seen.append((result.seconds, time.perf_counter() - start, sum(each.calls for each in result.traffic.values())))
+        calls, moved = (sum(getattr(each, name) for each in result.traffic.values()) for name in ("calls", "num_bytes"))
+        seen.append((result.seconds, time.perf_counter() - start, calls, moved))
     return seen[2:], cost_of_counting()
 
 
@@ -166,6 +184,11 @@ def cost_of_counting(calls: int = 10_000) -> float:
         return (time.perf_counter() - start) / calls
 
 
+def moved_bytes(by_rank: list[tuple[Phases, float]]) -> float:
+    """Of the last step on all ranks together."""
+    return sum(seen[-1][3] for seen, _ in by_rank)
+
+
 def overhead(by_rank: list[tuple[Phases, float]]) -> dict[str, float]:
     """Shares of a step's time, medians over steps. Of a phase in which ranks wait for each other the shortest over
     ranks: the rank that comes last does not wait."""
@@ -185,10 +208,10 @@ def overhead(by_rank: list[tuple[Phases, float]]) -> dict[str, float]:
 def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> int:
     """Most memory that this rank held at once while it built one loop and made `steps` steps, over what it held
     before (Linux: resident set)."""
-    plan = _plan(path, overrides)
+    plan = _plan(path, overrides, by_default=name == "default")
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
-    step = loop_arm(plan) if name == "loop" else bare_arm(plan, steps)
+    step = bare_arm(plan, steps) if name == "bare" else loop_arm(plan)
     for _ in range(steps):
         step()
     return _resident("VmHWM") - before
@@ -285,11 +308,14 @@ class _Parts:
         self.chunks = gpt.build_chunks(plan, self.groups, vocab_size=self.data.vocabulary.size)
 
 
-def _plan(path: str, overrides: list[str]):
+def _plan(path: str, overrides: list[str], *, by_default: bool = False):
+    """by_default: with sums in any order, whatever is asked for."""
     import torch
 
-    world_size = torch.distributed.get_world_size()
-    return configuration.resolve(load(path, overrides), world_size=world_size)
+    config = load(path, overrides)
+    if by_default:
+        config.sharding.reproducible = "none"
+    return configuration.resolve(config, world_size=torch.distributed.get_world_size())
 
 
 def _resident(field: str) -> int:

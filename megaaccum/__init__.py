@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "get_forward_backward_func",
     "initialize",
+    "megatron_loop",
     "verify",
 ]
 
@@ -52,6 +53,8 @@ def __getattr__(name: str) -> Any:
         from megaaccum.verification import verify
 
         return verify
+    if name == "megatron_loop":
+        return importlib.import_module("megaaccum.interop.megatron_loop")
     if name in _WITH_TORCH:
         from megaaccum.distributed import preload
 

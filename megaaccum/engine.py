@@ -24,12 +24,13 @@ from megaaccum import sharding
 from megaaccum.checkpoint import resume, save_load
 from megaaccum.checkpoint.folders import read_progress
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
+from megaaccum.distributed import rng
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
-from megaaccum.distributed.start import start_process_group
+from megaaccum.distributed.start import start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
-from megaaccum.model import gpt
+from megaaccum.model import gpt, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.precision import fp8
 from megaaccum.step import chunk_config
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
     from megaaccum.metrics.observer import Observer
+    from megaaccum.step.recovery import Attempt
     from megaaccum.training.lr_schedule import LrSchedule
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -83,8 +85,7 @@ def initialize(
     Starts torch.distributed from the launcher's environment where nothing has yet; without a launcher the world is one
     rank. Raises ConfigError on every rank where groups, chunks, their configuration and the plan do not fit together.
     """
-    start_process_group(plan)
-    check_agreement(plan.digest(), details=plan.facts)
+    start_together(plan)
     built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
     raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
@@ -104,7 +105,8 @@ def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Grou
 def _groups(plan: Plan, collection: ProcessGroupCollection) -> Groups:
     if missing := [name for name in ("tp", "pp", "dp", "cp", "dp_cp", "mp") if not hasattr(collection, name)]:
         raise ConfigError(f"the process group collection lacks {', '.join(missing)}: give it every group of the layout")
-    return Groups(layout=plan.layout, collection=collection)
+    minutes = plan.config.parallel.distributed_timeout_minutes
+    return Groups(layout=plan.layout, collection=collection, timeout_minutes=minutes)
 
 
 class Engine:
@@ -134,6 +136,8 @@ class Engine:
         )
         self._follow(plan)
         self._microbatches = self._calls = 0
+        self.verified = ""
+        """The layout in which this run's step was verified at its start (verification/at_start.py)."""
         self._failed: BaseException | None = None
 
     def _follow(self, plan: Plan) -> None:
@@ -184,7 +188,12 @@ class Engine:
     # --- steps ---
 
     def train_step(
-        self, microbatches: Sequence[Any], *, stop: bool = False, problem: MegaaccumError | None = None
+        self,
+        microbatches: Sequence[Any],
+        *,
+        stop: bool = False,
+        problem: MegaaccumError | None = None,
+        upcoming: Sequence[Any] | None = None,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches of it: `engine.batch.num_microbatches`.
 
@@ -192,13 +201,20 @@ class Engine:
             microbatches: a list; each is what one `next(data_iterator)` of the forward step function gives.
             stop: this rank asks to stop after the step; every rank's result then says so.
             problem: why this rank cannot take the step, raised on every rank before any begins.
+            upcoming: with `speculative_step`, the list that the next call will be given, or None, on every rank alike.
+                Where it can, the next step begins before this one's verdict. It is then too late for its `problem`,
+                which keeps the step after it from beginning early.
 
         The step is judged as the plan's `step` section says (skip, zero, drop a micro-batch, end the run), and rolled
         back where it does not count. Raises StepError, RankDisagreement, or `problem`, on every rank.
         """
         with self._guarded():
             lr = self._lr()
-            result = self.train_steps.train(microbatches, step=self.step + 1, stop=stop, problem=problem)
+            if self._transaction.next_batch != self.batch:
+                upcoming = None
+            result = self.train_steps.train(
+                microbatches, step=self.step + 1, stop=stop, problem=problem, upcoming=upcoming
+            )
             return self._transaction.commit(result, lr=lr)
 
     def forward_backward(
@@ -270,6 +286,29 @@ class Engine:
         with self._guarded():
             return self.train_steps.evaluate(microbatches, problem)
 
+    @contextmanager
+    def trial(
+        self, microbatches: Sequence[Any], *, batch: BatchPlan | None = None, place: Callable[[int], int] | None = None
+    ) -> Iterator[Attempt]:
+        """The next step's gradient, reduced over all ranks, which `backend.shards` show inside. At the end everything
+        is as it was: weights, optimizer, random states, counters.
+
+        Args:
+            microbatches: this rank's, of the next step or of another cut of it.
+            batch: how they are cut; default `engine.batch`.
+            place: the number in the global batch of each, where it is not the planned one.
+        """
+        with self._guarded():
+            self.train_steps.batch = batch or self.batch
+            before = rng.snapshot()
+            with self.observer.watching():
+                attempt = self.train_steps.gradient(microbatches, step=self.step + 1, place=place)
+            yield attempt
+            self.backend.discard()
+            router_state.begin_step(self.chunks)
+            rng.restore(before)
+            self.observer.forget()
+
     def _lr(self) -> float:
         return self.lr_schedule.lr if self.lr_schedule is not None else float(self.param_groups[0]["lr"])
 
@@ -282,7 +321,7 @@ class Engine:
                 " start again"
                 " from a checkpoint"
             )
-        self.train_steps.batch = self.batch
+        self.train_steps.batch, self.train_steps.num_updates = self.batch, self._transaction.num_updates
         try:
             yield
         except _HARMLESS:
@@ -296,7 +335,8 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
-        return self._transaction.state_dict() | {"train_step": self.train_steps.state_dict()}
+        steps = {"train_step": self.train_steps.state_dict(), "verified": self.verified}
+        return self._transaction.state_dict() | steps
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
         """A checkpoint's record beside its tensors. data: which samples come in which order."""
@@ -321,6 +361,7 @@ class Engine:
         """Take up the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states. Returns
         whether there is one. The layout may be another than that of the save. A damaged checkpoint is reported, and the
         one before it taken. Raises CheckpointError on every rank, with the engine as it was."""
+        self.train_steps.drop_begun()
         return resume.first_good(folder, self._load, self.print) is not None
 
     def _load(self, checkpoint: Path) -> Path:
@@ -356,6 +397,7 @@ class Engine:
             progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples
         )
         self.train_steps.load_state_dict(progress.transaction.get("train_step", {}))
+        self.verified = progress.transaction.get("verified", "")
 
 
 def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:

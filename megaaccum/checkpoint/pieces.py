@@ -11,6 +11,7 @@ in a row are this tensor-parallel rank's part; the piece holds its elements 0 to
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -134,23 +135,27 @@ def own(
                 yield piece, tensor, writes and tensor.numel() > 0
 
 
+def _start(piece: Piece) -> int:
+    return piece.start
+
+
 class Stored:
     """The pieces of a checkpoint by what they are parts of."""
 
     def __init__(self, keys: Iterable[str]):
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        self._pieces: dict[tuple[str, str], dict[Cut, list[Piece]]] = {}
         for key in keys:
             piece = Piece.parse(key)
-            self._pieces.setdefault((piece.name, piece.kind), []).append(piece)
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: (piece.cut.run, piece.start))
+            self._pieces.setdefault((piece.name, piece.kind), {}).setdefault(piece.cut, []).append(piece)
+        for by_cut in self._pieces.values():
+            for pieces in by_cut.values():
+                pieces.sort(key=_start)
 
     @property
     def numel(self) -> int:
         """Elements of all weights."""
-        return sum(
-            piece.stop - piece.start for (_, kind), all_ in self._pieces.items() if kind == "param" for piece in all_
-        )
+        weights = (by_cut for (_, kind), by_cut in self._pieces.items() if kind == "param")
+        return sum(piece.stop - piece.start for by_cut in weights for pieces in by_cut.values() for piece in pieces)
 
     @property
     def names(self) -> set[str]:
@@ -163,12 +168,12 @@ class Stored:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The whole shape of a parameter, None if the checkpoint has none of that name."""
-        pieces = self._pieces.get((name, "param"))
-        return pieces[0].shape if pieces else None
+        by_cut = self._pieces.get((name, "param"))
+        return next(iter(by_cut.values()))[0].shape if by_cut else None
 
     def has_cut(self, name: str, cut: Cut) -> bool:
         """Whether a parameter's weight was cut like that, but for the rank."""
-        return any(replace(piece.cut, run=cut.run) == cut for piece in self._pieces[name, "param"])
+        return any(replace(each, run=cut.run) == cut for each in self._pieces[name, "param"])
 
     def covering(self, wanted: Piece) -> list[tuple[Piece, int, int]]:
         """(piece, start, stop) of the stored pieces that hold elements of `wanted`: of those elements the positions in
@@ -176,17 +181,21 @@ class Stored:
         if wanted.start == wanted.stop:
             return []
         first, last = wanted.cut.index(wanted.start), wanted.cut.index(wanted.stop - 1)
-        pieces = self._pieces[wanted.name, wanted.kind]
+        by_cut = self._pieces[wanted.name, wanted.kind]
+        like = next(iter(by_cut))
         found = []
-        for run in range(pieces[0].cut.runs):
-            cut = replace(pieces[0].cut, run=run)
+        for run in range(like.runs):
+            cut = replace(like, run=run)
             position, stop = cut.position(first), cut.position(last + 1)
             if not cut.meets(wanted.cut):
                 continue
-            for piece in pieces:
-                if piece.cut == cut and piece.start <= position < piece.stop and position < stop:
-                    found.append((piece, position, min(piece.stop, stop)))
-                    position = piece.stop
+            pieces = by_cut.get(cut, [])
+            for index in range(max(bisect.bisect_right(pieces, position, key=_start) - 1, 0), len(pieces)):
+                piece = pieces[index]
+                if position >= stop or not piece.start <= position < piece.stop:
+                    break
+                found.append((piece, position, min(piece.stop, stop)))
+                position = piece.stop
             if position < stop:
                 raise DamagedCheckpoint(
                     f"the checkpoint lacks elements {position} to {stop} of {wanted.name} ({wanted.kind}, run {run})"

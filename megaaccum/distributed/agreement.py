@@ -105,11 +105,11 @@ def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: 
         result = action(*args, **kwargs)
     except Exception as error:
         problem = error
-    _raise_together(problem)
+    raise_together(problem)
     return result
 
 
-def _raise_together(problem: BaseException | None) -> None:
+def raise_together(problem: BaseException | None) -> None:
     """Raise on every rank what any rank brings as `problem`; return if none brings one. Collective over the world: one
     integer where none does."""
     ((_, some),) = _limits([int(problem is not None)])

@@ -30,10 +30,12 @@ class Groups:
     """This rank's place in every parallel dimension.
 
     `collection` is what Megatron's models and schedules take as `pg_collection`. Sizes are numbers of ranks.
+    timeout_minutes: of groups that are made later.
     """
 
     layout: Layout
     collection: ProcessGroupCollection
+    timeout_minutes: float
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -66,7 +68,7 @@ class Groups:
         """All ranks over gloo, for objects that should not pass through the GPU; None where the world is gloo's.
         Collective over the world when it is first asked for."""
         world = dist.group.WORLD
-        return dist.new_group(backend="gloo") if world is not None and carries_by_nccl(world) else None
+        return for_background(self.timeout_minutes) if world is not None and carries_by_nccl(world) else None
 
     def stage(self, chunk: int) -> int:
         """The stage, 0 to pp * vpp - 1 in model order, that this rank's chunk is."""
@@ -133,7 +135,8 @@ def build(layout: Layout, *, timeout_minutes: float) -> Groups:
         distributed_timeout_minutes=timeout_minutes,  # type: ignore[arg-type]  # a timedelta takes a float as well
         create_gloo_process_groups=False,
     )
-    return Groups(layout=layout, collection=ProcessGroupCollection.use_mpu_process_groups())
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    return Groups(layout=layout, collection=collection, timeout_minutes=timeout_minutes)
 
 
 def for_background(timeout_minutes: float) -> dist.ProcessGroup:
@@ -221,7 +224,8 @@ class PipelineChannels:
         self._connected: set[tuple[int, int, str]] = set()
         separate = self.on_nccl if separate is None else separate
         own = _lane_groups(self.members, self.on_nccl, timeout_minutes) if separate else [pp] * len(_LANES)
-        self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True))}
+        # Tag 0 is that of messages without one, such as a step's micro-batches.
+        self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True), 1)}
 
     def connect(self, channels: Iterable[tuple[int, int, str]], device: torch.device) -> None:
         """Send one element over every channel (source, target, kind), each rank one after the other, in `in_turn`.
@@ -249,10 +253,13 @@ class PipelineChannels:
 
 
 def destroy() -> None:
-    """Forget the groups of this process, so that others can be built (tests, a changed layout)."""
+    """Forget the groups of this process, so that others can be built (tests, a changed layout), and Megatron's table of
+    side losses, which knows these groups and has a row for each layer of the model that came first."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     parallel_state.destroy_model_parallel()
+    destroy_moe_metrics_tracker()
 
 
 class Mpu:
@@ -306,7 +313,7 @@ class Mpu:
         return self._groups.pp.size()
 
 
-def replica_mesh(groups: Groups, replicas: int, *, timeout_minutes: float) -> DeviceMesh:
+def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
     """The ranks of dp x cp as torch's fully_shard takes them: one dimension, or (replica, shard) with more replicas.
 
     Consecutive ranks share a replica, so that its traffic stays inside a node where it fits. Collective over the world.
@@ -324,7 +331,7 @@ def replica_mesh(groups: Groups, replicas: int, *, timeout_minutes: float) -> De
         grid = torch.tensor(row).view(replicas, -1)
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:
-                group = dist.new_group(line, timeout=timedelta(minutes=timeout_minutes))
+                group = dist.new_group(line, timeout=timedelta(minutes=groups.timeout_minutes))
                 if dist.get_rank() in line:
                     mine[name] = group
     grid = torch.tensor(ranks, dtype=torch.int).view(replicas, -1)

@@ -9,7 +9,7 @@ of its own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class SampleSeeds:
         self._is_on = plan.config.run.rng == "sample"
         self._step: int | None = None
         self._forward = self._backward = 0
+        self._place: Callable[[int], int] = self._planned_place
         for chunk in chunks if self._is_on else ():
             # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
             # recomputes them outside.
@@ -86,6 +87,18 @@ class SampleSeeds:
             self._step = None
             restore(before)
 
+    @contextmanager
+    def placed(self, place: Callable[[int], int] | None) -> Iterator[None]:
+        """Inside, this rank's micro-batch `index` is number `place(index)` of the global batch; None: as planned."""
+        self._place = place or self._planned_place
+        try:
+            yield
+        finally:
+            self._place = self._planned_place
+
+    def _planned_place(self, index: int) -> int:
+        return self._plan.batch.place(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+
     def begin_forward(self, microbatch: int) -> None:
         """The forward of this rank's micro-batch number `microbatch` of the step begins."""
         self._forward = microbatch
@@ -99,8 +112,7 @@ class SampleSeeds:
         """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
         if self._step is None:  # nothing, or a forward of the user's own
             return
-        mine = self._backward if upstream.in_backward() else self._forward
-        microbatch = self._plan.batch.place(mine, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+        microbatch = self._place(self._backward if upstream.in_backward() else self._forward)
         _set_states(
             f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._groups.collection.cp.rank()}",
             stream,

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from megaaccum.distributed import cpu, determinism, gpu
+from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.errors import LaunchError
+from megaaccum.schedule.build import is_shared, set_shared_table
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def start_together(plan: Plan) -> None:
+    """Start torch.distributed, and go on only if all ranks have the same plan, cut and table of a schedule. From then
+    on the table is that of rank 0 on every rank, whatever happens to the files. Collective over the world.
+
+    Raises LaunchError where the ranks cannot meet, RankDisagreement on every rank where plans or tables differ.
+    """
+    start_process_group(plan)
+    check_agreement(plan.digest(), details=plan.facts)
+    table = plan.layout.schedule
+    if table.endswith(".csv") and not is_shared(table):
+        texts = [raise_on_all_ranks(Path(table).read_text)]
+        torch.distributed.broadcast_object_list(texts)
+        raise_on_all_ranks(set_shared_table, table, texts[0])
 
 
 def start_process_group(plan: Plan) -> None:

@@ -25,11 +25,13 @@ GRACE_SECONDS = 5.0
 
 
 class Watchdog:
-    """Watches the steps of this rank. limit: seconds that one may take, 0 for no limit. folder: takes `rank_N.txt` with
-    what was said, beside standard error. trace: what this rank notes about itself."""
+    """Watches the steps of this rank. limit: seconds that one may take, 0 for no limit. first_limit: the same of the
+    first step, in which kernels are compiled and NCCL connects; the larger of both counts. folder: takes `rank_N.txt`
+    with what was said, beside standard error. trace: what this rank notes about itself."""
 
-    def __init__(self, limit: float, *, rank: int, folder: Path, trace: Trace):
+    def __init__(self, limit: float, *, rank: int, folder: Path, trace: Trace, first_limit: float = 0.0):
         self._limit = limit
+        self._first: float | None = first_limit
         self._rank = rank
         self._folder = folder
         self._trace = trace
@@ -40,9 +42,10 @@ class Watchdog:
         if self._limit <= 0:
             yield
             return
+        limit, self._first = max(self._limit, self._first or 0.0), None
         # A thread of Python needs the interpreter's lock, which a call that hangs may hold: faulthandler does not.
-        faulthandler.dump_traceback_later(self._limit + 2 * GRACE_SECONDS, exit=True)
-        timer = threading.Timer(self._limit, self._end, args=(number, time.monotonic()))
+        faulthandler.dump_traceback_later(limit + 2 * GRACE_SECONDS, exit=True)
+        timer = threading.Timer(limit, self._end, args=(number, limit, time.monotonic()))
         timer.daemon = True
         timer.start()
         try:
@@ -51,8 +54,8 @@ class Watchdog:
             timer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, number: int, started: float) -> None:
-        text = self.report(number, time.monotonic() - started)
+    def _end(self, number: int, limit: float, started: float) -> None:
+        text = self.report(number, limit, time.monotonic() - started)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"rank_{self._rank}.txt").write_text(text)
@@ -62,13 +65,11 @@ class Watchdog:
         time.sleep(GRACE_SECONDS)
         os._exit(EXIT_CODE)
 
-    def report(self, number: int, seconds: float) -> str:
-        """This rank's report on step `number` after `seconds`."""
-        head = (
-            f"rank {self._rank}: step {number} takes {seconds:.0f} s, more than step_timeout_seconds {self._limit:g}."
-            f" {self._trace}. Stacks:\n"
-        )
-        return head + _stacks()
+    def report(self, number: int, limit: float, seconds: float) -> str:
+        """This rank's report on step `number`, which may take `limit`, after `seconds`."""
+        key = "step_timeout_seconds" if limit == self._limit else "a first step may (by distributed_timeout_minutes)"
+        head = f"rank {self._rank}: step {number} takes {seconds:.0f} s, more than {key} {limit:g}."
+        return f"{head} {self._trace}. Stacks:\n" + _stacks()
 
 
 def _stacks() -> str:

@@ -64,12 +64,13 @@ class HighWater:
     def note(self, kind: str, num_bytes: int) -> None:
         """`num_bytes` of `kind` are held now."""
         self._now[kind] = num_bytes
-        self._raise(kind, num_bytes)
+        self.raise_to(kind, num_bytes)
         whole = kind.split("_")[0]
         if whole != kind:
-            self._raise(whole, sum(self._now.get(part, 0) for part in SUMS[whole]))
+            self.raise_to(whole, sum(self._now.get(part, 0) for part in SUMS[whole]))
 
-    def _raise(self, kind: str, num_bytes: int) -> None:
+    def raise_to(self, kind: str, num_bytes: int) -> None:
+        """The mark of `kind` is at least `num_bytes`."""
         if num_bytes > self.peaks.get(kind, 0):
             self.peaks[kind] = num_bytes
 

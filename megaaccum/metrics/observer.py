@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,15 @@ from megaaccum.metrics.traffic import Count, Meter, Traffic
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
+
+
+class Measured(NamedTuple):
+    """Of one step on this rank: seconds by phase, seconds in its forwards, traffic, and memory by kind."""
+
+    seconds: dict[str, float]
+    forward_seconds: float
+    traffic: Traffic
+    memory: Memory
 
 
 class Observer:
@@ -33,6 +42,7 @@ class Observer:
         self._meter = Meter(groups)
         self._activations = Activations(chunks)
         self._traffic: Traffic = {}
+        self._ended: Measured | None = None
         self._forwards: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._forward_seconds = 0.0
 
@@ -43,13 +53,16 @@ class Observer:
         with self._meter.counting() as traffic:
             yield
         self.stopwatch.enter("between")
+        self._add(traffic)
+        self.note_held()
+        self._backend.memory.note("p2p", self._meter.most_receiving)
+
+    def _add(self, traffic: Traffic) -> None:
         for lane, count in traffic.items():
             known = self._traffic.setdefault(lane, Count())
             known.calls += count.calls
             known.num_bytes += count.num_bytes
             known.seconds += count.seconds
-        self.note_held()
-        self._backend.memory.note("p2p", self._meter.most_receiving)
 
     def phase(self, name: str) -> None:
         """The phase that was entered last ends, and this one begins."""
@@ -74,8 +87,8 @@ class Observer:
             yield
             self._forward_seconds += self.stopwatch.clock() - start
 
-    def forward_seconds(self) -> float:
-        """Seconds of the forwards since the last call, which are all done: the step's verdict comes after them."""
+    def _take_forward_seconds(self) -> float:
+        """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
         milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._forwards)
         seconds = self._forward_seconds + milliseconds / 1e3
         self._forwards, self._forward_seconds = [], 0.0
@@ -85,7 +98,29 @@ class Observer:
         """Note what the backend holds now."""
         self._backend.memory.look(self._backend.tensors())
 
-    def take(self) -> tuple[dict[str, float], Traffic, Memory]:
-        """(seconds by phase, traffic, memory by kind) since the last call."""
+    def forget(self) -> None:
+        """Drop what was measured since the last `take`: it belongs to no step."""
+        self.take()
+
+    def end_early(self) -> None:
+        """Count what comes from here on for the next step, though `take` is still to be called for this one."""
+        self._add(self._meter.take())
+        self._ended = self.take()
+
+    def take_back(self) -> None:
+        """Undo `end_early`: what came since then counts for that step too."""
+        ended, self._ended = self._ended, None
+        assert ended is not None
+        self._add(ended.traffic)
+        self._forward_seconds += ended.forward_seconds
+        self.stopwatch.add(ended.seconds)
+        for kind, num_bytes in ended.memory.items():
+            self._backend.memory.raise_to(kind, num_bytes)
+
+    def take(self) -> Measured:
+        """The step's numbers, since the last call."""
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            return ended
         traffic, self._traffic = self._traffic, {}
-        return self.stopwatch.take(), traffic, self._backend.memory.take()
+        return Measured(self.stopwatch.take(), self._take_forward_seconds(), traffic, self._backend.memory.take())

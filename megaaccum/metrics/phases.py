@@ -38,6 +38,11 @@ class Stopwatch:
         finally:
             self.enter(before)
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Count seconds, by phase, that were taken already."""
+        for phase, count in seconds.items():
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + count
+
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call, up to this moment; the present phase goes on."""
         self.enter(self._phase)

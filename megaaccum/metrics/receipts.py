@@ -102,7 +102,7 @@ class Receipt:
             self.write()
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Something that happened in `step`: `skip`, `restart`, `resume`, `alarm`, `straggler`."""
+        """Something that happened in `step`: `skip`, `restart`, `resume`, `verify`, `alarm`, `straggler`."""
         self.content["events"].append({"kind": kind, "step": step, "text": text})
 
     def close(self, outcome: str, step: int, now: float) -> None:

@@ -96,7 +96,12 @@ class Meter:
 
         with upstream.watched_collectives(note):
             yield found
-        found.update({str(lane): count for lane, count in sorted(self._counts.items())})
+        found.update(self.take())
+
+    def take(self) -> Traffic:
+        """The traffic since it is on, or since the last call; what comes counts from nothing."""
+        counts, self._counts = self._counts, {}
+        return {str(lane): count for lane, count in sorted(counts.items())}
 
     def _names(self) -> dict[str, str]:
         import torch.distributed as dist

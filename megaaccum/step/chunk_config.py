@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.errors import ConfigError
+from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         problems += _config_problems(plan, config)
     if problems:
         raise ConfigError(problems)
+    accept_packed_sequences(chunks)
     for chunk in chunks:
         if not hasattr(chunk, "model_type"):
             chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]  # Megatron's schedules ask

@@ -34,13 +34,25 @@ def global_norm(
     along: float64 scalars of this rank that are summed in the same all-reduce. overflow: 0, or inf where this rank
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
-    grads = [shard.grad for shard in backend.shards() if shard.grad.numel() and _counts_here(shard, backend, groups)]
-    square = _square(grads) if backend.sums is None else _square_in_any_order(grads)
+    if backend.sums is None:
+        square = own_square(backend, groups)
+    else:
+        square = _square_in_any_order(_counted(backend, groups))
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
     total, *others = sums_over_ranks([square, *along])
     return total**0.5, others
+
+
+def own_square(backend: ShardingBackend, groups: Groups) -> torch.Tensor:
+    """The sum of the squares of the gradient parts that this rank adds to the norm, float64."""
+    return _square(_counted(backend, groups))
+
+
+def _counted(backend: ShardingBackend, groups: Groups) -> list[torch.Tensor]:
+    """The gradients that this rank adds to the norm."""
+    return [shard.grad for shard in backend.shards() if shard.grad.numel() and _counts_here(shard, backend, groups)]
 
 
 def _square(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -104,12 +116,17 @@ def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> 
     return groups.tp.rank() == 0 or not gpt.is_same_over_tp(shard.param)
 
 
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """By what a gradient of that norm is multiplied to have `max_norm`; it is clipped where this is below 1. A max_norm
+    of 0 does not clip."""
+    return max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
+
+
 def scale_and_clip(backend: ShardingBackend, norm: float, max_norm: float, *, factor: float = 1.0) -> None:
     """Multiply the reduced gradient once: by `factor` (1 / (loss scale * N), whatever is still in it), and by
     max_norm / (norm + 1e-6) if `norm`, that of the gradient times `factor`, is larger (torch's and Megatron's rule; a
     max_norm of 0 does not clip). In the precision that the optimizer reads."""
-    coefficient = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
-    factor *= min(coefficient, 1.0)
+    factor *= min(clip_coefficient(norm, max_norm), 1.0)
     if factor != 1.0:
         for shard in backend.shards():
             shard.grad.mul_(factor)

@@ -102,27 +102,46 @@ def places_of(plan: Plan, groups: Groups, each: int) -> Places | None:
 def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[float]:
     """The sum over the ranks of `group` of each part: a scalar, or the numbers of micro-batches in their places, whose
     sum is the float64 nearest to the exact one. float64, one all-reduce."""
+    return post_sums(parts, group)()
+
+
+def post_sums(
+    parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
+) -> Callable[[], list[float]]:
+    """`sums_over_ranks`, begun: what it returns waits for the sums. device: on which the group adds, default this
+    rank's."""
     if not parts:
-        return []
-    flat = torch.cat([part.to(cpu.device()).reshape(-1) for part in parts])
-    dist.all_reduce(flat, group=group)
-    numbers = iter(flat.tolist())
-    totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
-    return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
+        return list
+    flat = torch.cat([part.to(device or cpu.device()).reshape(-1) for part in parts])
+    work = dist.all_reduce(flat, group=group, async_op=True)
+
+    def sums() -> list[float]:
+        if work is not None:
+            work.wait()
+        numbers = iter(flat.tolist())
+        totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
+        return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
+
+    return sums
 
 
-def total_weight(
+def post_total_weight(
     weights: Sequence[float], count: int, groups: Groups, places: Places | None = None
-) -> tuple[float, int]:
-    """(N, micro-batches of the step), from the weights and the number of this rank's. Collective over dp x cp, whose
-    ranks reduce gradients too: a group of dp alone would cost NCCL another communicator. Ranks of one cp group have the
-    same sequences, and the first counts."""
+) -> Callable[[], tuple[float, int]]:
+    """(N, micro-batches of the step) when they are asked for, from the weights and the number of this rank's.
+    Collective over dp x cp, whose ranks reduce gradients too: a group of dp alone would cost NCCL another communicator.
+    Ranks of one cp group have the same sequences, and the first counts."""
     if groups.collection.cp.rank():
         weights, count = [0.0] * len(weights), 0
     own = torch.tensor(weights, dtype=torch.float64)
     own = torch.tensor(math.fsum(weights), dtype=torch.float64) if places is None else places.spread(own)
-    total, num_microbatches = sums_over_ranks([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
-    return total, round(num_microbatches)
+    sums = post_sums([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
+
+    def total() -> tuple[float, int]:
+        weight, num_microbatches = sums()
+        return weight, round(num_microbatches)
+
+    return total
 
 
 @dataclass

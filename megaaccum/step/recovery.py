@@ -46,7 +46,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on an attempt. overflow: the loss scale has to go down. bad: counts towards max_bad_steps."""
+    """The verdict on an attempt. overflow: the loss scale has to go down, if it can. bad: counts towards
+    max_bad_steps."""
 
     attempt: Attempt
     skip: bool
@@ -88,6 +89,12 @@ class Recovery:
         self._bad_steps.count(verdict.bad, step=step, why=verdict.note)
         return verdict
 
+    def lets_pass(self, attempt: Attempt) -> bool:
+        """Whether `judge` would make `attempt` an update, and find nothing wrong with it."""
+        return (
+            attempt.is_finite and not attempt.is_empty and not attempt.num_zeroed and attempt.norm <= self._guard.limit
+        )
+
     def conclude(self, verdict: Verdict) -> None:
         """Move the loss scale by a verdict that was carried out."""
         if self.scaler is not None:
@@ -98,15 +105,15 @@ class Recovery:
             return Verdict(attempt, skip=True, bad=True, note="every token of the step is masked")
         if self._keys.nonfinite == "off":
             return Verdict(attempt, skip=False)
-        if attempt.num_zeroed and attempt.is_finite:
-            assert self.zero is not None
-            where = nonfinite.describe(self.zero)
-            return Verdict(attempt, skip=False, bad=True, note=f"set to 0 before the reduction: {where}")
-        if attempt.is_finite:
+        if attempt.is_finite and not attempt.num_zeroed:
             alarm = self._guard.judge(attempt.norm)
             return self._on_alarm(step, attempt, alarm) if alarm else Verdict(attempt, skip=False)
         if self.scaler is not None and self.scaler.can_back_off:
             return Verdict(attempt, skip=True, overflow=True)
+        if attempt.is_finite:
+            assert self.zero is not None
+            note = f"set to 0 before the reduction: {nonfinite.describe(self.zero)}"
+            return Verdict(attempt, skip=attempt.norm == 0, overflow=True, bad=True, note=note)
         return self._on_nonfinite(step, attempt, again)
 
     def _on_alarm(self, step: int, attempt: Attempt, alarm: str) -> Verdict:

@@ -13,23 +13,33 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import Trace, traced
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.metrics.observer import Observer
 from megaaccum.model import router_state
 from megaaccum.precision import fp8
-from megaaccum.precision.nonfinite import Findings, Probe
+from megaaccum.precision.nonfinite import Probe
 from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.step import grad_norm, short_batch
+from megaaccum.step.again import Again
 from megaaccum.step.agreement import StepAgreement, with_lengths
 from megaaccum.step.forward_step import ForwardStep
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, places_of, sums_over_ranks, total_weight
+from megaaccum.step.loss import (
+    Divisor,
+    ForwardStepFunc,
+    ReportReducer,
+    Tally,
+    places_of,
+    post_total_weight,
+    sums_over_ranks,
+)
 from megaaccum.step.microbatches import Microbatches, read_batch
 from megaaccum.step.open_step import Before, OpenStep
 from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
+from megaaccum.step.speculation import Speculation
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -68,6 +78,9 @@ class TrainStep:
             self._schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self._agreement = StepAgreement(plan, groups)
         self._recovery = Recovery(plan, backend, self._fp8)
+        self._speculation = Speculation(self)
+        self.num_updates = 0
+        """Those before this step; the engine sets it."""
         self._seeds = rng.SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
@@ -92,9 +105,19 @@ class TrainStep:
         """Scale of the loss in the next backward; 1 without FP16."""
         return self._recovery.loss_scale
 
+    @property
+    def in_loss(self) -> float:
+        """The factor on losses of the open step, beside the loss scale."""
+        assert self._open is not None
+        return self._open.divisor.in_loss
+
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, guard and counters, as plain numbers; the same on every rank."""
         return self._recovery.state_dict()
+
+    def drop_begun(self) -> None:
+        """End the step that began before its call, if one has (`speculative_step`). Collective over the world."""
+        self._speculation.drop()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. A part that `state` lacks starts afresh (the precision was another)."""
@@ -103,32 +126,42 @@ class TrainStep:
     # --- a step ---
 
     def train(
-        self, microbatches: Sequence[Any], *, step: int, stop: bool = False, problem: MegaaccumError | None = None
+        self,
+        microbatches: Sequence[Any],
+        *,
+        step: int,
+        stop: bool = False,
+        problem: MegaaccumError | None = None,
+        upcoming: Sequence[Any] | None = None,
     ) -> StepResult:
         """Make the accumulated step on this rank's `num_microbatches` micro-batches: the step on the global batch.
 
         Where it is skipped, weights, optimizer and random states are as before. Raises StepError on every rank, before
         anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
-        step comes with its `problem`, which every rank then raises before it begins.
+        step comes with its `problem`, which every rank then raises before it begins. upcoming: with `speculative_step`,
+        the micro-batches of the next step, which may begin before the verdict on this one.
         """
         with self.observer.watching():
-            stop, short = self._agreement.on_step(step, microbatches, self.batch, stop=stop, **self._since(problem))
-            if short and self._plan.config.step.short_batch == "drop":
+            has_begun, short = self._speculation.has_begun(microbatches), ""
+            if not has_begun or upcoming is None:
+                stop, short = self._agreement.on_step(step, microbatches, self.batch, stop=stop, **self._since(problem))
+            if has_begun:
+                self._speculation.go_on()
+                result = self._end(step, stop, problem=problem, upcoming=upcoming)
+            elif short and self._plan.config.step.short_batch == "drop":
                 result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
             else:
-                filled, unknown = with_lengths(self._filled(microbatches), self._plan, self._groups.pp)
-                if filled.lengths is not None or unknown is not None:
-                    raise_on_all_ranks(_raise, unknown)
-                self._run(filled, step=step, last=True)
+                self._run(self._whole(microbatches), step=step, last=True)
                 assert self._open is not None
                 self._open.short = short
-                result = self._end(step, stop)
-        return self._observed(result)
+                result = self._end(step, stop, upcoming=upcoming)
+        return replace(result, **self.observer.take()._asdict())
 
     def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
         where it is known. last: whether the reduction may run inside the last backward, if no further call is
         expected."""
+        self.drop_begun()
         with self.observer.watching():
             batch, problem = with_lengths(batch, self._plan, self._groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
@@ -144,18 +177,19 @@ class TrainStep:
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
             result = self._end(step, agreed.stop)
-        return self._observed(result)
+        return replace(result, **self.observer.take()._asdict())
 
-    def _end(self, step: int, stop: bool) -> StepResult:
+    def _end(self, step: int, stop: bool, *, upcoming: Sequence[Any] | None = None, **more: Any) -> StepResult:
         opened, self._open = self._open, None
         assert opened is not None
         if self._backend.sums is not None and (problem := self._backend.sums.missing(opened.num_microbatches)):
             self._drop(opened)
             raise printed_once(StepError(f"step {step}: {problem}"))
-        attempt = self._reduce_and_measure(opened)
-        verdict = self._recovery.judge(step, attempt, _Again(self, opened))
-        self.observer.phase("optimizer")
-        self._update(verdict, opened)
+        if upcoming is not None and self._speculation.may_end(opened):
+            verdict, stop = self._speculation.end(opened, upcoming, stop=stop, **more)
+        else:
+            verdict = self._settle(opened, self._reduce_and_measure(opened))
+            self._speculation.note(verdict)
         self.observer.phase("report")
         attempt = verdict.attempt
         return StepResult(
@@ -173,11 +207,6 @@ class TrainStep:
             per_microbatch=self._reports.per_microbatch(opened.tally),
         )
 
-    def _observed(self, result: StepResult) -> StepResult:
-        seconds, traffic, memory = self.observer.take()
-        forward_seconds = self.observer.forward_seconds()
-        return replace(result, seconds=seconds, forward_seconds=forward_seconds, traffic=traffic, memory=memory)
-
     # --- forward and backward ---
 
     def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
@@ -191,10 +220,10 @@ class TrainStep:
             self._open = None
             raise
 
-    def _begin(self, step: int, divisor: Divisor) -> OpenStep:
+    def _begin(self, step: int, divisor: Callable[[], Divisor]) -> OpenStep:
         self.observer.phase("gather")
-        self._open = OpenStep(step, divisor, Before(rng.snapshot(), self._fp8.snapshot()))
-        self._begin_attempt(self._open)
+        self._open = OpenStep(step, Before.of(self._fp8))
+        self._begin_attempt(self._open, divisor)
         return self._open
 
     # --- a flush that another loop runs, between these two ---
@@ -205,7 +234,7 @@ class TrainStep:
         ConfigError with `reproducible: layout`, which has to know which micro-batch runs."""
         if self._backend.sums is not None:
             raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
-        opened = self._open or self._begin(step, self._divisor_at_commit(expected))
+        opened = self._open or self._begin(step, lambda: self._divisor_at_commit(expected))
         if opened.reduced:
             self._backend.resume_accumulation()
             opened.reduced = False
@@ -218,20 +247,25 @@ class TrainStep:
         self._open.tally.add(weight)
         self._open.reduced = True
 
-    def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Divisor:
-        """Of a step. total: N where the caller knows it. alone: there is this one call, so its weights are all."""
+    def _divisor(self, calls: Sequence[Microbatches], total: float | None, *, alone: bool) -> Callable[[], Divisor]:
+        """That of a step: its weights are on their way, and are waited for when it is asked for. total: N where the
+        caller knows it. alone: there is this one call, so its weights are all."""
         weights = [each.weights for each in calls]
-        if total is None and alone and all(each is not None for each in weights):
-            known = [weight for each in weights for weight in each or ()]
-            count = sum(len(each) - len(each.dummies) for each in calls)
-            total, self._num_microbatches = total_weight(
-                known, count, self._groups, places_of(self._plan, self._groups, len(known))
-            )
-        elif total is not None:
-            self._num_microbatches = self.batch.num_microbatches * self._groups.dp.size()
-        if total is None:
-            return self._divisor_at_commit(calls[0].expected)
-        return Divisor.known(total, reduction_divisor=self._backend.reduction_divisor)
+        if total is None and not (alone and all(each is not None for each in weights)):
+            return lambda: self._divisor_at_commit(calls[0].expected)
+        known = [weight for each in weights for weight in each or ()]
+        count = sum(len(each) - len(each.dummies) for each in calls)
+        summed = (
+            post_total_weight(known, count, self._groups, places_of(self._plan, self._groups, len(known)))
+            if total is None
+            else lambda: (total, self.batch.num_microbatches * self._groups.dp.size())
+        )
+
+        def divisor() -> Divisor:
+            weight, self._num_microbatches = summed()
+            return Divisor.known(weight, reduction_divisor=self._backend.reduction_divisor)
+
+        return divisor
 
     def _divisor_at_commit(self, expected: float | None) -> Divisor:
         """Of a step whose weight is not known before it ends: about that of the last one, else by what is `expected` of
@@ -242,13 +276,14 @@ class TrainStep:
             nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
         return Divisor.at_commit(reduction_divisor=self._backend.reduction_divisor, nominal=nominal)
 
-    def _begin_attempt(self, opened: OpenStep) -> None:
+    def _begin_attempt(self, opened: OpenStep, divisor: Callable[[], Divisor]) -> None:
+        self._backend.begin_step()
+        opened.divisor = divisor()
         opened.tally, opened.reduced = Tally(places_of(self._plan, self._groups, self.batch.num_microbatches)), False
         if self._backend.sums is not None:
             self._backend.sums.count = self.batch.num_microbatches
         self._backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self._backend.loss_scale, self._num_microbatches)
-        self._backend.begin_step()
         self._fp8.begin_attempt()
         self.observer.note_held()
         router_state.begin_step(self._chunks)
@@ -264,34 +299,31 @@ class TrainStep:
         with self.observer.flushing(), self._seeds.flush(opened.step):
             for start in starts:
                 self._backend.set_last_flush(reduce and start == starts[-1])
-                self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
+                if opened.begun:
+                    opened.begun = False
+                    self._schedule.finish()  # type: ignore[attr-defined]  # a ForwardBackward
+                else:
+                    self._flush(batch.part(start, min(start + size, len(batch))), opened.divisor, opened.tally)
         opened.num_microbatches += len(batch)
         opened.reduced = reduce
 
-    def _flush(self, batch: Microbatches, divisor: Divisor, tally: Tally, *, forward_only: bool = False) -> None:
-        """Run the schedule over `batch`. What loss functions give goes into `tally`, on the ranks of the last stage."""
+    def _flush(
+        self, batch: Microbatches, divisor: Divisor, tally: Tally, *, forward_only: bool = False, **more: Any
+    ) -> None:
+        """Run the schedule over `batch`. What loss functions give goes into `tally`, on the ranks of the last stage.
+        more: arguments of a ForwardBackward."""
         forward_step = ForwardStep(
-            batch,
-            divisor,
-            tally,
-            chunks=self._chunks,
-            trace=self.trace,
-            seeds=self._seeds,
-            sums=self._backend.sums,
-            side_losses=self._side_losses,
-            low_precision=self._fp8,
-            probe=self._probe,
-            look=self.observer.note_held,
+            batch, divisor, tally, chunks=self._chunks, trace=self.trace, seeds=self._seeds, sums=self._backend.sums,
+            side_losses=self._side_losses, low_precision=self._fp8, probe=self._probe, look=self.observer.note_held,
             timed=nullcontext if forward_only else self.observer.forward,
-        )
+        )  # fmt: skip
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.
         interleaves = self._plan.config.parallel.overlap_moe_expert_parallel_comm and not forward_step.looks_closely
         for chunk in self._chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
-        lengths: dict[str, Any] = {}
         if batch.lengths is not None and isinstance(self._schedule, ForwardBackward):
-            lengths = {"seq_lengths": batch.lengths}  # Megatron's own schedules send the shapes ahead
+            more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
         self._schedule(
             forward_step_func=forward_step,
             data_iterator=batch.iterators(len(self._chunks)),
@@ -302,13 +334,14 @@ class TrainStep:
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
-            **lengths,
+            **more,
         )
         self._fp8.end_flush()
 
     def forward(self, batch: Microbatches) -> Tally:
         """The loss functions' values of `batch`, without gradients or dropout; on other ranks than those of the last
         stage an empty tally."""
+        self.drop_begun()
         self._backend.gather()
         before = self._fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
         self._fp8.begin_attempt()
@@ -356,6 +389,13 @@ class TrainStep:
             expected=expected, lengths=lengths,
         )  # fmt: skip
 
+    def _whole(self, microbatches: Sequence[Any]) -> Microbatches:
+        """A whole step's, with the lengths that only some stages know. Raises on every rank where none does."""
+        filled, unknown = with_lengths(self._filled(microbatches), self._plan, self._groups.pp)
+        if filled.lengths is not None or unknown is not None:
+            raise_together(unknown)
+        return filled
+
     def _filled(self, microbatches: Sequence[Any]) -> Microbatches:
         """With dummies up to the planned number, where a short batch is padded."""
         filled, dummies = short_batch.filled(microbatches, self._plan, self.batch)
@@ -374,19 +414,32 @@ class TrainStep:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
         self.observer.phase("reduce")
         self._backend.finish_reduction()
+        return self._measure(opened)
+
+    def _measure(self, opened: OpenStep) -> Attempt:
         self.observer.phase("norm")
-        tally, zero = opened.tally, self._recovery.zero
-        along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
-        along += [] if zero is None else [zero.total()]
-        norm, totals = grad_norm.global_norm(self._backend, self._groups, along=along, overflow=self._fp8.overflow())
+        norm, totals = grad_norm.global_norm(
+            self._backend, self._groups, along=self._along(opened), overflow=self._fp8.overflow()
+        )
         self.observer.phase("verdict")
-        total, weight, bad, problem, news, *reported = totals
-        zeroed = 0 if zero is None else int(reported.pop())
+        bad, problem = totals[2:4]
         if bad or problem:
             self._drop(opened)
-            raise_on_all_ranks(_raise, tally.problem)
+            raise_together(opened.tally.problem)
             text = f"{bad:.0f} micro-batches have a weight that is negative or not a number: fix the loss function"
             raise printed_once(StepError(text))
+        return self._attempt(opened, norm, totals)
+
+    def _along(self, opened: OpenStep) -> list[torch.Tensor]:
+        """The sums of this rank that are added up over the world with the squares of the norm."""
+        tally, zero = opened.tally, self._recovery.zero
+        along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
+        return along + ([] if zero is None else [zero.total()])
+
+    def _attempt(self, opened: OpenStep, norm: float, totals: Sequence[float]) -> Attempt:
+        """The attempt that has this norm, and over all ranks these totals of `_along`."""
+        total, weight, _, _, news, *reported = totals
+        zeroed = 0 if self._recovery.zero is None else int(reported.pop())
         weight = weight if opened.divisor.total is None else opened.divisor.total
         factor = opened.divisor.at_end(weight) / self._backend.loss_scale
         return Attempt(
@@ -395,7 +448,7 @@ class TrainStep:
             norm=norm * factor,
             factor=factor,
             num_zeroed=zeroed,
-            reports=self._reports.reduced(self._sums_of_news(tally) if news else reported),
+            reports=self._reports.reduced(self._sums_of_news(opened.tally) if news else reported),
         )
 
     def _sums_of_news(self, tally: Tally) -> list[float]:
@@ -403,9 +456,13 @@ class TrainStep:
         self._reports.learn(tally)
         return sums_over_ranks(self._counted(self._reports.sums(tally)))
 
-    def gradient(self, microbatches: Sequence[Any], *, step: int = 1) -> Attempt:
-        """Everything up to the reduced gradient, which the backend's `shards` then show (tests, diagnosis)."""
-        self._run(self._filled(microbatches), step=step, last=True)
+    def gradient(
+        self, microbatches: Sequence[Any], *, step: int = 1, place: Callable[[int], int] | None = None
+    ) -> Attempt:
+        """Everything up to the reduced gradient, which the backend's `shards` then show. place: the number in the
+        global batch of each of these micro-batches, where it is not the planned one."""
+        with self._seeds.placed(place):
+            self._run(self._whole(microbatches), step=step, last=True)
         opened, self._open = self._open, None
         assert opened is not None
         return self._reduce_and_measure(opened)
@@ -418,70 +475,26 @@ class TrainStep:
 
     def _drop(self, opened: OpenStep) -> None:
         self._backend.discard()
-        self._go_back(opened.before)
+        opened.before.restore(self._fp8)
 
-    def _update(self, verdict: Verdict, opened: OpenStep) -> None:
-        """Change the weights, or leave everything as it was; nothing here fails on one rank alone."""
+    def _settle(self, opened: OpenStep, attempt: Attempt, *, updated: bool = False) -> Verdict:
+        """Judge, then change the weights, where they have not been `updated`, or leave everything as it was; after the
+        verdict nothing fails on one rank alone."""
+        verdict = self._recovery.judge(opened.step, attempt, Again(self, opened))
         attempt = verdict.attempt
+        self.observer.phase("optimizer")
         if verdict.skip:
             self._drop(opened)
-        else:
-            grad_norm.scale_and_clip(
-                self._backend, attempt.norm, self._plan.config.optimizer.clip_grad, factor=attempt.factor
-            )
-            if self.before_update is not None:
-                self.before_update()
-            self._backend.step()
-            router_state.update_bias(self._chunks, self._groups)
+        elif not updated:
+            self._update_weights(attempt.norm, attempt.factor)
         self._recovery.conclude(verdict)
         self._last_weight = attempt.weight / self.batch.global_batch_size
+        return verdict
 
-    def _go_back(self, before: Before) -> None:
-        rng.restore(before.rng)
-        self._fp8.restore(before.fp8)
-
-
-def _raise(problem: MegaaccumError | None) -> None:
-    if problem is not None:
-        raise problem
-
-
-class _Again:
-    """The micro-batches of an open step once more (recovery.Again)."""
-
-    def __init__(self, of: TrainStep, opened: OpenStep):
-        self._of, self._opened = of, opened
-
-    def look(self) -> Findings | None:
-        of, opened = self._of, self._opened
-        if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
-            return None  # they came from an iterator, or to another loop
-        of._backend.discard()
-        of._go_back(opened.before)
-        tally = opened.tally
-        of._begin_attempt(opened)
-        with Probe(of._chunks, of._groups) as of._probe:
-            for batch in opened.calls:
-                of._flushes(batch, opened, reduce=False)
-            findings = of._probe.gather()
-        of._probe = None
-        of._backend.begin_step()
-        opened.tally = tally
-        return findings
-
-    def without(self, findings: Findings) -> Attempt:
-        of, opened = self._of, self._opened
-        bad = findings.bad_microbatches()
-        mine = set(bad.get(of._groups.dp.rank(), []))
-        of._go_back(opened.before)
-        every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
-        healthy = [each for index, each in every.items() if index not in mine]
-        replaced = {index: short_batch.stand_in(every[index], healthy) for index in mine}
-        calls = [batch.without(replaced) for batch in opened.calls]
-        known = opened.divisor.total is not None
-        opened.divisor = of._divisor(calls, None, alone=known)
-        of._begin_attempt(opened)
-        for number, batch in enumerate(calls):
-            of._flushes(batch, opened, reduce=number == len(calls) - 1 or not of._backend.can_defer)
-        attempt = of._reduce_and_measure(opened)
-        return replace(attempt, num_dropped=sum(map(len, bad.values())))
+    def _update_weights(self, norm: float, factor: float) -> None:
+        """Take the optimizer's step on the reduced gradient times `factor`; norm: of that product."""
+        grad_norm.scale_and_clip(self._backend, norm, self._plan.config.optimizer.clip_grad, factor=factor)
+        if self.before_update is not None:
+            self.before_update()
+        self._backend.step()
+        router_state.update_bias(self._chunks, self._groups)

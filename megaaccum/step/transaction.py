@@ -11,6 +11,7 @@ nowhere.
 | consumed samples, step number | move on | move on | as before |
 
 All ranks reach the same verdict from one collective, and after the optimizer's step nothing can fail on one rank alone.
+With `speculative_step` the update comes before the verdict, and is taken back where that refuses it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Transaction:
     def batch(self) -> BatchPlan:
         """The batch of the next step."""
         return self._ramp.at(self.consumed_samples)
+
+    @property
+    def next_batch(self) -> BatchPlan:
+        """The batch of the step after it, where that one's samples are consumed."""
+        return self._ramp.at(self.consumed_samples + self.batch.global_batch_size)
 
     def commit(self, result: StepResult, *, lr: float) -> StepResult:
         """Take note of an attempt; returns `result` with its number, the learning rate that it used, and whether its

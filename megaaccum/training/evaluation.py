@@ -16,6 +16,7 @@ from megaaccum.training.core_metric import core_metric
 from megaaccum.training.sampling import NUM_PROMPT, sample
 
 if TYPE_CHECKING:
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.data.dataset import Datasets
     from megaaccum.engine import Engine
     from megaaccum.metrics.log import RunLog
@@ -74,22 +75,31 @@ class Texts:
         self._log.look("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
 
 
-def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples: int) -> SharedLoader:
-    """This rank's micro-batches of `dataset`, after the samples that were consumed. Collective over its model-parallel
-    group."""
+def loader_of(
+    engine: Engine,
+    dataset: Any,
+    data: Datasets,
+    *,
+    consumed_samples: int,
+    batch: BatchPlan | None = None,
+    in_runs: bool | None = None,
+) -> SharedLoader:
+    """This rank's micro-batches of `dataset`, after the samples that were consumed. batch, in_runs: another cut than
+    the plan's, dealt in another way. Collective over its model-parallel group."""
     plan, groups = engine.plan, engine.groups
+    batch = batch or plan.batch
     in_documents = plan.config.data.reset_attention_mask
     open_loader = partial(
         MicrobatchLoader,
         dataset,
-        micro_batch_size=plan.batch.micro_batch_size,
+        micro_batch_size=batch.micro_batch_size,
         dp_rank=groups.dp.rank(),
         dp_size=groups.dp.size(),
-        global_batch_size=plan.batch.global_batch_size,
+        global_batch_size=batch.global_batch_size,
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
-        in_runs=plan.in_runs,
+        in_runs=plan.in_runs if in_runs is None else in_runs,
         document_end=data.vocabulary.eod if in_documents else None,
         pin_for=cpu.device() if cpu.has_accelerator() else None,
     )
@@ -97,7 +107,7 @@ def loader_of(engine: Engine, dataset: Any, data: Datasets, *, consumed_samples:
         open_loader,
         groups,
         read_by(engine.chunks),
-        shape=(plan.batch.micro_batch_size, plan.batch.seq_length),
+        shape=(batch.micro_batch_size, batch.seq_length),
         has_documents=in_documents,
         clock=engine.observer.stopwatch.clock,
     )

@@ -1,9 +1,10 @@
-"""The four lines that open a run."""
+"""The four lines that open a run, and on GPUs a fifth."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megaaccum.distributed import gpu
 from megaaccum.model.param_count import count_parameters
 from megaaccum.planner import footprint
 from megaaccum.training.run_folder import checkpoint_folder
@@ -27,6 +28,8 @@ def header(plan: Plan, *, vocab_size: int, start_step: int) -> str:
         f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",
         "run": f"steps {start_step + 1} to {last}, log in {run.output_dir}, {_checkpoints(plan)}",
     }
+    if on_gpu := gpu.describe():
+        rows["gpu"] = on_gpu
     return "\n".join(f"{name:<6}{text}" for name, text in rows.items())
 
 

@@ -13,8 +13,8 @@ from megaaccum.checkpoint import save_load
 from megaaccum.checkpoint.saver import Saver, continued
 from megaaccum.data.dataset import build_datasets
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
-from megaaccum.distributed.start import end_process_group, start_process_group
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.distributed.watchdog import Watchdog
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
@@ -24,26 +24,31 @@ from megaaccum.metrics.ranks import Ranks
 from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-from megaaccum.planner import expected, sync_mode
+from megaaccum.planner import expected, micro_batch, sync_mode
 from megaaccum.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
 from megaaccum.training.run_log import open_log
+from megaaccum.verification import at_start
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
     from megaaccum.config.schema import RunConfig
     from megaaccum.data.dataset import Datasets
+    from megaaccum.data.loader import Batch
     from megaaccum.data.shared import SharedLoader
     from megaaccum.metrics.log import RunLog
     from megaaccum.step.result import StepResult
 
 
+_OF_A_COLLECTIVE = 0.9
+"""Share of a collective's timeout that a first step may take: the ranks then still report, and NCCL ends none."""
+
+
 def train(plan: Plan) -> int:
     """Run `plan` on this rank; collective over the world. Returns 0 when it ended, or stopped when asked to."""
-    start_process_group(plan)
-    check_agreement(plan.digest(), details=plan.facts)
+    start_together(plan)
     plan, notes = raise_on_all_ranks(_settled, plan, smallest_device())
     raise_on_all_ranks(check_folders, plan.config)
     plan = raise_on_all_ranks(continued, plan)
@@ -65,6 +70,10 @@ def train(plan: Plan) -> int:
         log.note(note)
     try:
         with saver, closing(_loader(engine, data)) as loader:
+            if at_start.is_due(engine):
+                note = at_start.verify_start(engine, data, loader)
+                log.event("verify", engine.step, note)
+                log.note(note)
             outcome = _loop(engine, loader, saver, log, data)
     except BaseException as error:
         log.failed(error)
@@ -76,9 +85,9 @@ def train(plan: Plan) -> int:
 
 
 def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
-    """The plan with a sync mode that fits, and, where there is a limit, why it is that one; the same on every rank.
-    Raises ConfigError where none fits."""
-    settled = sync_mode.settle(plan, device_bytes, layers=gpt.layers_of(plan))
+    """The plan with a micro-batch and a sync mode that fit, and, where there is a limit, why these; the same on every
+    rank. Raises ConfigError where none fits."""
+    settled = micro_batch.settle(plan, device_bytes, layers=gpt.layers_of(plan))
     is_limited = sync_mode.limit_of(plan, device_bytes) is not None
     return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
 
@@ -99,11 +108,12 @@ def _loop(engine: Engine, loader: SharedLoader, saver: Saver, log: RunLog, data:
         batch = engine.batch
         with stopwatch.during("data"):
             microbatches, problem = loader.try_next_step(batch.num_microbatches)
+            upcoming = _upcoming(engine, loader, last)
         problem = saver.problem() or log.problem or problem
         try:
             with watchdog.step(engine.step + 1):
                 ends = signals.received or _is_time(run, engine.step + 1, started)
-                result = engine.train_step(microbatches, stop=ends, problem=problem)
+                result = engine.train_step(microbatches, stop=ends, problem=problem, upcoming=upcoming)
         except MegaaccumError as error:
             raise saver.saved(error) from error
         if result.advanced:
@@ -130,6 +140,16 @@ def _loop(engine: Engine, loader: SharedLoader, saver: Saver, log: RunLog, data:
             why = "a signal" if signals.received else "exit_interval or exit_duration_in_mins"
             return f"Stopped by {why} after step {engine.step}"
     return "Done"
+
+
+def _upcoming(engine: Engine, loader: SharedLoader, last: int) -> list[Batch] | None:
+    """The micro-batches of the step after the one to come, where it may begin early: not after the last, and not where
+    an evaluation, a text or a checkpoint comes between. Those of too short a rest of the data are none."""
+    run, step, size = engine.plan.config.run, engine.step + 1, engine.batch.num_microbatches
+    between = (run.eval_interval, run.save_interval, run.sample_every, run.core_metric_every)
+    if not engine.plan.config.step.speculative_step or step >= last or any(n and step % n == 0 for n in between):
+        return None
+    return loader.try_next_step(size, after=size)[0]
 
 
 def _is_time(run: RunConfig, step: int, started: float) -> bool:
@@ -166,9 +186,14 @@ def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) 
 
 
 def _watchdog(engine: Engine) -> Watchdog:
-    run = engine.plan.config.run
-    folder = Path(run.output_dir) / "hang"
-    return Watchdog(run.step_timeout_seconds, rank=int(os.environ["RANK"]), folder=folder, trace=engine.trace)
+    run, minutes = engine.plan.config.run, engine.plan.config.parallel.distributed_timeout_minutes
+    return Watchdog(
+        run.step_timeout_seconds,
+        rank=int(os.environ["RANK"]),
+        folder=Path(run.output_dir) / "hang",
+        trace=engine.trace,
+        first_limit=_OF_A_COLLECTIVE * minutes * 60,
+    )
 
 
 def _ranks(engine: Engine, data: Datasets) -> Ranks:

@@ -41,11 +41,25 @@ def of_two(left: Run, right: Run) -> str:
     if names[0] == names[1]:
         names = str(left.folder), str(right.folder)
     body = f"<h1>{escape(names[0])} and {escape(names[1])}</h1>{_together(left, right, names)}"
+    body += _other_bits(left, right)
     body += f"<h2>What differs</h2>{_table(('key', *names), rows)}" if rows else "<h2>No key differs</h2>"
     pairs = zip(_sections(left, "a"), _sections(right, "b"), strict=True)
     body += _two(_heading(left), _heading(right))
     body += "".join(_two(one, two) for one, two in pairs)
     return _page(" and ".join(names), body)
+
+
+def _other_bits(left: Run, right: Run) -> str:
+    """Why two runs under `reproducible: layout` do not have the same numbers, where their micro-batches differ."""
+    if not all(run.facts().get("sharding.reproducible") == "layout" for run in (left, right)):
+        return ""
+    sizes = [run.last["plan"]["batch"]["micro_batch_size"] for run in (left, right)]
+    if sizes[0] == sizes[1]:
+        return ""
+    return (
+        f'<p class="off">micro_batch_size is {sizes[0]} and {sizes[1]}: reproducible layout has the same bits with the'
+        " same one alone.</p>"
+    )
 
 
 def _page(title: str, body: str) -> str:

@@ -74,7 +74,7 @@ class Run:
         if not stages:
             return rows
         moved = measured["bytes"]
-        between = {name: moved.get(f"{name}_dp_cp") for name in ("all_gather", "reduce_scatter", "all_reduce")}
+        between = {name: moved.get(f"{name}_dp_cp") for name in _BETWEEN_RANKS}
         rows.append(
             (
                 "bytes from data-parallel ranks, a step",
@@ -103,6 +103,8 @@ class Run:
         return found | {"devices": sorted({str(each["device"]) for each in ranks}), "num ranks": len(ranks)}
 
 
+_BETWEEN_RANKS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""Collectives of data-parallel ranks; the last one where sums are made in one order."""
 PASSING = ("environment: MEGAACCUM_LAUNCHED", "environment: MASTER_PORT")
 """Facts that differ between any two starts."""
 

@@ -56,5 +56,5 @@ def test_one_is_all_right_and_zero_is_chance(monkeypatch, wins, value) -> None:
 def test_data_without_a_tokenizer_are_refused_with_the_key() -> None:
     config = Config()
     config.data.mock_data = True
-    with pytest.raises(DataError, match=r"sample_every needs a tokenizer that encodes text.*sample_every to 0"):
+    with pytest.raises(DataError, match=r"sample_every needs a tokenizer that encodes text.*leave sample_every out"):
         read_run_tokenizer(config, "sample_every")

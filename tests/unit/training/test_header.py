@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megaaccum.distributed import gpu
 from megaaccum.training.header import header
 from tests.support.configs import plan
 
@@ -15,3 +18,9 @@ def test_four_lines_of_what_runs() -> None:
         "run   steps 11 to 100, log in out, checkpoints every 50 steps and at the end in out/checkpoints",
     ]
     assert header(plan(save_at_end=False), vocab_size=1000, start_step=0).endswith("no checkpoints")
+
+
+def test_on_gpus_a_line_of_nccl_and_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "describe", lambda: "NCCL 2.30.1, CUDA_DEVICE_MAX_CONNECTIONS=32")
+    last = header(plan(), vocab_size=1000, start_step=0).splitlines()[-1]
+    assert last == "gpu   NCCL 2.30.1, CUDA_DEVICE_MAX_CONNECTIONS=32"

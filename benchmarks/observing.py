@@ -1,0 +1,134 @@
+"""What a run's observers take of a step: receipts, log, seconds by phase, counted bytes and memory, looks at all ranks.
+
+    python -m benchmarks observing [--config C] [--blocks N] [--steps N] [--json F] [--key value ...]
+
+One engine takes its steps in alternating blocks, with all observers as `megaaccum train` has them and with none. Prints
+the ratio of seconds per step: the median over pairs of neighbouring blocks, and the quartiles. CPU lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.loop import CONFIG, _Parts, _plan
+from megaaccum.interop.load import load
+from megaaccum.metrics.observer import Measured
+from megaaccum.testing import run_ranks
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks observing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--blocks", type=int, default=40, help="blocks of each kind")
+    parser.add_argument("--steps", type=int, default=8, help="steps in a block")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args, overrides = parser.parse_known_args(argv)
+    world_size = load(args.config, overrides).run.nproc_per_node or 1
+    with tempfile.TemporaryDirectory() as folder:
+        request = (args.config, [*overrides, "--output_dir", folder], args.blocks, args.steps)
+        timeout = 60 + 20 * args.blocks * args.steps
+        observed, alone = run_ranks(in_turns, world_size, *request, timeout=timeout)[0]
+    ratios = [one / two for one, two in zip(observed, alone, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"{Path(args.config).name}, {world_size} ranks: {statistics.median(alone) / args.steps:.4f} s per step without"
+        f" observers; with them {middle - 1:+.2%} (quartiles of {len(ratios)} pairs {low - 1:+.2%} to {high - 1:+.2%})"
+    )
+    if args.json:
+        seconds = {"observed": observed, "alone": alone}
+        args.json.write_text(json.dumps({"steps": args.steps, "seconds": seconds, "ratio": middle}, indent=1) + "\n")
+
+
+def in_turns(path: str, overrides: list[str], blocks: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each block on this rank, with observers and without; every other pair starts with the other one."""
+    import torch
+
+    step = _loop(_plan(path, overrides))
+    for observed in (True, False):
+        for _ in range(steps):
+            step(observed)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for block in range(blocks):
+        for observed in (True, False) if block % 2 else (False, True):
+            with nullcontext() if observed else _nothing_is_noted():
+                gc.collect()
+                torch.distributed.barrier()
+                start = time.perf_counter()
+                for _ in range(steps):
+                    step(observed)
+                torch.distributed.barrier()
+                seconds[observed].append(time.perf_counter() - start)
+    return seconds[True], seconds[False]
+
+
+def _loop(plan):
+    """One step of `megaaccum train`'s loop, called with whether its observers watch."""
+    from megaaccum.engine import initialize
+    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.training import loop
+    from megaaccum.training.run_log import open_log
+
+    parts = _Parts(plan)
+    log = open_log(plan, parts.data, start_step=0)
+    log.note = lambda text: None  # type: ignore[method-assign]
+    forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
+    engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
+    loader, ranks = loop._loader(engine, parts.data), loop._ranks(engine, parts.data)
+    observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.trace)}
+
+    def step(observed: bool) -> None:
+        engine.train_steps.observer = observers[observed]
+        with observers[observed].stopwatch.during("data"):
+            microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
+        result = engine.train_step(microbatches, problem=problem)
+        loader.commit(plan.batch.global_batch_size)
+        if observed:
+            loop.log_step(log, engine, result, plan.batch)
+            ranks.after(result, data=loader.read_seconds)
+
+    return step
+
+
+@contextmanager
+def _nothing_is_noted() -> Iterator[None]:
+    """Inside, nothing looks at what a backend holds."""
+    from megaaccum import sharding
+    from megaaccum.sharding import base
+
+    with ExitStack() as stack:
+        for module in (sharding, base):
+            stack.enter_context(patch.object(module, "note_held", lambda backend: None))
+        yield
+
+
+class _NoObserver:
+    """What a step calls of its observer (metrics/observer.py), doing nothing."""
+
+    def __init__(self, trace: Any):
+        self.trace, self.stopwatch = trace, self
+
+    def during(self, name: str) -> nullcontext[None]:
+        return nullcontext()
+
+    watching = flushing = forward = lambda self: nullcontext()
+
+    def phase(self, name: str) -> None:
+        self.trace.enter(name)  # the watchdog's
+
+    def note_held(self) -> None:
+        pass
+
+    def take(self) -> Measured:
+        return Measured({}, 0.0, {}, {})
