@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("loop", "bytes", "schedules", "layer")
-NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_train")
-"""Tables, or command lines."""
-BY_NAME = (*BENCHMARKS, "sync_modes", "layouts", "fuzz", "restarts", "tune", "verify", *NEED_FILES)
+BENCHMARKS = ("loop", "observing", "bytes", "schedules", "layer")
+NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_scripts", "megatron_train")
+"""Tables, command lines, or repositories."""
+BY_NAME = (*BENCHMARKS, "steps", "sync_modes", "layouts", "fuzz", "restarts", "tune", "verify", *NEED_FILES)
 """layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, verify
 and megatron_train measure no speed."""
 

@@ -2,15 +2,14 @@
 
     python -m benchmarks fuzz --cells N --seed S [--first I] [--cell JSON] [--json F]
 
-Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, pp, schedule and chunks, dp, ep;
-backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known or not;
-precision; architecture, experts, multi-token prediction, recompute, frozen parts; masks of unequal length, ranks
-without a token, ranks with too few micro-batches, micro-batches that are not finite, evaluations between steps and
-calls, and a resume at another layout.
+Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, pp, schedule, chunks and uneven stages,
+dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known
+or not; precision; architecture, latent attention, experts, multi-token prediction, recompute, frozen parts; masks of
+unequal length, ranks without a token, ranks with too few micro-batches, micro-batches that are not finite, evaluations
+between steps and calls, and a resume at another layout.
 
-What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. Left out: torch DDP
-in BF16, which keeps no FP32 masters to compare. In 16 bits every token goes to all experts, since rounding would change
-which it goes to.
+What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. In 16 bits every
+token goes to all experts, since rounding would change which it goes to.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 PER_START = 8
 """Cells in one start of ranks, which takes longer than a cell."""
 SECONDS_PER_CELL = 40
+ROPE = {"position_embedding_type": "rope"}
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
 FACTOR = 4.0
 """How much farther from float64 than one process of the same precision a layout may be."""
 SCALAR = {"fp64": 1e-11, "fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-9}
@@ -97,8 +98,10 @@ def is_legal(cell: Cell) -> bool:
         fuzz_cell.reference_plan(cell, cell.lane)
     except ConfigError:
         return False
-    # Megatron computes balancing losses in FP32, and adds up what the ranks that share a micro-batch have of them.
-    if cell.lane == "fp64" and "moe_aux_loss_coeff" in cell.model and any(p.layout.tp * p.layout.cp > 1 for p in plans):
+    # Megatron computes balancing losses in FP32, and adds up what the ranks that share a micro-batch have of them. Its
+    # router rounds scores to FP32, and where N comes late it rounds gradients that are N times as large.
+    summed = "moe_aux_loss_coeff" in cell.model and any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
+    if cell.lane == "fp64" and (summed or ("num_experts" in cell.model and not cell.told)):
         return False
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
     return all(plan.batch.global_batch_size == sequences and _can_be_called(plan, cell.calls) for plan in plans)
@@ -116,12 +119,12 @@ def _draw(chance: random.Random) -> Cell:
     world_size = chance.choice((1, 2, 2, 4, 4, 4, 4))
     lane = chance.choice(("fp64", "fp64", "fp64", "fp32", "fp32", "fp32", "bf16", "fp16"))
     microbatches = chance.choice((8, 8, 8, 16))
-    model = _draw_model(chance, lane, experts=chance.random() < 0.35)
+    model = _draw_model(chance, lane, experts=chance.random() < 0.5, latent=chance.random() < 0.2)
     tp = chance.choice((1, 1, 1, 2))
-    layout = _draw_layout(chance, world_size, tp, lane, microbatches, experts="num_experts" in model)
+    layout = _draw_layout(chance, world_size, tp, lane, microbatches, model)
     resume = None
     if chance.random() < 0.3:
-        resume = _draw_layout(chance, world_size, tp, lane, microbatches, experts="num_experts" in model)
+        resume = _draw_layout(chance, world_size, tp, lane, microbatches, model)
     bad = chance.random() < 0.2
     short = chance.random() < 0.15
     calls = 1 if short else chance.choice((1, 1, 2, 4))
@@ -146,16 +149,21 @@ def _draw(chance: random.Random) -> Cell:
     )
 
 
-def _draw_model(chance: random.Random, lane: str, *, experts: bool) -> Flags:
+def _draw_model(chance: random.Random, lane: str, *, experts: bool, latent: bool) -> Flags:
     def maybe(probability: float, **keys: Any) -> Flags:
         return keys if chance.random() < probability else {}
 
     model: Flags = {"num_layers": chance.choice((4, 4, 4, 8))}
-    model |= maybe(0.4, swiglu=True) | maybe(0.4, normalization="RMSNorm") | maybe(0.4, num_query_groups=2)
+    model |= maybe(0.4, swiglu=True) | maybe(0.4, normalization="RMSNorm")
     model |= maybe(0.2, qk_layernorm=True) | maybe(0.5, untie_embeddings_and_output_weights=True)
-    model |= maybe(0.5, position_embedding_type="rope") | maybe(0.4, add_bias_linear=False)
+    model |= maybe(0.5, **ROPE) | maybe(0.4, add_bias_linear=False)
     model |= maybe(0.3, micro_batch_size=2) | maybe(0.3, loss_norm="microbatch") | maybe(0.5, clip_grad=0.5)
-    model |= maybe(0.15, mtp_num_layers=chance.choice((1, 2)), mtp_loss_scaling_factor=0.5)
+    model |= maybe(0.15, mtp_num_layers=chance.choice((1, 2)), mtp_loss_scaling_factor=0.5, **ROPE)
+    if latent:
+        model |= {"multi_latent_attention": True, "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+        model |= {"v_head_dim": chance.choice((6, 8))} | maybe(0.5, q_lora_rank=8)
+    else:
+        model |= maybe(0.4, num_query_groups=2)
     if experts:
         model |= {"num_experts": 4, "add_bias_linear": False, "moe_router_dtype": "fp64", "moe_ffn_hidden_size": 32}
         model |= {"moe_router_load_balancing_type": chance.choice(("aux_loss", "seq_aux_loss", "none"))}
@@ -165,13 +173,13 @@ def _draw_model(chance: random.Random, lane: str, *, experts: bool) -> Flags:
         model |= maybe(0.3, moe_router_topk=1, moe_router_pre_softmax=True) | maybe(0.3, moe_layer_freq=2)
         model |= {"moe_router_topk": 4} if lane in ("bf16", "fp16") else {}
         model |= maybe(0.2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+        model |= maybe(0.2, moe_token_dispatcher_type="allgather")
     return model
 
 
-def _draw_layout(
-    chance: random.Random, world_size: int, tp: int, lane: str, microbatches: int, *, experts: bool
-) -> Flags:
+def _draw_layout(chance: random.Random, world_size: int, tp: int, lane: str, microbatches: int, model: Flags) -> Flags:
     """Of a part of these no layout is legal; then the cell is drawn again."""
+    experts = "num_experts" in model
     pp = chance.choice([size for size in (1, 2, 2, 4) if size <= world_size])
     layout: Flags = {}
     if tp > 1:
@@ -180,27 +188,38 @@ def _draw_layout(
     layout |= {"context_parallel_size": cp} if cp > 1 else {}
     if cp == 1 and lane in ("fp64", "fp32") and chance.random() < 0.2:
         layout |= {"attention_backend": "fused"}
+    if lane == "bf16" and chance.random() < 0.3:
+        layout |= {"cross_entropy_loss_fusion": True}
     if pp > 1:
         layout |= {"pipeline_model_parallel_size": pp}
-        layout |= {"schedule": chance.choice(("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev"))}
+        layout |= {"schedule": chance.choice(SCHEDULES)}
         if layout["schedule"] == "interleaved":
             layout |= {"virtual_pipeline_model_parallel_size": 2}
+        elif layout["schedule"] in ("1f1b", "gpipe", "zb-h1") and chance.random() < 0.2:
+            layout |= {"decoder_first_pipeline_num_layers": 1}
     per_rank = microbatches // max(world_size // (tp * cp * pp), 1)
     rounds = chance.choice((1, 1, 2, 4))
     layout |= {"grad_accum_steps": rounds, "pp_microbatches": max(per_rank // rounds, 1)}
     if rounds > 1 and chance.random() < 0.4:
         layout |= {"flush": "per_round"}
-    if experts and chance.random() < 0.6:
-        layout |= {"expert_model_parallel_size": chance.choice((2, 2, 4)), "expert_tensor_parallel_size": 1}
-    return layout | _draw_sharding(chance, lane, experts=experts) | _draw_recompute(chance, experts=experts)
+    layout |= _draw_recompute(chance, experts=experts)
+    if "moe_shared_expert_intermediate_size" in model and chance.random() < 0.3:
+        layout |= {"moe_shared_expert_overlap": True}
+    if experts and lane != "fp64" and world_size > pp and chance.random() < 0.6:
+        spread = chance.choice([size for size in (2, 2, 4) if size * pp <= world_size])
+        layout |= {"expert_model_parallel_size": spread, "expert_tensor_parallel_size": 1, "zero_stage": 3}
+        if lane == "bf16" and chance.random() < 0.3:
+            layout |= {"overlap_moe_expert_parallel_comm": True}
+        return layout | _draw_cold_experts(chance)
+    return layout | _draw_sharding(chance, lane, experts=experts)
 
 
 def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
-    by_lane = {"fp64": ("ddp", "fsdp2"), "fp16": ("deepspeed", "fsdp2"), "bf16": ("deepspeed", "fsdp2", "megatron")}
+    by_lane = {"fp64": ("ddp", "fsdp2"), "fp16": ("deepspeed", "fsdp2", "ddp")}
     backends = by_lane.get(lane, ("deepspeed", "deepspeed", "fsdp2", "megatron", "ddp"))
     keys: Flags = {"backend": chance.choice(backends)}
     if chance.random() < 0.2:
-        keys |= {"deterministic": True}
+        keys |= chance.choice(({"deterministic": True}, {"reproducible": "layout"}))
     if keys["backend"] == "fsdp2":
         keys |= {"sync": chance.choice(("resident", "streaming"))}
         keys |= {"data_parallel_replicas": 2} if chance.random() < 0.3 else {}
@@ -210,10 +229,15 @@ def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
             keys |= {"sync": chance.choice(("resident", "streaming"))}
             if keys["sync"] == "streaming" and chance.random() < 0.4:
                 keys |= {"max_live_parameters": 20000}
-            elif experts and chance.random() < 0.3:
-                keys |= {"cold_expert_offload": True, "cold_expert_steps": 1, "cold_expert_tokens": 20}
+            elif experts:
+                keys |= _draw_cold_experts(chance)
         keys |= {"offload_optimizer": "cpu"} if chance.random() < 0.15 else {}
     return keys
+
+
+def _draw_cold_experts(chance: random.Random) -> Flags:
+    cold: Flags = {"cold_expert_offload": True, "cold_expert_steps": 1, "cold_expert_tokens": 20}
+    return cold if chance.random() < 0.3 else {}
 
 
 def _draw_recompute(chance: random.Random, *, experts: bool) -> Flags:
@@ -252,6 +276,7 @@ def _alone(cell: Cell) -> list[str] | None:
     except RanksFailed as error:
         kinds = [outcome.error for outcome in error.outcomes if outcome.error is not None]
         if kinds and all(kind.kind == "ConfigError" for kind in kinds) and len(kinds) == cell.world_size:
+            print(f"refused {cell}\n  {kinds[0].text[:300]}", flush=True)
             return None
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[:1] + [f"{kind.kind}: {kind.text}"[:300] for kind in kinds] + lines[-12:]

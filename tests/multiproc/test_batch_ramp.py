@@ -94,6 +94,7 @@ def test_a_static_graph_takes_whole_steps_alone():
 EXACT_RUN = {
     "backend": "ddp", "params_dtype": "fp64", "pp_microbatches": 2, "global_batch_size": 24, "batch_warmup_steps": 4,
     "attention_dropout": 0, "nproc_per_node": 4, "lr_decay_style": "cosine", "lr_warmup_iters": 3,
+    "lr_scaling": "sqrt", "lr_reference_batch_size": 6, "lr_scaling_follows_rampup": True,
 }  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def test_a_run_killed_in_mid_ramp_goes_on_exactly_on_other_ranks(tmp_path):
     assert len({size for _, _, size, _ in expected}) > 3
     warm = expected[2][1]  # samples of the three steps of warm-up of the learning rate
     assert [rate for *_, rate in expected[:4]] == pytest.approx(
-        [1e-2 * (consumed - size) / warm for _, consumed, size, _ in expected[:4]], rel=1e-12
+        [1e-2 * (size / 6) ** 0.5 * (consumed - size) / warm for _, consumed, size, _ in expected[:4]], rel=1e-12
     )
     assert steps == expected
     assert losses == pytest.approx(exact, rel=EXACT)

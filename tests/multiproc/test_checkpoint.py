@@ -62,7 +62,12 @@ class Run(Rig):
 
         current = save_load.latest(folder)
         assert current is not None
-        return save_load.load(current, self.backend, self.groups, shape=SHAPE, buffers=self.buffers)
+        return self.load_from(current)
+
+    def load_from(self, checkpoint: Path) -> Progress:
+        from megaaccum.checkpoint import save_load
+
+        return save_load.load(checkpoint, self.backend, self.groups, shape=SHAPE, buffers=self.buffers)
 
 
 def same(one: dict, other: dict) -> bool:
@@ -162,6 +167,9 @@ BACKENDS = ("", "--sync streaming", "--zero_stage 2", "--zero_stage 1 --bf16", "
             "--backend ddp")  # fmt: skip
 
 
+EVERY_BACKEND = [replace(CASE, layout=f"--pp_microbatches 4 {backend}") for backend in BACKENDS]
+
+
 def frozen_move(folder: str) -> list[tuple[str, float, float]]:
     """(backend, loss, loss after a resume) of a half-frozen model whose frozen weights are not those of the seed, saved
     at dp 2 and resumed at pp 2 by the next backend of the list."""
@@ -197,7 +205,7 @@ def test_frozen_weights_are_in_every_backend_s_checkpoint(tmp_path):
             assert resumed == pytest.approx(loss, rel=5e-3 if "bf16" in backends else 1e-6), backends
 
 
-def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str, int]:
+def with_a_disk_that_fails(folder: str, background: bool, case: Case = CASE) -> tuple[str, str, str, int]:
     """Step 1 is saved well; then rank 1 finds no space. Returns the error, what is current and left, and its step."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystem
@@ -205,7 +213,7 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
 
-    run, group, create = Run.of(CASE), groups.for_background(1), FileSystem.create_stream
+    run, group, create = Run.of(case), groups.for_background(1), FileSystem.create_stream
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
     full = Path("/dev/full")
     if dist.get_rank() == 1:
@@ -223,7 +231,7 @@ def with_a_disk_that_fails(folder: str, background: bool) -> tuple[str, str, str
     FileSystem.create_stream = create
     dist.barrier()
     left = sorted(entry.name for entry in Path(folder).iterdir())
-    return text, str(save_load.latest(folder)), " ".join(left), Run.of(CASE).load(Path(folder)).step
+    return text, str(save_load.latest(folder)), " ".join(left), Run.of(case).load(Path(folder)).step
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -233,6 +241,18 @@ def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, 
         assert text.startswith("the checkpoint of step 2 could not be written: No space left on device (")
         assert text.endswith(f"GiB are free in {tmp_path}); the last good checkpoint is {current} [rank 0]")
         assert (latest, left, step) == (str(current), "latest step_0000001", 1)
+
+
+def with_disks_that_fail(folder: str, cases: list[Case]) -> list[tuple[str, str, str, int]]:
+    return [with_a_disk_that_fails(f"{folder}/{number}", False, case) for number, case in enumerate(cases)]
+
+
+def test_a_full_disk_leaves_what_was_current_of_every_backend(tmp_path):
+    for outcomes in run_ranks(with_disks_that_fail, 2, str(tmp_path), EVERY_BACKEND, timeout=120):
+        for number, (text, latest, left, step) in enumerate(outcomes):
+            current = tmp_path / str(number) / "step_0000001"
+            assert "No space left on device" in text and f"the last good checkpoint is {current}" in text
+            assert (latest, left, step) == (str(current), "latest step_0000001", 1)
 
 
 class Runs:
@@ -343,40 +363,61 @@ def test_damaged_and_malicious_checkpoints_are_refused_on_every_rank(tmp_path):
     assert not (tmp_path / "malicious" / "owned").exists()
 
 
-def flipped(folder: str) -> list[str]:
-    """What this rank raises with one bit flipped in each file of a checkpoint, at several places, by its name."""
-    import torch.distributed as dist
+def attacked(folder: str, cases: list[Case], places: list[float]) -> list[list[str]]:
+    """What this rank raises of a checkpoint of each case: with one bit flipped in each of its files, at these shares of
+    their lengths, and with each of them missing."""
+    return [_attacked(Path(folder, str(number)), case, places) for number, case in enumerate(cases)]
 
+
+def _attacked(folder: Path, case: Case, places: list[float]) -> list[str]:
     from megaaccum.checkpoint import save_load
 
-    run = Run.of(MOE)
+    run = Run.of(case)
     run.step(1)
     good = save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2, buffers=run.buffers)
     before, raised = run.state(), []
     for file in sorted(good.iterdir()):
         content = file.read_bytes()
-        for at in (0, len(content) // 3, len(content) // 2, len(content) - 3):
-            dist.barrier()
-            if dist.get_rank() == 0:
-                file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
-            dist.barrier()
-            try:
-                run.load(Path(folder))
-                raised.append(f"{file.name} at {at} of {len(content)} was not seen")
-            except DamagedCheckpoint as error:
-                raised.append("seen" if f"{file} is damaged" in str(error) else str(error))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            file.write_bytes(content)
-    dist.barrier()
+        for at in (int(share * (len(content) - 3)) for share in places):
+            flipped = content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+            raised.append(_raised(run, folder, file, flipped, f"{file} is damaged"))
+        missing = "not a whole checkpoint" if file.name == "state.json" else f"{file} cannot be read"
+        raised.append(_raised(run, folder, file, None, missing))
+        _write(file, content)
     assert same(run.state(), before)
-    run.load(Path(folder))
+    run.load(folder)
     return raised
 
 
-def test_a_flipped_bit_is_seen_in_every_file(tmp_path):
-    for raised in run_ranks(flipped, 2, str(tmp_path)):
-        assert raised == ["seen"] * 16, "four places in .metadata, state.json and the files of two ranks"
+def _raised(run: Run, folder: Path, file: Path, content: bytes | None, expected: str) -> str:
+    """`seen`, where a start with `content` in `file`, or without it, names the damage; else what it did."""
+    from megaaccum.checkpoint.resume import first_good
+
+    _write(file, content)
+    try:
+        first_good(folder, run.load_from, lambda text: None)
+    except CheckpointError as error:
+        return "seen" if expected in str(error) else str(error)
+    return f"{file.name} was not seen"
+
+
+def _write(file: Path, content: bytes | None) -> None:
+    """Rank 0 writes it, or removes the file."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file.unlink() if content is None else file.write_bytes(content)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("cases", "places"), [([MOE], [0, 1 / 3, 1 / 2, 1]), (EVERY_BACKEND, [0.4])], ids=["places", "backends"]
+)
+def test_a_flipped_bit_and_a_missing_file_are_seen(tmp_path, cases, places):
+    """In .metadata, state.json and the files of two ranks."""
+    for outcomes in run_ranks(attacked, 2, str(tmp_path), cases, places, timeout=180):
+        assert outcomes == [["seen"] * 4 * (len(places) + 1)] * len(cases)
 
 
 def with_bad_ones(folder: str, *bad: str) -> tuple[int | None, list[str]]:

@@ -19,6 +19,7 @@ LLAMA = (
     " --num_query_groups 2 --group_query_attention --disable_bias_linear "
 )
 SHORT = "--num_layers 4 "
+NORMS = ("token", "microbatch")
 
 
 @pytest.mark.parametrize("lane", ["fp64", "fp32"])
@@ -61,6 +62,9 @@ def test_side_losses_of_cut_sequences():
     experts = "--num_experts 4 --moe_router_load_balancing_type none --disable_bias_linear "
     balanced = "--num_experts 4 --moe_aux_loss_coeff 0.05 --moe_z_loss_coeff 0.01 --disable_bias_linear "
     check([Case(4, CP + PP + SPLIT, SHORT + model) for model in (experts, balanced)])
+    check(
+        [Case(4, CP + SPLIT, SHORT + balanced + f"--micro_batch_size 2 --loss_norm {norm} ", "fp64") for norm in NORMS]
+    )
 
 
 MEANS = Case(2, CP + SPLIT, SHORT + "--loss_norm microbatch")

@@ -29,6 +29,7 @@ UNTIED = "--untie_embeddings_and_output_weights "
 
 def test_the_gradient_is_that_of_one_process():
     cases = [Case(4, PIPELINE + f"--zero_stage {stage}", lane="fp16") for stage in (1, 2, 3)]
+    cases.append(Case(4, PIPELINE + "--backend ddp", lane="fp16"))
     check([*cases, Case(4, TENSOR + "--pp_microbatches 8", lane="fp16")])
 
 
@@ -42,6 +43,7 @@ LAYOUTS = [
     (PIPELINE + EXPERTS, [Fault(2, 1, within="experts.local_experts.1.linear_fc2")]),
     (PIPELINE + EXPERTS + SPREAD, [Fault(1, 1, within="experts.local_experts.1.linear_fc2"), Fault(2, 3)]),
     (PIPELINE + "--schedule dualpipev", [Fault(0, 6, chunk=1), Fault(3, 0, chunk=1)]),
+    (PIPELINE + "--backend ddp", FAULTS[:1]),
     (PIPELINE + "--zero_stage 2 --offload_optimizer cpu", FAULTS[:1]),
     (PIPELINE + "--zero_stage 3 --offload_optimizer cpu", FAULTS[1:2]),
 ]
@@ -117,7 +119,7 @@ def with_and_without(cases: list[Case], fault: Fault) -> list[str]:
 
 def test_the_steps_after_a_skip_are_those_of_a_run_that_never_saw_it():
     # A fixed scale: the dynamic one is halved, which moves what underflows in FP16.
-    fixed = FP16.replace("--hysteresis 1", "--loss_scale 1024")
+    fixed = FP16.replace("--hysteresis 1", "--loss_scale 1024") + "--nonfinite skip "
     cases = [Case(4, PIPELINE + "--rng megatron", fixed), Case(4, PIPELINE + "--zero_stage 1", fixed)]
     cases += [Case(4, PIPELINE + f"--zero_stage {stage}", fixed[fixed.index("--lr") :], "bf16") for stage in (2, 3)]
     assert run_ranks(with_and_without, 4, cases, FAULTS[1], timeout=200) == [[]] * 4
@@ -127,7 +129,7 @@ def to_the_floor() -> list[tuple[float, str]]:
     """Every step overflows, until the run ends: the scale of each and what the end said."""
     from megaaccum.errors import StepError
 
-    rig = Rig.of(Case(4, PIPELINE, FP16 + "--initial_loss_scale 8 --min_loss_scale 2"))
+    rig = Rig.of(Case(4, PIPELINE, FP16 + "--nonfinite skip --initial_loss_scale 8 --min_loss_scale 2"))
     seen = []
     with injected([Fault(3, 5)], rig.chunks):
         for number in range(5):

@@ -64,3 +64,13 @@ def test_torchrun_shows_an_error_of_all_ranks_once(run):
     said = [line for line in ended.stdout.splitlines() if line.startswith("megaaccum: ")]
     assert len(said) == 1
     assert "world size 2 is not divisible by" in said[0]
+
+
+def test_a_verification_takes_the_launchers_ranks():
+    arguments = ["-m", "megaaccum", "verify", "configs/tiny_cpu.yaml", "--shrink", "--steps", "1"]
+    command = [str(BIN / "torchrun"), "--master_port", str(whole_runs.free_port()), "--nproc_per_node", "2", *arguments]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    ended = whole_runs.run_bounded(command, environment, timeout=300)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("PASS: 1 step") == 1
+    assert "pp 2 on 2 ranks" in ended.stdout

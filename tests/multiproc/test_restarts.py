@@ -19,8 +19,9 @@ import torch
 from megaaccum.testing import run_ranks
 from tests.support import restarts
 from tests.support.distance import FACTOR, total_error
+from tests.support.layouts import Outcome
 from tests.support.parity import Case, Gradient, Reference
-from tests.support.restarts import Change, Next, Run, unchanged
+from tests.support.restarts import Change, Mistake, Next, Run, unchanged
 
 DENSE = "--global_batch_size 8 --num_layers 2 --swiglu --ffn_hidden_size 50 --normalization RMSNorm "
 TP2 = "--tensor_model_parallel_size 2 --pp_microbatches 4"
@@ -33,9 +34,6 @@ MOE = (
     "--moe_router_score_function sigmoid --moe_router_enable_expert_bias --global_batch_size 8 "
 )
 EP2 = "--expert_model_parallel_size 2 --pp_microbatches 4"
-
-Mistake = Callable[[Run], Any]
-"""A context in which a checkpoint is read wrongly."""
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -78,7 +76,8 @@ def unchecked() -> Iterator[None]:
         try:
             return covering(self, wanted)
         except save_load.DamagedCheckpoint:
-            return [(piece, piece.start, piece.stop) for piece in self._pieces[wanted.name, wanted.kind]]
+            by_cut = self._pieces[wanted.name, wanted.kind]
+            return [(piece, piece.start, piece.stop) for pieces in by_cut.values() for piece in pieces]
 
     with (
         patch.object(pieces, "check_fit", lambda *args, **keys: None),
@@ -400,3 +399,54 @@ def moves(request, tmp_path_factory) -> dict[restarts.Move, tuple[float, float]]
 def test_the_next_gradient_on_another_layout(moves, move):
     error, limit = moves[move]
     assert error <= limit
+
+
+SAME = [restarts.SAME_MOVES[number] for number in (2, 6, 13, 21)]
+"""From each of the four layouts once: without a pipeline to one, and back, and over backends and sync modes."""
+
+
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory) -> dict[restarts.Move, tuple[Outcome, Outcome]]:
+    """Of each move the uninterrupted next step and that after it."""
+    return dict(zip(SAME, run_ranks(restarts.same_bits, 4, str(tmp_path_factory.mktemp("same")), SAME)[0], strict=True))
+
+
+@pytest.mark.parametrize("move", SAME, ids=lambda move: f"{move[0].layout} > {move[1].layout}")
+def test_sums_in_one_order_go_on_as_if_not_interrupted(bits, move):
+    uninterrupted, after = bits[move]
+    assert after == uninterrupted
+
+
+def test_a_restart_with_other_bits_is_seen(tmp_path):
+    ((uninterrupted, after),) = run_ranks(restarts.same_bits, 4, str(tmp_path), SAME[2:3], masters_rounded)[0]
+    assert after.gradient != uninterrupted.gradient and after.losses != uninterrupted.losses
+
+
+WIDER = DENSE + "--ffn_hidden_size 52 "
+TP4 = "--tensor_model_parallel_size 4 --pp_microbatches 8"
+COPIED = Case(4, DP4 + " --reproducible layout", DENSE)
+"""Its only stage has a copy of the tied embedding in the head."""
+
+
+def state_errors(folder: str, source: Case, targets: list[Case], mistake: Mistake | None = None) -> list[float]:
+    """How far weights and moments of the run that saved, and of each that loads, are from those of one process."""
+    ranks = run_ranks(restarts.states, 4, folder, source, targets, mistake, timeout=120)
+    (exact,) = run_ranks(restarts.state_reference, 1, folder, source.model)
+    return [total_error(list(each), exact) for each in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        (Case(4, TP2, WIDER), [Case(4, TP4 + " --backend ddp", WIDER), Case(4, PP2 + " --zero_stage 1", WIDER)]),
+        (COPIED, [Case(4, DP4 + " --backend fsdp2", DENSE), Case(4, PP2 + " --zero_stage 1", DENSE), SOURCE]),
+    ],
+    ids=["tp", "tied"],
+)
+def test_moments_are_those_of_the_run_that_saved(tmp_path, source, targets):
+    assert state_errors(str(tmp_path), source, targets) == [0.0] * (1 + len(targets))
+
+
+def test_other_moments_are_seen(tmp_path):
+    right, wrong = state_errors(str(tmp_path), SOURCE, [SOURCE], moments_swapped)
+    assert right == 0.0 and not wrong <= 1e-3

@@ -129,7 +129,7 @@ def balanced() -> dict[str, object]:
 
     bias = MOE + "--moe_router_score_function sigmoid --moe_router_enable_expert_bias "
     seen: dict[str, object] = {"biases": [], "counts": []}
-    rig = Rig.of(Case(2, "--pp_microbatches 4", bias))
+    rig = Rig.of(Case(2, "--pp_microbatches 4 --nonfinite skip", bias))
     routers = [module for module in rig.chunks[0].modules() if getattr(module, "expert_bias", None) is not None]
     for faults in ([], [Fault(0, 1)], []):
         with injected(faults, rig.chunks):
@@ -138,7 +138,7 @@ def balanced() -> dict[str, object]:
     tracked = MOE.replace(
         "--moe_aux_loss_coeff", "--moe_router_load_balancing_type global_aux_loss --moe_aux_loss_coeff"
     )
-    rig = Rig.of(Case(2, "--pp_microbatches 4", tracked))
+    rig = Rig.of(Case(2, "--pp_microbatches 4 --nonfinite skip", tracked))
     routers = [module for module in rig.chunks[0].modules() if getattr(module, "ga_steps", None) is not None]
     for step in range(2):
         rig.train(step=step)

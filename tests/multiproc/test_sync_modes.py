@@ -20,6 +20,7 @@ PP = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_
 V = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 --schedule dualpipev "
 FLAT = SMALL + "--pp_microbatches 4 "
 SAME = "--reproducible layout "
+HALF = "--grad_reduce_dtype bf16 "
 UNTIED = "--untie_embeddings_and_output_weights "
 EXPERTS = UNTIED + "--num_experts 4 --add_bias_linear false --moe_ffn_hidden_size 64 "
 CASES = {
@@ -32,6 +33,10 @@ CASES = {
     "zero-3 in rank order": Case(4, PP + "--deterministic", UNTIED),
     "zero-3 in one order": Case(4, PP + SAME, UNTIED),
     "zero-3 in one order, no pipeline": Case(4, FLAT + SAME),
+    "zero-3 streaming in one order": Case(4, PP + SAME + "--sync streaming", UNTIED),
+    "zero-3 streaming in one order, three rounds": Case(4, SMALL + SAME + "--pp_microbatches 3 --sync streaming"),
+    "zero-3 in one order, 16 bits": Case(4, FLAT + SAME + HALF, UNTIED),
+    "zero-3 streaming in one order, 16 bits": Case(4, FLAT + SAME + HALF + "--sync streaming", UNTIED),
     "zero-2 in one order": Case(4, PP + SAME + "--zero_stage 2", UNTIED),
     "zero-1 in one order, bf16": Case(4, PP + SAME + "--zero_stage 1", UNTIED, "bf16"),
     "fsdp2 in one order": Case(4, PP + SAME + "--backend fsdp2", UNTIED),
@@ -52,6 +57,8 @@ CASES = {
     "megatron": Case(4, PP + "--backend megatron", UNTIED),
     "megatron, bf16": Case(4, PP + "--backend megatron", UNTIED, "bf16"),
     "ddp": Case(4, PP + "--backend ddp", UNTIED),
+    "ddp, bf16": Case(4, PP + "--backend ddp", UNTIED, "bf16"),
+    "ddp in one order, bf16": Case(4, PP + SAME + "--backend ddp", UNTIED, "bf16"),
     "ddp, float64": Case(4, PP, UNTIED, "fp64"),
     "zero-3, split": Case(4, V, UNTIED),
     "zero-3 streaming, split": Case(4, V + "--sync streaming", UNTIED),
@@ -108,6 +115,15 @@ def test_counted_bytes_are_the_predicted_ones(name, seen):
         whole = footprint.moved(mode, costs.plan.config.sharding, 1, sharers(costs), microbatches=4).total
         padding = _padded(sizes, mode, sharers(costs)) - sum(sizes)
         assert predicted <= moved <= predicted + padding * whole + LARGE
+
+
+@pytest.mark.parametrize("name", ["zero-3 in one order, 16 bits", "zero-3 streaming in one order, 16 bits"])
+def test_messages_of_16_bits_are_half_the_bytes(name):
+    case = CASES[name]
+    half, whole = (forecast(each)[0] for each in (case, replace(case, layout=case.layout.replace(HALF, ""))))
+    mode = footprint.chosen(half.plan)
+    assert 2 * half.moved(mode, 0).reduced == whole.moved(mode, 0).reduced > 0
+    assert half.moved(mode, 0).gathered == whole.moved(mode, 0).gathered
 
 
 def sharers(costs: sync_mode.Forecast) -> int:

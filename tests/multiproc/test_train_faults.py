@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on_from_it(whol
 @pytest.mark.parametrize("background", [False, True])
 def test_a_checkpoint_that_may_not_grow_leaves_the_one_before(whole, half, background):
     """RLIMIT_FSIZE refuses the write that goes beyond it, for every user, much as a full disk does."""
-    ended = train(half, max_bytes=20_000, async_save=background)
+    ended = train(half, max_bytes=30_000, async_save=background)
     error = only_error(ended, "the checkpoint of step 6 could not be written: File too large")
     assert error.endswith(f"the last good checkpoint is {half / 'run/checkpoints/step_0000004'}")
     assert train(half).code == 0

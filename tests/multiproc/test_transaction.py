@@ -15,7 +15,7 @@ from tests.support.faults import Fault, injected
 SMALL = (
     "--num_layers 2 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 8 --lr 1e-2 "
     "--pipeline_model_parallel_size 2 --micro_batch_size 1 --num_chunks 4 --attention_dropout 0.1 --hidden_dropout 0.1 "
-    "--eval_interval 0 --log_interval 1 --save_interval 4 --lr_warmup_iters 4 --num_workers 0 "
+    "--eval_interval 0 --log_interval 1 --save_interval 4 --lr_warmup_iters 4 --num_workers 0 --nonfinite skip "
 )
 FP16 = SMALL + "--fp16 --hysteresis 1 --loss_scale_window 2 --initial_loss_scale 256 "
 FIXED = SMALL + "--fp16 --loss_scale 256 "
@@ -37,6 +37,17 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
 
     with patch.object(TrainStep, "train", with_fault):
         main([*flags.split(), "--output_dir", str(folder), "--data_cache_path", str(folder.parent / "cache")])
+
+
+def counted(flags: str, folder: Path) -> int:
+    """`train`; returns how many of its steps ended before their verdict."""
+    from megaaccum.step.speculation import Speculation
+
+    ended = []
+    end = Speculation.end
+    with patch.object(Speculation, "end", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)):
+        train(flags, folder)
+    return len(ended)
 
 
 def records(folder: Path) -> list[dict]:
@@ -78,6 +89,21 @@ def test_a_retried_step_makes_the_run_that_never_saw_the_fault(folder):
     retried = run(FIXED + "--skipped_samples retried ", folder / "retried", FAULTS)
     assert [r["step"] for r in retried] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8]
     assert [r for r in retried if not r["skipped"]] == clean
+
+
+def test_a_run_without_barriers_is_the_run_with_them(folder):
+    """It reads a step ahead, and an evaluation and a checkpoint come between two steps."""
+    flags = SMALL.replace("--num_layers 2", "--num_layers 4").replace("--eval_interval 0", "--eval_interval 3")
+    flags += "--schedule zbv --eval_iters 1 --clip_grad 0 "
+    seen = [run(flags, folder / "barriers")]
+    early = run_ranks(counted, 2, flags + "--speculative_step ", folder / "none", init=False, timeout=90)
+    assert early == [3, 3]  # steps 2, 5 and 7: not the first, nor those before an evaluation, a checkpoint and the end
+    seen.append(records(folder / "none"))
+    keys = ("step", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "skipped", "valid_loss")
+    with_barriers, without = ([{key: each.get(key) for key in keys} for each in records] for records in seen)
+    assert with_barriers == without
+    receipts = [path.read_text() for path in (folder / "none" / "receipts").iterdir()]
+    assert receipts and not any('"alarm"' in text for text in receipts)
 
 
 def test_the_end_at_the_floor_names_the_last_good_checkpoint(folder):

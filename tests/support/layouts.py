@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from benchmarks.layouts import digest, gathered, state_of
-from tests.support.parity import Case, Rig
+from tests.support.parity import Case, Gradient, Rig
+
+if TYPE_CHECKING:
+    from megaaccum.sharding import ShardingBackend
 
 MODEL = "--num_layers 4 --attention_dropout 0.1 --hidden_dropout 0.1 --clip_grad 0.5 --lr 1e-2 --global_batch_size 16 "
 
@@ -26,11 +30,17 @@ def outcome(case: Case, steps: int) -> Outcome:
     size = rig.plan.batch.global_batch_size
     results = [rig.train(step, first=step * size) for step in range(1, steps)]
     gradient, last = rig.watched(rig.microbatches(steps * size), step=steps)
+    results.append(last)
+    return outcome_of([each.loss for each in results], [each.grad_norm for each in results], gradient, rig.backend)
+
+
+def outcome_of(losses: list[float], norms: list[float], gradient: Gradient, backend: ShardingBackend) -> Outcome:
+    """Of steps with these losses and norms, the last of which had `gradient`."""
     return Outcome(
-        losses=tuple(each.loss for each in (*results, last)),
-        norms=tuple(each.grad_norm for each in (*results, last)),
+        losses=tuple(losses),
+        norms=tuple(norms),
         gradient=digest(gathered({name: [(0, part.view(-1))] for name, part in gradient.parts.items()})),
-        state=digest(state_of(rig.backend)),
+        state=digest(state_of(backend)),
     )
 
 

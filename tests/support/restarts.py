@@ -15,9 +15,11 @@ import torch
 
 from megaaccum.testing import run_ranks
 from tests.support.distance import FACTOR, total_error
+from tests.support.layouts import Outcome, outcome_of
 from tests.support.parity import VOCAB, Case, Cut, Gradient, Reference, Rig, named, sample
 
 SAMPLES = 1000
+KINDS = ("param", "exp_avg", "exp_avg_sq")
 Change = Callable[[list[torch.nn.Module]], None]
 """What is done to a rank's chunks right after they are built."""
 
@@ -40,6 +42,10 @@ class Samples:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return sample(index)
+
+
+Mistake = Callable[["Run"], Any]
+"""A context in which a checkpoint is read wrongly."""
 
 
 def unchanged(chunks: list[torch.nn.Module]) -> None:
@@ -82,6 +88,7 @@ class Run(Rig):
             global_batch_size=batch.global_batch_size,
             consumed_samples=self.engine.consumed_samples,
             num_workers=0,
+            in_runs=self.plan.in_runs,
         )
         seen: dict[str, torch.Tensor] = {}
 
@@ -95,6 +102,28 @@ class Run(Rig):
         gradient = Gradient(seen, result.grad_norm, result.loss, result.num_tokens, self.groups.tp.rank())
         outcome = {"step": result.step, "lr": result.lr, "loss_scale": result.loss_scale, "skipped": result.skipped}
         return Next(gradient, self.weights() if update else {}, outcome)
+
+    def outcome(self) -> Outcome:
+        """What all layouts have in common of the next step, and of the weights and moments after it (tp 1)."""
+        gradient = self.step().gradient
+        return outcome_of([gradient.loss], [gradient.norm], gradient, self.backend)
+
+    def cuts(self) -> dict[str, Cut]:
+        """How tensor parallelism cuts each parameter of one process."""
+        (chunk,) = self.chunks
+        return {
+            name: Cut(getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1) == 2)
+            for name, param in named(chunk)
+        }
+
+    def state(self) -> Gradient:
+        """{parameter/kind: this tp rank's part} of masters and moments, in the place of a gradient, and their norm."""
+        parts = {}
+        for kind in KINDS:
+            whole = self.whole((at.name, at.param, at.start, at.tensors[kind]) for at in self.backend.state())
+            parts |= {f"{name}/{kind}": part for name, part in whole.items()}
+        norm = float(torch.stack([part.norm() for part in parts.values()]).norm())
+        return Gradient(parts, norm, 0.0, 0, self.groups.tp.rank())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Masters and buffers, by name."""
@@ -122,12 +151,27 @@ def reference(folder: str, model: str, lane: str) -> Reference:
     """The next step of one process that holds the whole model of the checkpoint in the precision of `lane`. model:
     with global_batch_size."""
     run = loaded(Run.of(Case(1, "", model, lane)), folder)
-    (chunk,) = run.chunks
-    cuts = {
-        name: Cut(getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1) == 2)
-        for name, param in named(chunk)
-    }
-    return Reference(run.step(update=False).gradient, cuts)
+    return Reference(run.step(update=False).gradient, run.cuts())
+
+
+def states(folder: str, source: Case, targets: list[Case], mistake: Mistake | None = None) -> list[Gradient]:
+    """Weights and moments of a run that was saved after two steps, and those of each run that takes them up. mistake:
+    one that is made while the checkpoint is read."""
+    run = Run.of(source)
+    run.step()
+    run.step()
+    run.engine.save(folder)
+    found = [run.state()]
+    for target in targets:
+        after = Run.of(target)
+        found.append(loaded(after, folder, mistake and mistake(after)).state())
+    return found
+
+
+def state_reference(folder: str, model: str) -> Reference:
+    """Weights and moments of one process that takes up the checkpoint."""
+    run = loaded(Run.of(Case(1, "", model)), folder)
+    return Reference(run.state(), {f"{name}/{kind}": cut for name, cut in run.cuts().items() for kind in KINDS})
 
 
 # --- from layout to layout -------------------------------------------------------------------------------------------
@@ -162,6 +206,49 @@ MOVES: tuple[Move, ...] = (
     (Case(4, SPREAD, EXPERTS), Case(4, CUT, EXPERTS)),
 )
 """From each of the four layouts to each of the six others, and with experts that are cut, or spread over ranks."""
+
+
+SAME = (
+    "--num_layers 4 --attention_dropout 0.1 --hidden_dropout 0.1 --clip_grad 0.5 --lr 1e-2 --global_batch_size 16"
+    " --reproducible layout"
+)
+FROM_THE_SAME = (
+    "--pp_microbatches 4",
+    "--pp 2 --pp_microbatches 8 --zero_stage 1",
+    "--pp 2 --vpp 2 --pp_microbatches 8 --backend megatron",
+    "--pp 2 --schedule dualpipev --pp_microbatches 8 --sync streaming",
+)
+TO_THE_SAME = (
+    "--pp_microbatches 4 --backend fsdp2",
+    "--pp_microbatches 2 --grad_accum_steps 2 --sync streaming",
+    "--pp 4 --schedule zb-h1 --pp_microbatches 16 --zero_stage 2",
+    "--pp 2 --schedule zbv --pp_microbatches 8",
+    "--pp 2 --pp_microbatches 8 --backend ddp",
+    "--pp 2 --vpp 2 --grad_accum_steps 2 --pp_microbatches 4 --flush per_round --backend megatron",
+)
+SAME_MOVES: tuple[Move, ...] = tuple(
+    (Case(4, start, SAME), Case(4, end, SAME)) for start in FROM_THE_SAME for end in TO_THE_SAME
+)
+"""The same with dropout and clipping, where all of them have one sum. Without a pipeline a rank has two copies of the
+tied embedding, with one each stage at an end has one."""
+
+
+def same_bits(folder: str, moves: list[Move], mistake: Mistake | None = None) -> list[tuple[Outcome, Outcome]]:
+    """Of each move: the step that the run which saved makes next, and the one that the run which loads makes. mistake:
+    one that is made while a checkpoint is read."""
+    uninterrupted: dict[Case, tuple[str, Outcome]] = {}
+    found = []
+    for start, end in moves:
+        if start not in uninterrupted:
+            path, run = f"{folder}/{len(uninterrupted)}", Run.of(start)
+            run.step()
+            run.step()
+            run.engine.save(path)
+            uninterrupted[start] = path, run.outcome()
+        path, expected = uninterrupted[start]
+        run = Run.of(end)
+        found.append((expected, loaded(run, path, mistake and mistake(run)).outcome()))
+    return found
 
 
 def moved(folder: str, cases: list[tuple[Case, list[Case]]]) -> list[list[Gradient]]:

@@ -18,6 +18,9 @@ TOGETHER = [
 ]
 """Pages whose blocks are run, in order; those of one line share their names."""
 
+ON_THEIR_OWN = ("docs/concepts/found.md",)
+"""Pages whose blocks another test runs, each in a process of its own."""
+
 NOT_RUN = "<!-- not run -->"
 """The line before a block that is compiled only: what a reader has before, or would have to fill in."""
 

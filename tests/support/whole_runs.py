@@ -135,8 +135,8 @@ def dies_before_the_ranks_meet(argv: list[str]) -> int:
     from megaaccum.cli import train
     from megaaccum.training import loop
 
-    start = loop.start_process_group
-    loop.start_process_group = lambda plan: _die_on_rank_1() or start(plan)
+    start = loop.start_together
+    loop.start_together = lambda plan: _die_on_rank_1() or start(plan)
     return train.main(argv)
 
 

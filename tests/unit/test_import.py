@@ -51,6 +51,7 @@ def test_public_names():
         "__version__",
         "get_forward_backward_func",
         "initialize",
+        "megatron_loop",
         "verify",
     ]
     assert all(hasattr(megaaccum, name) for name in megaaccum.__all__)

@@ -16,6 +16,7 @@ ROOT = Path(megaaccum.__file__).parent
 LATE = {
     "megaaccum.distributed.preload": "imports the libraries themselves, at the moment that a rank asks for",
     "megaaccum.verification.on_ranks": "ranks import what they run; the process that starts them needs no Megatron",
+    "megaaccum.verification.launched": "the CPU lane's stand-ins have to be there before Megatron is imported",
     "megaaccum.metrics.traffic": "torch is loaded by then, and not by `megaaccum --help`",
 }
 """Modules outside cli/ and __init__.py that import ours inside functions, where a heavy library comes with it."""

@@ -23,7 +23,7 @@ ROWS, MICROBATCHES = 30, 4
 MODEL = "--num_layers 4 --transformer_impl transformer_engine --clip_grad 1"
 FP8 = f"--fp8_format hybrid --fp8_amax_history_len {ROWS} --fp8_amax_compute_algo max"
 SERIAL = f"--pp_microbatches {MICROBATCHES}"
-PP2 = SERIAL + " --pp 2"
+PP2 = SERIAL + " --pp 2 --nonfinite skip"
 NAN = Fault(rank=1, microbatch=2, within="linear_fc2", value=float("nan"))
 INFINITE = Fault(rank=1, microbatch=2, within="linear_fc2")
 Tensors = dict[str, torch.Tensor]
