@@ -1,6 +1,6 @@
 """`megaaccum tune` against an exhaustive run: how much slower the layout is that it takes than the best of all.
 
-    python -m benchmarks tune [--ranks 4] [--all 8] [--top 3] [--again 5] [--json FILE]
+    python -m benchmarks tune [--ranks 4] [--all 8] [--top 3] [--rounds 3] [--again 5] [--json FILE]
 
 A small model on ranks of this machine, and the first `--all` layouts of the planner's ranking. The ladder measures as
 `megaaccum tune` does, with the first layout made to run out of memory and the second one's gradient made to be not
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--all", type=int, default=8, help="layouts of the exhaustive run")
     parser.add_argument("--top", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="as that of `megaaccum tune`")
     parser.add_argument("--again", type=int, default=5, help="rounds of the exhaustive run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -46,14 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megaaccum-tune-") as folder:
         command = [sys.executable, "-m", "megaaccum", "train"]
         trials = Trials(workload=workload, folder=Path(folder), command=command, time_limit=300.0)
-        tuned, tried = _tuned(candidates, trials, top=args.top)
+        tuned, tried = _tuned(candidates, trials, top=args.top, rounds=args.rounds)
         report = _compared(tuned, tried, _in_turns(candidates[2:], trials, args.again))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def _tuned(candidates: list[Candidate], trials: Trials, *, top: int) -> tuple[Candidate, int]:
+def _tuned(candidates: list[Candidate], trials: Trials, *, top: int, rounds: int) -> tuple[Candidate, int]:
     """The layout that the ladder takes, and how many it tried."""
     dropped = {candidates[0].name: OUT_OF_MEMORY, candidates[1].name: NOT_FINITE}
 
@@ -64,7 +65,8 @@ def _tuned(candidates: list[Candidate], trials: Trials, *, top: int) -> tuple[Ca
         return outcome
 
     ladder = Ladder(candidates, top=top)
-    best = ladder.run(measure, ["tp", "pp", "sync"])
+    ladder.run(measure, ["tp", "pp", "sync"])
+    best = ladder.run_again(lambda each, _: ladder.outcomes[each.name].then(measure(each)), rounds)
     assert best is not None
     return best, len(ladder.tried)
 
