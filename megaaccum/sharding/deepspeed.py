@@ -89,6 +89,7 @@ class DeepSpeedBackend:
             mpu=Mpu(groups),
             dist_init_required=False,
         )
+        self._all_params = list(model.parameters())
         self.sums = MicrobatchSums.of(plan)
         self.parts = self._parts(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
@@ -168,7 +169,7 @@ class DeepSpeedBackend:
 
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
-        self.parts.gather(list(self.engine.module.parameters()))
+        self.parts.gather(self._all_params)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
