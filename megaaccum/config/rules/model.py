@@ -93,7 +93,7 @@ def cannot_pack(config: Config) -> Iterator[str]:
             cuts_rows and "seq_aux_loss" in model.moe_router_load_balancing_type,
             f"balances each row, and sequence_parallel gives each rank a part of all {rows}",
         ),
-        **dict.fromkeys(variants, (True, "has layers that are not told where documents begin")),
+        **dict.fromkeys(variants, (True, "has layers that do not read where documents begin")),
     }
     for name, (given, why) in problems.items():
         if given:
