@@ -214,7 +214,7 @@ def documents() -> dict:
 
 
 def _of_documents(case, every: int = 5) -> dict:
-    """The gradient where documents begin `every` so many tokens; 0: with the row alone. Two rows a micro-batch."""
+    """The gradient where a document begins each `every` tokens; 0: with the row alone. Two rows a micro-batch."""
     from dataclasses import replace
 
     from megaaccum.model.packed_rows import whole_rows

@@ -75,7 +75,7 @@ def document_mask(subject: Subject) -> Iterator[str]:
 
 
 def cannot_pack(config: Config) -> Iterator[str]:
-    """What keeps the rows of a micro-batch from being packed into one, by which Transformer Engine's attention is kept
+    """Reasons why the rows of a micro-batch cannot be packed into one, by which Transformer Engine's attention is kept
     inside documents; nothing without reset_attention_mask."""
     model, rows = config.model, config.batch.micro_batch_size
     if not config.data.reset_attention_mask:
