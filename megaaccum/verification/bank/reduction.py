@@ -193,10 +193,24 @@ def tied_copy_not_summed(plan: Plan) -> Iterator[None]:
 @mistake(
     "at ZeRO-2 the partitions of the two copies are added, which are cut at different places",
     "https://github.com/NVIDIA/Megatron-LM/issues/844",
-    base="ZeRO-2, tied", axes="pp, backend, tied embedding",
+    base="ZeRO-2, tied", axes="pp, dp, backend, tied embedding",
 )  # fmt: skip
 def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
-    with replaced(DeepSpeedBackend, "_waits_for_its_copy", lambda self, param: False):
+    def add_what_is_held(backend: Any, groups: Any) -> None:
+        held = [shard.grad.view(-1) for shard in backend.shards() if gpt.is_tied(shard.param)]
+        flat = torch.cat(held or [torch.zeros(0)])
+        width = torch.tensor(flat.numel())
+        if groups.embedding is not None and groups.embedding.size() > 1:
+            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=groups.embedding)
+            total = torch.nn.functional.pad(flat, (0, int(width) - flat.numel()))
+            dist.all_reduce(total, group=groups.embedding)
+            for grad, part in zip(held, total[: flat.numel()].split([each.numel() for each in held]), strict=True):
+                grad.copy_(part)
+
+    with (
+        replaced(deepspeed, "_set_tied_apart", lambda optimizer: None),
+        replaced(deepspeed, "sum_tied_copies", add_what_is_held),
+    ):
         yield
 
 

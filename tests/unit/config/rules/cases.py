@@ -27,6 +27,7 @@ SAME = dict(reproducible="layout")
 PP2 = dict(pipeline_model_parallel_size=2)
 FP8 = dict(fp8_format="hybrid", bf16=True)
 EARLY = PP2 | dict(speculative_step=True, schedule="zbv", num_layers=4)
+PACKED = dict(reset_attention_mask=True, transformer_impl="transformer_engine")
 GLOBAL = dict(num_experts=4, add_bias_linear=False, moe_router_load_balancing_type="global_aux_loss")
 
 

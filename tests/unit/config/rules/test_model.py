@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PP2, Case, check_broken
+from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PACKED, PP2, Case, check_broken
 
 BROKEN: list[Case] = [
     ("required", 1, dict(num_layers=None), ["num_layers is required", "--num_layers"]),
@@ -53,8 +53,21 @@ BROKEN: list[Case] = [
     (
         "document_mask",
         1,
-        dict(reset_attention_mask=True, transformer_impl="transformer_engine"),
-        ["ignores the mask", "transformer_impl to local"],
+        PACKED | dict(mtp_num_layers=1),
+        ["mtp_num_layers stops predicting", "leave mtp_num_layers out", "transformer_impl to local"],
+    ),
+    ("document_mask", 1, PACKED | dict(variable_seq_lengths=True), ["variable_seq_lengths sends lengths of rows"]),
+    (
+        "document_mask", 1, PACKED | dict(multi_latent_attention=True, v_head_dim=256),
+        ["v_head_dim 256 is above", "leave v_head_dim out"],
+    ),
+    (
+        "document_mask", 2,
+        PACKED | dict(
+            num_experts=4, add_bias_linear=False, moe_router_load_balancing_type="seq_aux_loss", micro_batch_size=2,
+            tensor_model_parallel_size=2, sequence_parallel=True,
+        ),
+        ["seq_aux_loss balances each row", "a part of all 2", "leave moe_router_load_balancing_type out"],
     ),
     (
         "prediction",

@@ -74,6 +74,7 @@ BROKEN: list[Case] = [
         dict(static_graph=True, pp_microbatches=None, global_batch_size=None, step_batch_size_schedule="0:8 1K:16"),
         ["step_batch_size_schedule"],
     ),
+    ("static_graph", 1, dict(static_graph=True, reset_attention_mask=True), ["reset_attention_mask", "to false"]),
     ("static_graph", 1, dict(static_graph=True, variable_seq_lengths=True), ["variable_seq_lengths", "pad"]),
     ("static_graph", 1, dict(static_graph=True, short_batch="pad"), ["short_batch pad", "set it to error"]),
     ("static_graph", 1, dict(static_graph=True, short_batch="drop"), ["short_batch drop"]),
