@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
+from megaaccum.config.resolve import PLANNER
 from megaaccum.errors import ConfigError
 from megaaccum.model.layers import Layers
 from megaaccum.planner import expected, sync_mode
@@ -15,8 +16,6 @@ from megaaccum.planner.hardware import names
 from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.planner.space import LARGEST_MICRO_BATCH, divisors
 from megaaccum.units import amount
-
-ORIGIN = "the planner"
 
 
 def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
@@ -58,7 +57,7 @@ def _larger(plan: Plan) -> Iterator[Plan]:
         if not plan.batch.micro_batch_size < size <= LARGEST_MICRO_BATCH:
             continue
         batch = replace(plan.written.batch, micro_batch_size=size)
-        origin = plan.written.origin | {"micro_batch_size": ORIGIN}
+        origin = plan.written.origin | {"micro_batch_size": PLANNER}
         try:
             option = resolve(replace(plan.written, batch=batch, origin=origin), world_size=plan.layout.world_size)
         except ConfigError:
