@@ -76,13 +76,15 @@ def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
 
 
 def fill_seconds(
-    name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any, m: Any
-) -> Any:
+    name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any, m: Any,
+    barrier: bool = True,
+) -> Any:  # fmt: skip
     """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
 
     forward, input_grad, weight_grad: seconds of one micro-batch on a rank on average, all its chunks together. p2p:
     seconds that one activation needs from rank to rank. m: micro-batches, each of which V-Half and V-Min make wait
-    where passes are unequal. Megatron's own schedules send a gradient when the whole
+    where passes are unequal. barrier: a step waits for the slowest rank of the one before; without one
+    (`speculative_step`) ZB-V alone gains. Megatron's own schedules send a gradient when the whole
     backward is done, the others when its first half is. V-shaped schedules have no published formula for unequal
     halves: theirs are what simulation gives.
     """
@@ -98,6 +100,9 @@ def fill_seconds(
     if name == "zb-h2":
         return (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
     half = 0.5  # of a rank's time goes to each of its two chunks
+    if name == "zbv" and not barrier:
+        waits = (forward - input_grad, 2 * forward - input_grad - weight_grad, 2 * (input_grad - weight_grad))
+        return (pp - 1) * half * np.maximum.reduce(np.broadcast_arrays(0.0, *waits)) + hop
     if name == "zbv":
         # The optimizer waits for the slowest rank, so that the first pass is not hidden (as with a barrier).
         longest = np.maximum(np.maximum(forward, input_grad), forward + 2 * input_grad - 3 * weight_grad)

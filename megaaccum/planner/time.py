@@ -63,6 +63,8 @@ class Software:
     """Share of tensor-parallel communication that no compute hides."""
     ep_exposed: float = 1.0
     """Share of expert-parallel communication that no compute hides."""
+    barrier: bool = True
+    """A step waits for the slowest rank of the one before."""
     host: float = 1.0
     """Share of `Efficiency.launch` that the host needs: 0 with CUDA graphs."""
 
@@ -148,6 +150,7 @@ class TimeModel:
             weight_grad=mean.weight_grad,
             p2p=hop,
             m=m,
+            barrier=self.software.barrier,
         )
         gather, reduce = self._sharding_seconds(at, pp, vpp, name, slowest)
         parts = {
