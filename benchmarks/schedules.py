@@ -248,7 +248,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write conditions and results here")
     parser.add_argument("--trace", type=Path, help="folder for planned and measured timelines in Chrome's format")
     parser.add_argument("--profile", type=Path, help="stages of these measured layers instead of equal ones")
-    parser.add_argument("--stretch", type=float, default=1.0, help="stages so many times as long as the profile says")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="stages N times as long as the profile says", metavar="N"
+    )
     parser.add_argument("--only", type=lambda text: text.split(","), help="schedules or runtimes")
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
