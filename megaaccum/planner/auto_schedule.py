@@ -130,7 +130,7 @@ def _costs(plan: Plan, model: TimeModel, at: Layouts) -> Costs:
 
 
 def _need(plan: Plan, device_bytes: float | None, layers: Layers | None) -> str:
-    """What the most loaded rank needs under a schedule that does not fit."""
+    """The need of the most loaded rank under a schedule that does not fit."""
     limit, peak = sync_mode.limit_of(plan, device_bytes), sync_mode.peak(plan, device_bytes, layers)
     assert limit is not None, "without a limit everything fits"
     return (
