@@ -14,7 +14,6 @@ from megaaccum.config.resolve import with_schedules
 from megaaccum.errors import ConfigError
 from megaaccum.model.layers import Layers
 from megaaccum.planner import expected, micro_batch, sync_mode
-from megaaccum.planner.hardware import names
 from megaaccum.planner.layouts import SIMULATED, Layouts
 from megaaccum.planner.stages import stages_of
 from megaaccum.planner.time import TimeModel, rank_pass
@@ -102,7 +101,7 @@ def _options(plan: Plan) -> Iterator[Plan]:
 def seconds(plan: Plan, layers: Layers | None) -> float:
     """Predicted seconds of a step (of one flush, where it has several) on the first GPU of the hardware table:
     schedules are compared, not promised. The flush is simulated with the costs of its own stages."""
-    model, at = expected.time_model(plan, sync_mode.vocab_size_of(plan), layers, names()[0])
+    model, at = expected.time_model(plan, sync_mode.vocab_size_of(plan), layers, micro_batch.PRICED_ON)
     parts = model.step(at).by_part
     if plan.layout.pp == 1:
         return float(sum(part[0] for part in parts.values()))
