@@ -56,6 +56,22 @@ def owed(name: str, *, pp: int, rank: int, microbatches: Any) -> Any:
 
 
 @cache
+def gradients_done(name: str, *, pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of a flush that each chunk of rank `rank` has all gradients of, before the first and after each
+    backward, or weight gradient, of the schedule's table."""
+    if vpp == 1:
+        return tuple((count,) for count in range(microbatches + 1))
+    done = [0] * vpp
+    steps = [tuple(done)]
+    schedule = build(name, pp=pp, num_microbatches=microbatches, chunks=vpp, short=True)
+    for kind, chunk, _ in schedule.actions(rank):
+        if kind in "BW":
+            done[chunk] += 1
+            steps.append(tuple(done))
+    return tuple(steps)
+
+
+@cache
 def _owed(name: str, pp: int, microbatches: int) -> tuple[float, ...]:
     schedule = build(name, pp=pp, num_microbatches=microbatches, short=True)
     none = (0.0,) * schedule.num_stages

@@ -108,6 +108,7 @@ class Forecast:
             stages=stages_of(self.plan.config),
             in_fp8=in_fp8,
             with_undo=self.plan.config.step.speculative_step,
+            flushes=self.plan.batch.num_microbatches // self.plan.batch.microbatches_per_flush,
         )
 
     def layout(self, mode: ShardingMode) -> Layouts:

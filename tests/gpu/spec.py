@@ -78,6 +78,9 @@ def specs() -> list[Spec]:
         *_speed(),
         *_memory(),
         Spec(name="te", group="te", function="transformer_engine", seconds=480),
+        Spec(
+            name="te documents", group="te", function="transformer_engine", arguments={"only": "documents"}, seconds=120
+        ),
     ]
 
 
