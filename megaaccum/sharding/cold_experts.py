@@ -4,7 +4,7 @@ A whole FP32 gradient is as large for an expert that saw one token as for one th
 get one, of zeros, for no token at all. An expert is cold in a step if fewer than `cold_expert_tokens` tokens came to it
 on this rank in the last `cold_expert_steps` steps. What a micro-batch adds to its gradients is taken off the device as
 it arrives and added up in host memory, by the same additions in the same order; what is all zero is dropped. On a GPU
-that is some gradients behind: the host waits for one only when a few more have come, and copies run on a stream of
+the host is some gradients ahead: it waits for one only when a few more have come, and copies run on a stream of
 their own, so that the device has work while the host waits. Each gradient is back on the device when its turn in the
 reduction comes, so nothing that ranks do together changes, and each rank may find other experts cold.
 
@@ -66,7 +66,7 @@ class ExpertLayer:
         return [params for params, count in zip(self.params, sums.tolist(), strict=True) if count < tokens]
 
 
-_BEHIND = 4
+_AHEAD = 4
 """Gradients of which it is not known yet whether they are zero, and as many that are being copied: both kinds still
 take memory of the device."""
 
@@ -86,7 +86,7 @@ class Departures:
         is_any = torch.empty((), dtype=torch.bool, pin_memory=True)
         is_any.copy_(grad.any(), non_blocking=True)
         self._looked_at.append((key, grad, is_any, torch.cuda.current_stream().record_event()))
-        self._settle(_BEHIND)
+        self._settle(_AHEAD)
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -97,13 +97,13 @@ class Departures:
         self._looked_at.clear()
         self._copied.clear()
 
-    def _settle(self, behind: int) -> None:
-        while len(self._looked_at) > behind:
+    def _settle(self, ahead: int) -> None:
+        while len(self._looked_at) > ahead:
             key, grad, is_any, seen = self._looked_at.popleft()
             seen.synchronize()
             if is_any:
                 self._copy(key, grad)
-        while len(self._copied) > behind:
+        while len(self._copied) > ahead:
             key, host, arrived = self._copied.popleft()
             arrived.synchronize()
             self._add(key, host)

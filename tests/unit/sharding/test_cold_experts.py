@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megaaccum.distributed import cpu
-from megaaccum.sharding.cold_experts import _BEHIND, ColdExperts, ExpertLayer
+from megaaccum.sharding.cold_experts import _AHEAD, ColdExperts, ExpertLayer
 
 
 class Experts(torch.nn.Module):
@@ -206,12 +206,12 @@ def waited_for(stream: Stream) -> int:
 
 def test_the_host_is_some_gradients_ahead_of_the_copies(gpu):
     param, cold = with_a_cold_expert()
-    values = [0.1 * number for number in range(1, 2 * _BEHIND + 2)]
-    take(cold, param, *values[:_BEHIND])
+    values = [0.1 * number for number in range(1, 2 * _AHEAD + 2)]
+    take(cold, param, *values[:_AHEAD])
     assert waited_for(gpu.compute) == 0
     assert not gpu.copies.work
-    take(cold, param, *values[_BEHIND : 2 * _BEHIND])
-    assert (waited_for(gpu.compute), waited_for(gpu.copies), len(gpu.copies.work)) == (_BEHIND, 0, _BEHIND)
+    take(cold, param, *values[_AHEAD : 2 * _AHEAD])
+    assert (waited_for(gpu.compute), waited_for(gpu.copies), len(gpu.copies.work)) == (_AHEAD, 0, _AHEAD)
     take(cold, param, values[-1])
     assert waited_for(gpu.copies) == 1
     cold.bring_back(param)
@@ -225,7 +225,7 @@ def test_the_host_is_some_gradients_ahead_of_the_copies(gpu):
 
 def test_zeros_are_not_copied(gpu):
     param, cold = with_a_cold_expert()
-    take(cold, param, *[0.0] * 3 * _BEHIND)
+    take(cold, param, *[0.0] * 3 * _AHEAD)
     cold.bring_back(param)
     assert param.grad is None
     assert not gpu.copies.work
@@ -233,7 +233,7 @@ def test_zeros_are_not_copied(gpu):
 
 def test_a_new_attempt_does_not_get_what_was_under_way(gpu):
     param, cold = with_a_cold_expert()
-    take(cold, param, *[1.0] * 3 * _BEHIND)
+    take(cold, param, *[1.0] * 3 * _AHEAD)
     assert list(cold.tensors())
     cold.begin_step()
     assert not list(cold.tensors())
