@@ -65,9 +65,9 @@ def _changes(passes: Passes, microbatches: int, ranks: int) -> set[Change]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Sums that wait. sizes: elements of each chunk. units: of each chunk, (bytes of whole gradients, elements of the chunk
-    before it) of its units in the order of a backward; one of nothing where all come at once. per_sum: bytes of an
-    element of a partial sum. totals: elements of finished FP32 sums that stay."""
+    """Sums that wait. sizes: elements of each chunk. units: of each chunk, (bytes of whole gradients, elements of the
+    chunk before it) of its units in the order of a backward; one of nothing where all come at once. per_sum: bytes of
+    an element of a partial sum. totals: elements of finished FP32 sums that stay."""
 
     sizes: Sequence[Any]
     units: Sequence[Sequence[tuple[Any, Any]]]

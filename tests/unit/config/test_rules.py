@@ -245,7 +245,7 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ),
     ("schedule", 1, dict(virtual_pipeline_model_parallel_size=2), ["pipeline_model_parallel_size above 1"]),
     ("schedule", 2, PP2 | dict(schedule="none"), ["schedule none", "not 2"]),
-    ("schedule", 1, dict(schedule="1f1b"), ["schedule 1f1b", "auto"]),
+    ("schedule", 1, dict(schedule="1f1b"), ["schedule 1f1b", "leave schedule out"]),
     ("schedule", 2, PP2 | dict(schedule="interleaved"), ["virtual_pipeline_model_parallel_size"]),
     ("schedule", 2, PP2 | dict(schedule="1f1b", virtual_pipeline_model_parallel_size=2), ["is 2", "interleaved"]),
     ("group_size", 2, PP2 | dict(microbatch_group_size_per_vp_stage=2), ["interleaved", "leave it out"]),
