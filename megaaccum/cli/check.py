@@ -21,7 +21,7 @@ from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.interop.deepspeed_json import deepspeed_config
 from megaaccum.model.param_count import count_parameters
-from megaaccum.planner import footprint, micro_batch, sync_mode
+from megaaccum.planner import auto_schedule, footprint, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
 from megaaccum.schedule.overlap import seconds_without_barrier
@@ -110,8 +110,13 @@ def describe(
 
 
 def _settled(plan: Plan) -> Plan:
-    """The plan with a micro-batch and a sync mode that fit; which ones do depends on the vocabulary."""
-    return plan if _vocabulary(plan.config)[0] is None else micro_batch.settle(plan)
+    """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit; which ones do depends on the
+    vocabulary."""
+    if _vocabulary(plan.config)[0] is not None:
+        return auto_schedule.settle(plan)
+    if auto_schedule.is_open(plan):
+        plan.notes.append(f"schedule auto: {plan.layout.schedule} is shown, as the vocabulary is not known yet.")
+    return plan
 
 
 def _world_size(

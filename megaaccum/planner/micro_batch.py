@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
+from megaaccum.config.resolve import PLANNER
 from megaaccum.errors import ConfigError
 from megaaccum.model.layers import Layers
 from megaaccum.planner import expected, sync_mode
@@ -16,7 +17,6 @@ from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.planner.space import LARGEST_MICRO_BATCH, divisors
 from megaaccum.units import amount
 
-ORIGIN = "the planner"
 PRICED_ON = names()[0]
 """The GPU, by its name in the hardware table: micro-batches are compared, not promised."""
 
@@ -64,7 +64,7 @@ def _larger(plan: Plan) -> Iterator[Plan]:
         if not plan.batch.micro_batch_size < size <= LARGEST_MICRO_BATCH:
             continue
         batch = replace(plan.written.batch, micro_batch_size=size)
-        origin = plan.written.origin | {"micro_batch_size": ORIGIN}
+        origin = plan.written.origin | {"micro_batch_size": PLANNER}
         try:
             option = resolve(replace(plan.written, batch=batch, origin=origin), world_size=plan.layout.world_size)
         except ConfigError:

@@ -79,6 +79,7 @@ class Workload:
             made_of=self.layers,
             usage=self.hardware.usage,
             in_fp8=self.in_fp8,
+            with_undo=self.config.step.speculative_step,
         )
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
@@ -95,6 +96,7 @@ class Workload:
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.backend == "deepspeed",
                 offloaded=self.sharding.offload_optimizer == "cpu",
+                barrier=not self.config.step.speculative_step,
             ),
         )
 

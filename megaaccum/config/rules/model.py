@@ -107,12 +107,12 @@ def cannot_pack(config: Config) -> Iterator[str]:
 def kernels(subject: Subject) -> Iterator[str]:
     """Fused kernels where they would not do what their key says."""
     model, sharding = subject.model, subject.sharding
-    own = by_executor(subject.parallel.schedule)
+    own = by_executor(subject.schedule)
     if model.gradient_accumulation_fusion and (own or sharding.backend != "megatron"):
         yield (
             "gradient_accumulation_fusion adds weight gradients to the buffer of Megatron's DDP, which is there with"
             f" backend megatron under 1f1b or interleaved alone (backend is {sharding.backend}, schedule"
-            f" {subject.parallel.schedule}): leave it out. Without it each weight gradient is written in"
+            f" {subject.schedule}): leave it out. Without it each weight gradient is written in"
             f" {sharding.params_dtype} and read again, about 20 bytes per parameter and micro-batch."
         )
     if model.cross_entropy_loss_fusion and sharding.params_dtype != "bf16":

@@ -140,7 +140,7 @@ def speculative_step(subject: Subject) -> Iterator[str]:
     if not subject.config.step.speculative_step:
         return
     key, off = "speculative_step true", "or speculative_step to false"
-    name, batch, sharding, model = subject.parallel.schedule, subject.config.batch, subject.sharding, subject.model
+    name, batch, sharding, model = subject.schedule, subject.config.batch, subject.sharding, subject.model
     if name in ("none", "1f1b", "interleaved"):
         runs = "there is no pipeline" if name == "none" else "Megatron-core runs it, and its ranks end together"
         yield f"{key} gains nothing with schedule {name}: {runs}. Set schedule to zbv with a pipeline, {off}."

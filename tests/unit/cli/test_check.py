@@ -266,3 +266,11 @@ def test_a_start_that_is_verified_says_what_it_does_not_see(run_yaml: str) -> No
     text = check.run(run_yaml, ["--verify_at_start"])
     assert "verify_at_start: two more forwards and backwards before the first step" in text
     assert "is not seen: sums over tp" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("zbv", "takes 1.0000 of its work, with a barrier 1.0"), ("gpipe", "gains nothing")]
+)
+def test_what_a_step_gains_without_a_barrier(run_yaml: str, name: str, words: str) -> None:
+    keys = ["--schedule", name, "--speculative_step"]
+    assert f"speculative_step {words}" in check.run(run_yaml, keys, world_size=4).replace(": a step", "")

@@ -138,7 +138,7 @@ def test_bubbles_of_the_papers() -> None:
     """arXiv 2104.04473, section 2.2; arXiv 2401.10241, table 2; with F = I = W = 1."""
     seconds = {
         (name, vpp): float(
-            pipeline.fill_seconds(name, pp=4, vpp=vpp, forward=1.0, input_grad=1.0, weight_grad=1.0, p2p=0.0)
+            pipeline.fill_seconds(name, pp=4, vpp=vpp, forward=1.0, input_grad=1.0, weight_grad=1.0, p2p=0.0, m=8)
         )
         for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1))
     }
