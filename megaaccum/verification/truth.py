@@ -192,7 +192,8 @@ class OneProcess:
         """Whether the step's gradient is a sum over samples, so that the whole batch can go through at once."""
         if self.plan.batch.loss_norm != "token" and self.case.own is None:
             return False
-        if self.case.own is None and self.plan.config.model.hidden_dropout:
+        model = self.plan.config.model
+        if self.case.own is None and (model.hidden_dropout or model.attention_dropout):
             return False  # each sample has masks of its own
         return not (getattr(self.config, "num_moe_experts", None) or getattr(self.config, "mtp_num_layers", None))
 
