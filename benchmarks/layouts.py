@@ -164,22 +164,21 @@ def train(flags: str, steps: int) -> tuple[float, float, str]:
             microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
             result = engine.train_step(microbatches, problem=problem)
             loader.commit(plan.batch.global_batch_size)
-    alike = plan.config.sharding.reproducible == "layout"
-    return result.loss, result.grad_norm, digest(state_of(engine.backend, alike=alike))
+    return result.loss, result.grad_norm, digest(state_of(engine.backend))
 
 
-def state_of(backend: Any, *, alike: bool = True) -> dict[str, Any]:
-    """{parameter/kind: flat tensor} of the whole model's weights and moments, on every rank. alike: as `gathered`'s."""
+def state_of(backend: Any) -> dict[str, Any]:
+    """{parameter/kind: flat tensor} of the whole model's weights and moments, on every rank."""
     pieces: dict[str, list] = {}
     for piece in backend.state():
         for kind, tensor in piece.tensors.items():
             pieces.setdefault(f"{piece.name}/{kind}", []).append((piece.start, tensor.detach().clone()))
-    return gathered(pieces, alike=alike)
+    return gathered(pieces)
 
 
-def gathered(mine: dict[str, list], *, alike: bool = True) -> dict[str, Any]:
-    """{name: flat tensor} of all ranks' pieces [(start, values)]. alike: raise AssertionError where two ranks hold
-    different values of an element, as copies of a tied matrix do whose sums were made in other orders."""
+def gathered(mine: dict[str, list]) -> dict[str, Any]:
+    """{name: flat tensor} of all ranks' pieces [(start, values)]. Raises AssertionError where two ranks hold different
+    values of an element."""
     import torch
 
     everyone: list = [None] * torch.distributed.get_world_size()
@@ -191,7 +190,7 @@ def gathered(mine: dict[str, list], *, alike: bool = True) -> dict[str, Any]:
         flat = torch.full((size,), float("nan"), dtype=found[0][1].dtype)
         for start, values in found:
             part = flat[start : start + values.numel()]
-            assert not alike or part.isnan().logical_or_(part == values).all(), f"{name} differs between ranks"
+            assert part.isnan().logical_or_(part == values).all(), f"{name} differs between ranks"
             part.copy_(values)
         whole[name] = flat
     return whole

@@ -2,15 +2,17 @@
 the schedule and what runs it, also where ranks share cores.
 
     python -m benchmarks.schedules [--json FILE] [--trace FOLDER] [--only NAME,...] [--microbatches 8,16]
-    python -m benchmarks.schedules --profile FILE [--microbatches 16]
+    python -m benchmarks.schedules --profile FILE [--microbatches 16] [--stretch 4]
 
-With --profile: the best named schedule on an even cut of these layers, on its tuned cut, and the searched order.
+With --profile: the best named schedule on an even cut of these layers, on its tuned cut, and the searched order, and
+how much of what the searched order gains over the first by simulation its wall time keeps. What a runtime adds is a
+constant per pass, which is printed; stages that are --stretch times as long show the schedule without it.
 
 Side by side: megaaccum's executor, Megatron-core's 1F1B and interleaved, and the schedules of
 torch.distributed.pipelining. F = I = W = `--seconds` (0.06) of a rank's whole work on one micro-batch; two chunks per
 rank halve them. Wall time is from the first rank's start to the last one's end, the least of `--repeat` flushes after
-two that warm up. It is reported over the work (micro-batches * (F + I + W)), and over what the simulator says of the
-same schedule with free communication.
+two that warm up. It is reported over the work (micro-batches * (F + I + W)), over what the simulator says of the same
+schedule with free communication, and as milliseconds over that for each pass of the busiest rank.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """wall: seconds of the best flush. over_work: over micro-batches * (F + I + W); over_simulated: over makespan."""
+    """wall: seconds of the best flush. over_work: over micro-batches * (F + I + W); over_simulated: over makespan.
+    seconds_per_pass: of wall over the makespan, by the passes of the busiest rank."""
 
     runtime: str
     schedule: str
@@ -95,6 +98,7 @@ class Result:
     simulated: float
     over_work: float
     over_simulated: float
+    seconds_per_pass: float
 
 
 # --- on ranks -------------------------------------------------------------------------------------------------------
@@ -135,10 +139,12 @@ def evaluate(setup: Setup, trace: Path | None) -> Result:
         path = trace / f"{Path(setup.schedule).stem}-{setup.num_microbatches}.json"
         write_trace(path, plan, planned=simulation.spans, measured=[spans for _, spans in by_rank])
     best = min(walls)
+    busiest = max(range(setup.pp), key=simulation.busy.__getitem__)
     return Result(
         runtime=setup.runtime, schedule=setup.schedule, num_microbatches=setup.num_microbatches, wall=best,
         all_walls=walls, simulated=simulation.makespan, over_work=best / work,
         over_simulated=best / simulation.makespan,
+        seconds_per_pass=(best - simulation.makespan) / len(simulation.spans[busiest]),
     )  # fmt: skip
 
 
@@ -162,8 +168,13 @@ def conditions() -> dict:
 def line(result: Result) -> str:
     return (
         f"{result.runtime:<10} {Path(result.schedule).stem:<12} {result.num_microbatches:>4} {result.wall:>8.3f} s"
-        f" {result.over_work:>8.4f} {result.over_simulated:>8.4f}"
+        f" {result.over_work:>8.4f} {result.over_simulated:>8.4f} {result.seconds_per_pass * 1e3:>8.3f}"
     )
+
+
+def share_kept(named: Result, searched: Result) -> float:
+    """Of the simulated gain of the searched order over the named one, what wall time has."""
+    return (named.wall - searched.wall) / (named.simulated - searched.simulated)
 
 
 def setups_of_profile(args: argparse.Namespace, folder: Path) -> list[Setup]:
@@ -189,7 +200,8 @@ def setups_of_profile(args: argparse.Namespace, folder: Path) -> list[Setup]:
         table = folder / f"searched-{m}.csv"
         write_csv(searched.schedule, table)
         for name, cut in ((first[0], first[2].cut), (then[0], tuned.cut), (str(table), tuned.cut)):
-            by_stage = tuple(zip(*profile.costs(cut).by_stage(len(cut)), strict=True))
+            passes = [[seconds * args.stretch for seconds in each] for each in profile.costs(cut).by_stage(len(cut))]
+            by_stage = tuple(zip(*passes, strict=True))
             found.append(
                 Setup(runtime="megaaccum", schedule=name, pp=args.pp, num_microbatches=m, seconds=0.0,
                       repeat=args.repeat, by_stage=by_stage)
@@ -213,14 +225,18 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
-    print(f"{'runtime':<10} {'schedule':<12} {'m':>4} {'wall':>10} {'/work':>8} {'/simul.':>8}")
+    print(f"{'runtime':<10} {'schedule':<12} {'m':>4} {'wall':>10} {'/work':>8} {'/simul.':>8} {'ms/pass':>8}")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for setup in setups_of_profile(args, Path(folder)) if args.profile else setups(args):
             results.append(evaluate(setup, args.trace))
             print(line(results[-1]), flush=True)
+            if args.profile and len(results) % 3 == 0 and results[-3].simulated > results[-1].simulated:
+                kept = share_kept(results[-3], results[-1])
+                print(f"the searched order keeps {kept:.0%} of its simulated gain over the first", flush=True)
     if args.json is not None:
         report = {"conditions": conditions(), "pp": args.pp, "seconds": args.seconds, "repeat": args.repeat}
+        report["stretch"] = args.stretch
         args.json.write_text(json.dumps(report | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
     return 0
 
@@ -232,6 +248,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write conditions and results here")
     parser.add_argument("--trace", type=Path, help="folder for planned and measured timelines in Chrome's format")
     parser.add_argument("--profile", type=Path, help="stages of these measured layers instead of equal ones")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="stages N times as long as the profile says", metavar="N"
+    )
     parser.add_argument("--only", type=lambda text: text.split(","), help="schedules or runtimes")
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])

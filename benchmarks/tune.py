@@ -1,11 +1,11 @@
 """`megaaccum tune` against an exhaustive run: how much slower the layout is that it takes than the best of all.
 
-    python -m benchmarks tune [--ranks 4] [--all 8] [--top 3] [--again 5] [--json FILE]
+    python -m benchmarks tune [--ranks 4] [--all 8] [--top 3] [--rounds 3] [--again 5] [--json FILE]
 
-A small model on ranks of this machine. The first `--all` layouts of the planner's ranking are measured; then the ladder
-runs over what was measured, with the first one made to run out of memory and the second one's gradient made to be not
-finite. The fastest of the layouts that are left was picked for a short time, which is partly luck, so the winner and it
-are measured `--again` times in turns and their medians compared.
+A small model on ranks of this machine, and the first `--all` layouts of the planner's ranking. The ladder measures as
+`megaaccum tune` does, with the first layout made to run out of memory and the second one's gradient made to be not
+finite. Then all that are left are measured `--again` times in turns, so that each meets the same machine; the medians
+are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from megaaccum.cli.tune import candidates_of
 from megaaccum.interop.load import load
 from megaaccum.planner.hardware import load_hardware
-from megaaccum.planner.ladder import MEASURED, NOT_FINITE, OUT_OF_MEMORY, Candidate, Ladder, Outcome
+from megaaccum.planner.ladder import NOT_FINITE, OUT_OF_MEMORY, Candidate, Ladder, Outcome
 from megaaccum.planner.search import search
 from megaaccum.planner.trial import Trials
 from megaaccum.planner.workload import make_workload
@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--all", type=int, default=8, help="layouts of the exhaustive run")
     parser.add_argument("--top", type=int, default=3)
-    parser.add_argument("--again", type=int, default=5, help="further runs of the winner and of the fastest")
+    parser.add_argument("--rounds", type=int, default=3, help="as that of `megaaccum tune`")
+    parser.add_argument("--again", type=int, default=5, help="rounds of the exhaustive run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     workload = make_workload(load(None, MODEL.split()), world_size=args.ranks, hardware=load_hardware("h100"))
@@ -46,39 +47,51 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megaaccum-tune-") as folder:
         command = [sys.executable, "-m", "megaaccum", "train"]
         trials = Trials(workload=workload, folder=Path(folder), command=command, time_limit=300.0)
-        every = {}
-        for candidate in candidates:
-            every[candidate.name] = outcome = trials.run(candidate)
-            print(f"row {candidate.row}: {outcome.verdict} {outcome.seconds or 0:.4g} s  {candidate.name}", flush=True)
-        report = _compared(candidates, every, trials, args)
+        tuned, tried = _tuned(candidates, trials, top=args.top, rounds=args.rounds)
+        report = _compared(tuned, tried, _in_turns(candidates[2:], trials, args.again))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def _compared(
-    candidates: list[Candidate], every: dict[str, Outcome], trials: Trials, args: argparse.Namespace
-) -> dict[str, object]:
-    """What the ladder takes beside the fastest: seconds of all, and by how much the winner is slower."""
+def _tuned(candidates: list[Candidate], trials: Trials, *, top: int, rounds: int) -> tuple[Candidate, int]:
+    """The layout that the ladder takes, and how many it tried."""
     dropped = {candidates[0].name: OUT_OF_MEMORY, candidates[1].name: NOT_FINITE}
 
     def measure(candidate: Candidate) -> Outcome:
         verdict = dropped.get(candidate.name)
-        return every[candidate.name] if verdict is None else Outcome(verdict=verdict)
+        outcome = trials.run(candidate) if verdict is None else Outcome(verdict=verdict)
+        print(f"tune: row {candidate.row}: {outcome.verdict} {outcome.seconds or 0:.4g} s", flush=True)
+        return outcome
 
-    ladder = Ladder(candidates, top=args.top)
-    best = ladder.run(measure, ["tp", "pp", "sync"])
-    left = [each for each in candidates if every[each.name].verdict == MEASURED and each.name not in dropped]
-    fastest = min(left, key=lambda each: every[each.name].seconds or math.inf)
+    ladder = Ladder(candidates, top=top)
+    ladder.run(measure, ["tp", "pp", "sync"])
+    best = ladder.run_again(lambda each, _: ladder.outcomes[each.name].then(measure(each)), rounds)
     assert best is not None
-    again: dict[str, list[float]] = {best.name: [], fastest.name: []}
-    for _ in range(args.again if best is not fastest else 0):
-        for each in (best, fastest):
-            again[each.name].append(trials.run(each).seconds or math.inf)
-    medians = [statistics.median(seconds or [1.0]) for seconds in (again[best.name], again[fastest.name])]
-    share = medians[0] / medians[1] - 1
-    print(
-        f"tune took row {best.row} after {len(ladder.tried)} layouts; the fastest of {len(left)} was row {fastest.row}:"
-        f" measured again in turns, {share:+.1%}"
-    )
-    return {name: each.seconds for name, each in every.items()} | {"tuned": best.name, "again": again, "slower": share}
+    return best, len(ladder.tried)
+
+
+def _in_turns(candidates: list[Candidate], trials: Trials, again: int) -> dict[str, list[float]]:
+    """{row and name of a layout: seconds of a step in each of `again` rounds over all}; every second round goes
+    backwards."""
+    seconds: dict[str, list[float]] = {_label(each): [] for each in candidates}
+    for turn in range(again):
+        for each in candidates[:: -1 if turn % 2 else 1]:
+            seconds[_label(each)].append(trials.run(each).seconds or math.inf)
+        print(f"round {turn + 1}:", *(f"{each[-1]:.4g}" for each in seconds.values()), flush=True)
+    return seconds
+
+
+def _compared(tuned: Candidate, tried: int, seconds: dict[str, list[float]]) -> dict[str, object]:
+    """The seconds of all, and by how much the tuned layout's median is longer than the shortest."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, times in seconds.items():
+        print(f"{medians[name]:.4g} s in turns, {min(times):.4g} to {max(times):.4g}: {name}")
+    fastest = min(medians, key=medians.__getitem__)
+    share = medians[_label(tuned)] / medians[fastest] - 1
+    print(f"tune took row {tuned.row} after {tried} layouts: {share:+.1%} to the fastest of {len(medians)}, {fastest}")
+    return {"tuned": _label(tuned), "fastest": fastest, "slower": share, "seconds": seconds}
+
+
+def _label(candidate: Candidate) -> str:
+    return f"row {candidate.row}  {candidate.name}"

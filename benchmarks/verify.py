@@ -32,14 +32,15 @@ PAGE = """\
 
 <!-- Written by `python -m benchmarks verify --json docs/benchmarks/verify.json --page` and this path. -->
 
-Mistakes that were reported, or that break what a paper defines, each made on purpose in a small model whose step is
-right without it ([verify](../guides/verify.md)). *Caught*: a number is wrong, without any rank raising. *Localised*:
+Mistakes that were reported, that a library's code makes, or that break what a paper or a manual defines, each made on
+purpose in a small model whose step is right without it ([verify](../guides/verify.md)). Where the place of a mistake
+differs from the report's, its text says "here". *Caught*: a number is wrong, without any rank raising. *Localised*:
 the diagnosis names these axes and no others, and the right parameter. The parameters, and what the wrong gradient is of
 the right one, are in [verify.json](../benchmarks/verify.json).
 
 {summary}
 
-| mistake | reported in | needs | outcome | first wrong number |
+| mistake | source | needs | outcome | first wrong number |
 | --- | --- | --- | --- | --- |
 {rows}
 """
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     names = list(BANK) if args.mistakes is None else args.mistakes
     for unknown in set(names) - set(BANK):
         parser.error(f"there is no mistake {unknown!r}{did_you_mean(unknown, BANK)}")
-    figures = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"mistakes": []}
+    figures = as_written(json.loads(args.json.read_text())) if args.json and args.json.exists() else {"mistakes": []}
     for outcome in self_test.outcomes(Verifier(), names) if names else ():
         print(outcome.line(), flush=True)
         found.append(outcome)
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         _write(args.json, figures)
     if args.page:
         args.page.write_text(page(figures))
+        _write(args.json, figures)
     return 1 if alarms or not all(each.caught for each in found) else 0
 
 
@@ -94,9 +96,16 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+def as_written(figures: dict[str, Any]) -> dict[str, Any]:
+    """With what each mistake is and where it was reported as the bank has it now."""
+    rows = [row for row in figures["mistakes"] if row["name"] in BANK]
+    now = [row | {"text": BANK[row["name"]].text, "source": BANK[row["name"]].source} for row in rows]
+    return figures | {"mistakes": now}
+
+
 def page(figures: dict[str, Any]) -> str:
-    """The table of the documentation. What a mistake is and where it was reported is as the bank has it now."""
-    rows = [row | {"text": BANK[row["name"]].text, "source": BANK[row["name"]].source} for row in figures["mistakes"]]
+    """The table of the documentation."""
+    rows = figures["mistakes"]
     layouts = figures["healthy"]
     localised = sum(row["outcome"] == "localised" for row in rows)
     caught = localised + sum(row["outcome"] == "caught" for row in rows)
@@ -114,9 +123,11 @@ def page(figures: dict[str, Any]) -> str:
 
 
 def _short(source: str) -> str:
-    """owner/name#number of a GitHub address, else the address without its scheme."""
-    parts = source.removeprefix("https://").split("/")
-    return f"{parts[2]}#{parts[4]}" if parts[0] == "github.com" else parts[-1] if parts[0] == "arxiv.org" else parts[0]
+    """name#number of a GitHub thread, the name of a file there, the number of a paper, else the host."""
+    host, *parts = source.removeprefix("https://").split("/")
+    if host == "github.com":
+        return parts[-1] if parts[2] == "blob" else f"{parts[1]}#{parts[3]}"
+    return parts[-1] if host == "arxiv.org" else host
 
 
 def healthy(seed: int, first: int, count: int) -> tuple[list[str], int]:

@@ -13,6 +13,7 @@ from megaaccum.cli.arguments import Asked, asked, command_parser, smallest_world
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.plan import Plan
+from megaaccum.config.rules.model import cannot_pack
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.data.sources import vocab_size
@@ -20,7 +21,7 @@ from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.interop.deepspeed_json import deepspeed_config
 from megaaccum.model.param_count import count_parameters
-from megaaccum.planner import footprint, micro_batch, sync_mode
+from megaaccum.planner import auto_schedule, footprint, sync_mode
 from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
 from megaaccum.schedule.overlap import seconds_without_barrier
@@ -109,8 +110,13 @@ def describe(
 
 
 def _settled(plan: Plan) -> Plan:
-    """The plan with a micro-batch and a sync mode that fit; which ones do depends on the vocabulary."""
-    return plan if _vocabulary(plan.config)[0] is None else micro_batch.settle(plan)
+    """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit; which ones do depends on the
+    vocabulary."""
+    if _vocabulary(plan.config)[0] is not None:
+        return auto_schedule.settle(plan)
+    if auto_schedule.is_open(plan):
+        plan.notes.append(f"schedule auto: {plan.layout.schedule} is shown, as the vocabulary is not known yet.")
+    return plan
 
 
 def _world_size(
@@ -165,9 +171,21 @@ def _batch(plan: Plan) -> _Section:
         lines.append("static_graph: every step has this count and this shape; batch warm-up is off")
     return "Batch", [
         *lines,
+        *_documents(plan),
         f"loss_norm: {plan.batch.loss_norm}, so the loss is divided by {over[plan.batch.loss_norm]}",
         *(_VERIFIED if plan.config.run.verify_at_start else []),
     ]
+
+
+def _documents(plan: Plan) -> list[str]:
+    """How attention is kept inside documents; nothing where it is not."""
+    if not plan.config.data.reset_attention_mask:
+        return []
+    length = plan.batch.seq_length
+    tokens = plan.batch.micro_batch_size * length
+    line = f"a micro-batch has {tokens:,} bytes of where documents begin, and no mask, of {tokens * length:,} bytes"
+    refused = [] if plan.config.model.transformer_impl == "local" else list(cannot_pack(plan.config))
+    return [f"reset_attention_mask: {line}", *(f"on a GPU with Transformer Engine: {each}" for each in refused)]
 
 
 def _ramp(plan: Plan) -> _Section:

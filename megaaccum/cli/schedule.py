@@ -17,10 +17,11 @@ from megaaccum.schedule.cut import tune_cut
 from megaaccum.schedule.exact import ROUNDING, prove, shortest_period
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import Problem, justified
+from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.profile import Cut, Profile, describe_cut, even_cut, read_profile
 from megaaccum.schedule.render import check_format, draw, text
 from megaaccum.schedule.search import ITERATIONS, Comparison, Found, compare, search_order
-from megaaccum.schedule.simulate import Costs, Simulation, simulate
+from megaaccum.schedule.simulate import Costs, Simulation, by_executor, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.timeline import write_trace
 from megaaccum.schedule.validate import Footprint, validate
@@ -49,6 +50,13 @@ class Row:
     def gap(self) -> float:
         return self.simulation.makespan / self.bound - 1
 
+    @property
+    def without_barrier(self) -> float:
+        """From one step's flush to the next with `speculative_step`, which only the executor has."""
+        if not by_executor(self.schedule.name):
+            return self.simulation.makespan
+        return seconds_without_barrier(self.schedule, self.costs)
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum schedule`; returns the exit code. Raises ScheduleError."""
@@ -66,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if args.timeline:
         width = args.width or shutil.get_terminal_size((120, 40)).columns
         print(text(row.schedule, row.simulation, width=width), end="\n\n")
-    print("\n".join([comparison(rows), *said, *refused]))
+    print("\n".join([comparison(rows, barrier=args.barrier), *said, *refused]))
     _write(row, rows, args)
     return 0
 
@@ -109,11 +117,11 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
         except ScheduleError as error:
             refused.append(f"{name}: {error}")
     if args.schedule == "auto":
-        rows = _fastest_first(rows, limit, refused)
+        rows = _fastest_first(rows, limit, refused, barrier=args.barrier)
     return rows, refused
 
 
-def _fastest_first(rows: list[Row], limit: float | None, refused: list[str]) -> list[Row]:
+def _fastest_first(rows: list[Row], limit: float | None, refused: list[str], *, barrier: bool) -> list[Row]:
     """Those within the limit, fastest first. Raises ScheduleError where none is."""
     fitting = [row for row in rows if limit is None or row.peak <= limit * (1 + TINY)]
     if not fitting:
@@ -121,7 +129,7 @@ def _fastest_first(rows: list[Row], limit: float | None, refused: list[str]) -> 
         closest = "" if least is None else f" The one that holds least is {least.schedule.name}, {least.peak:.6g}."
         raise ScheduleError(f"no schedule fits the memory limit {limit or 0:.6g}.{closest} {' '.join(refused)}".strip())
     refused += [f"{row.schedule.name}: it holds {row.peak:.6g}, over the limit" for row in rows if row not in fitting]
-    return sorted(fitting, key=lambda row: row.simulation.makespan)
+    return sorted(fitting, key=lambda row: row.simulation.makespan if barrier else row.without_barrier)
 
 
 def _row(name: str, args: argparse.Namespace, profile: Profile | None, limit: float | None) -> Row:
@@ -227,10 +235,22 @@ def _about_cuts(rows: Sequence[Row], profile: Profile | None, args: argparse.Nam
     return lines
 
 
-def comparison(rows: Sequence[Row]) -> str:
+def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
     """A table, a line per schedule: time, idle share, what the fullest rank holds in micro-batches of a whole rank's
-    activations, the most of all that it holds together, and the gap."""
-    head = ("schedule", "chunks", "makespan", "bubble", "idle", "activations", "deferred W", "peak", "gap")
+    activations, the most of all that it holds together, and the gap. Without a barrier, also the time from one step's
+    flush to the next."""
+    head: tuple[str, ...] = (
+        "schedule",
+        "chunks",
+        "makespan",
+        "bubble",
+        "idle",
+        "activations",
+        "deferred W",
+        "peak",
+        "gap",
+    )
+    head += () if barrier else ("no barrier",)
     lines = [head]
     for row in rows:
         chunks, simulation = row.schedule.chunks, row.simulation
@@ -245,6 +265,7 @@ def comparison(rows: Sequence[Row]) -> str:
                 f"{max(row.footprint.deferred) / chunks:g}",
                 f"{row.peak:.6g}",
                 f"{max(0.0, row.gap):.2%}",
+                *(() if barrier else (f"{row.without_barrier:.6g}",)),
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -267,6 +288,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--compare", type=_words, default=[], metavar="NAMES", help="other schedules, separated by commas")
     add("--cost", type=_cost, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="forward, input and weight gradient")
     add("--p2p", type=float, default=0.0, metavar="T", help="from one rank to the next")
+    add("--no-barrier", dest="barrier", action="store_false", help="also the time per step with speculative_step")
     add("--vpp", type=int, metavar="N", help="chunks per rank of the interleaved schedule (2)")
     add("--group-size", type=int, metavar="N", help="its microbatch_group_size_per_vp_stage (pp)")
     stages = parser.add_argument_group("stages that differ, and memory")

@@ -71,16 +71,19 @@ def main(argv: Sequence[str]) -> int:
     results = Results(folder / "results.json", _identity(config, world_size, trials))
     ladder = Ladder(candidates_of(ranked), top=args.top)
 
-    def measure(candidate: Candidate) -> Outcome:
-        if (done := results.outcomes.get(candidate.name)) is not None:
+    def measure(candidate: Candidate, number: int = 1) -> Outcome:
+        done = results.outcomes.get(candidate.name)
+        if done is not None and (number == 1 or done.verdict != MEASURED or len(done.runs) >= number):
             return done
         print(f"row {candidate.row}: {candidate.name}", file=sys.stderr, flush=True)
         outcome = trials.run(candidate)
+        outcome = outcome if done is None else done.then(outcome)
         results.add(candidate, outcome)
         print(f"row {candidate.row}: {_short(outcome)}", file=sys.stderr, flush=True)
         return outcome
 
-    best = ladder.run(measure, args.knob)
+    ladder.run(measure, args.knob)
+    best = ladder.run_again(measure, args.rounds)
     _report(ladder, best, folder)
     if best is None:
         raise ConfigError(f"none of the {len(ladder.tried)} layouts that were tried could be measured: see {folder}.")
@@ -100,6 +103,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu", metavar="NAME", help="kind of GPU that the planner ranks for (default: the one that is found)")
     add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
     add("--knob", type=_words, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
+    add("--rounds", type=int, default=1, metavar="N", help="run the layouts near the best N times, in turns (1)")
     add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")
     add("--band", type=float, default=4.0, metavar="R", help="drop a layout whose norm is R times its average (4)")
     add("--time-limit", type=float, default=1800.0, metavar="S", help="seconds after which a layout is ended (1800)")

@@ -110,12 +110,17 @@ def _path(rest: list[str]) -> tuple[str | None, list[str]]:
 def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
     """The case of a configuration in its real layout, made smaller where it has to be."""
     from megaaccum.model.param_count import count_parameters
+    from megaaccum.planner import auto_schedule
     from megaaccum.verification import shrink
     from megaaccum.verification.launched import is_first, num_ranks
 
     launched = num_ranks()
     world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))
     plan = configuration.resolve(config, world_size=world_size)
+    if auto_schedule.is_open(plan):
+        plan = auto_schedule.settle(plan)
+        assert plan.written is not None
+        config = plan.written
     parameters = count_parameters(plan.config, plan.config.model.vocab_size or 1).total
     too_many = world_size > max(shrink.MOST_RANKS, launched)
     large = too_many or parameters > shrink.MOST_PARAMETERS

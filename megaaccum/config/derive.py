@@ -98,7 +98,7 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
     pp = parallel.pipeline_model_parallel_size
     _derive_vpp(parallel, config.model.num_layers, notes)
     _derive_chunks(parallel)
-    if parallel.schedule == "auto":
+    if parallel.schedule in (None, "auto"):  # resolve tries others for `auto`, and planner/auto_schedule settles it
         many = parallel.virtual_pipeline_model_parallel_size is not None
         parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
     interleaved = parallel.schedule == "interleaved"
@@ -182,7 +182,7 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
 def _derive_chunks(parallel: ParallelConfig) -> None:
     """Schedules with a number of chunks of their own set vpp where it is open."""
     asked = parallel.virtual_pipeline_model_parallel_size is not None or parallel.pipeline_model_parallel_size < 2
-    if asked or parallel.schedule in ("auto", "none", "interleaved"):
+    if asked or parallel.schedule in (None, "auto", "none", "interleaved"):
         return
     try:
         chunks = entry(parallel.schedule).chunks

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
 from megaaccum.config.layout import Layout
 from megaaccum.config.load import assemble, load
-from megaaccum.config.resolve import flush_problems, settle_keys
+from megaaccum.config.resolve import flush_problems, settle_keys, with_schedules
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError
@@ -175,10 +175,20 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
         world_size: ranks over all hosts.
         own_model: the model, its data and its training are the user's own, so their keys are not required.
 
+    `schedule: auto` is the first that the rules allow, Megatron's where they do; planner/auto_schedule settles it.
+
     Raises:
         ConfigError: with one text per broken rule, all at once.
     """
-    return Plan(**settle_keys(config, world_size, own_model=own_model)._asdict(), written=config)
+    if config.parallel.schedule != "auto":
+        return Plan(**settle_keys(config, world_size, own_model=own_model)._asdict(), written=config)
+    errors = []
+    for named in with_schedules(config):
+        try:
+            return replace(resolve(named, world_size=world_size, own_model=own_model), written=config)
+        except ConfigError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: len(error.problems))
 
 
 def _world_size(given: int | None) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +18,11 @@ from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import build, entry, interleaved_problems, set_shared_table
+
+PLANNER = "the planner"
+"""Origin of a key that the planner has chosen."""
+_BUILT_IN = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
+"""What `schedule: auto` chooses from: Megatron's own first, those that hold less for more time last."""
 
 
 class Settled(NamedTuple):
@@ -33,8 +40,8 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
     broken rule."""
     settled = copy.deepcopy(config)
     notes = list(config.notes)
-    if (settled.parallel.schedule or "").endswith(".csv"):
-        set_shared_table(settled.parallel.schedule, None)  # what a run before this one in the same process has left
+    if (path := settled.parallel.schedule or "").endswith(".csv"):
+        set_shared_table(path, None)  # what a run before this one in the same process has left
     derive(settled, notes, own_model=own_model)
     problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
     dp = _data_parallel_size(settled, world_size)
@@ -44,6 +51,20 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
         raise ConfigError(problems)
     lr_scaling.scale(settled)
     return Settled(settled, batch, ramp, _layout(settled, world_size, dp), notes)
+
+
+def with_schedules(config: Config) -> Iterator[Config]:
+    """`config`, which says `schedule: auto`, with each built-in schedule in its place; rules may refuse some. Where the
+    chunks per rank are open, interleaved has two of them."""
+    parallel = config.parallel
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    is_open = not (vpp or parallel.num_layers_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_layout)
+    for name in _BUILT_IN if parallel.pipeline_model_parallel_size > 1 else ("none",):
+        chunks = 2 if name == "interleaved" and is_open else vpp
+        if vpp == 1 and name != "none" and entry(name).chunks != 1:
+            continue
+        named = replace(parallel, schedule=name, virtual_pipeline_model_parallel_size=chunks)
+        yield replace(config, parallel=named, origin=config.origin | {"schedule": PLANNER})
 
 
 def _ramp(config: Config, batch: BatchPlan, notes: list[str], problems: list[str]) -> BatchRamp | None:
@@ -110,7 +131,7 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
 def _layout(config: Config, world_size: int, dp: int) -> Layout:
     """How the ranks of a settled configuration are cut. dp: data-parallel ranks."""
     parallel = config.parallel
-    assert parallel.schedule != "auto"
+    assert parallel.schedule is not None, "derive names a schedule"
     placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement
     assert parallel.expert_tensor_parallel_size is not None
     return Layout(

@@ -62,8 +62,11 @@ class SampleSeeds:
     def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
         self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
         self._is_on = plan.config.run.rng == "sample"
+        self._cp_rank, self._tp_rank = groups.collection.cp.rank(), groups.tp.rank()
         self._step: int | None = None
+        self._streams: tuple[str, ...] = ()
         self._forward = self._backward = 0
+        """Numbers in the global batch of the micro-batches whose forward and backward began last."""
         self._place: Callable[[int], int] = self._planned_place
         for chunk in chunks if self._is_on else ():
             # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
@@ -81,6 +84,7 @@ class SampleSeeds:
             yield
             return
         before, self._step = snapshot(), step
+        self._streams = tuple(name for name in before if name not in ("cpu", "cuda"))
         try:
             yield
         finally:
@@ -101,23 +105,20 @@ class SampleSeeds:
 
     def begin_forward(self, microbatch: int) -> None:
         """The forward of this rank's micro-batch number `microbatch` of the step begins."""
-        self._forward = microbatch
+        self._forward = self._place(microbatch)
         self._seed_at("", "default")
 
     def begin_backward(self, microbatch: int) -> None:
         """Its backward begins, which may run forwards again (activation recompute)."""
-        self._backward = microbatch
+        self._backward = self._place(microbatch)
 
     def _seed_at(self, layer: str, stream: str) -> None:
         """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
         if self._step is None:  # nothing, or a forward of the user's own
             return
-        microbatch = self._place(self._backward if upstream.in_backward() else self._forward)
-        _set_states(
-            f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._groups.collection.cp.rank()}",
-            stream,
-            tp_rank=self._groups.tp.rank(),
-        )
+        microbatch = self._backward if upstream.in_backward() else self._forward
+        key = f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._cp_rank}"
+        _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
 
 
 def _seeded_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -134,18 +135,31 @@ def _seeded_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
             yield over_stages(chunk, f"{name}.forward"), inner
 
 
-def _set_states(key: str, current: str, *, tp_rank: int) -> None:
-    """Let torch's own generator draw from the stream `current`, and those of Megatron's tracker each from its own. A
-    stream begins as a generator that is seeded by `key` and the stream's name."""
+def _set_states(key: str, current: str, names: Sequence[str], *, tp_rank: int) -> None:
+    """Let torch's own generator draw from the stream `current`, and Megatron's tracker, which has these `names`, each
+    from its own. A stream begins as a generator that is seeded by `key` and the stream's name."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    tracker = get_cuda_rng_tracker()
-    if names := tracker.get_states().keys():
-        tracker.set_states({name: _state(_number(key, name, tp_rank)) for name in names})
+    if names:
+        get_cuda_rng_tracker().set_states(_Streams(names, key, tp_rank))
     seed = _number(key, current, tp_rank)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed is slow where there is no GPU
     if cpu.has_accelerator():
         torch.cuda.manual_seed(seed)
+
+
+class _Streams(dict[str, Any]):
+    """The states of Megatron's tracker by their names, each made when it is asked for: most layers draw from none."""
+
+    def __init__(self, names: Sequence[str], key: str, tp_rank: int):
+        super().__init__(dict.fromkeys(names))
+        self._key, self._tp_rank = key, tp_rank
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if super().__getitem__(name) is None:
+            self[name] = _state(_number(self._key, name, self._tp_rank))
+        state: torch.Tensor = super().__getitem__(name)
+        return state
 
 
 _SAME_OVER_TP = ("default", "data-parallel-rng")

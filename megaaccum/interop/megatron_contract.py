@@ -455,6 +455,11 @@ def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
         )
     if plan.config.step.skipped_samples == "retried":
         problems.append("skipped_samples retried: Megatron's loop has moved on in its data: set it to consumed")
+    if plan.config.step.speculative_step:
+        problems.append(
+            "speculative_step: the next step's micro-batches come after this one's verdict in Megatron's loop: leave it"
+            " out, or train with megaaccum.initialize"
+        )
     if problems:
         raise ConfigError(problems)
 

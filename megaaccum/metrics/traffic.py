@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Lane:
-    """Messages that are counted together. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
-
-    collective: str
-    group: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.collective}/{self.group}/{self.dtype}"
-
-
 @dataclass(slots=True)
 class Count:
     """calls; bytes that this rank receives (sends, for a `send`) from other ranks by the cheapest algorithm; seconds
@@ -36,7 +24,7 @@ class Count:
 
 
 Traffic = dict[str, Count]
-"""By lane, as text `collective/group/dtype`."""
+"""By lane, `collective/group/dtype`. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
 
 
 def bytes_by_collective(traffic: Traffic) -> dict[str, float]:
@@ -72,7 +60,7 @@ class Meter:
     most_receiving: int = 0
     """Bytes of receive buffers that were posted and not taken yet, at most, while it was on last."""
     _receiving: int = 0
-    _counts: dict[Lane, Count] = field(default_factory=dict)
+    _counts: Traffic = field(default_factory=dict)
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
@@ -82,16 +70,23 @@ class Meter:
         found: Traffic = {}
         self._counts, self._receiving, self.most_receiving = {}, 0, 0
         names = self._names()
+        lanes: dict[tuple[str, Any, torch.dtype], tuple[str, float]] = {}
 
-        def note(collective: str, group: Any, tensor: torch.Tensor, seconds: float, *, calls: int = 1) -> None:
+        def note(
+            collective: str, group: Any, dtype: torch.dtype, num_bytes: int, seconds: float, *, calls: int = 1
+        ) -> None:
             if collective == "recv":
-                self._receiving += tensor.nbytes if calls else -tensor.nbytes
+                self._receiving += num_bytes if calls else -num_bytes
                 self.most_receiving = max(self.most_receiving, self._receiving)
                 return
-            lane = Lane(collective, names.get(group.group_name, "other"), str(tensor.dtype).removeprefix("torch."))
-            count = self._counts.setdefault(lane, Count())
+            if (key := (collective, group, dtype)) not in lanes:
+                name = f"{collective}/{names.get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"
+                lanes[key] = name, SHARE[collective](group.size())
+            lane, share = lanes[key]
+            if (count := self._counts.get(lane)) is None:
+                count = self._counts[lane] = Count()
             count.calls += calls
-            count.num_bytes += calls * SHARE[collective](group.size()) * tensor.numel() * tensor.element_size()
+            count.num_bytes += calls * share * num_bytes
             count.seconds += seconds
 
         with upstream.watched_collectives(note):
@@ -101,7 +96,7 @@ class Meter:
     def take(self) -> Traffic:
         """The traffic since it is on, or since the last call; what comes counts from nothing."""
         counts, self._counts = self._counts, {}
-        return {str(lane): count for lane, count in sorted(counts.items())}
+        return dict(sorted(counts.items()))
 
     def _names(self) -> dict[str, str]:
         import torch.distributed as dist

@@ -38,7 +38,8 @@ class LocalAttention(DotProductAttention):
     ) -> torch.Tensor:
         """As FusedAttention's; a mask of Megatron's own form, [batch, 1, sequence, sequence], is one."""
         if packed_seq_params is not None:
-            query, key, value, attention_mask = _as_documents(packed_seq_params, query, key, value)
+            *batch, starts = _as_documents(packed_seq_params, query, key, value)
+            return _by_head(self(*batch, starts, *args, **kwargs), value)
         whole = partial(DotProductAttention.forward, self)
         if attention_mask is None or attention_mask.dim() == 4:
             return whole(query, key, value, attention_mask, *args, **kwargs)
@@ -52,7 +53,11 @@ class LatentAttention(LocalAttention):
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(self, query, key, value, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As LocalAttention's. Megatron widens values that are packed to the width of queries."""
+        self.hidden_size_per_partition = value.shape[-2] * value.shape[-1]
+        return super().forward(query, key, value, *args, **kwargs)
 
 
 class FusedAttention(MegatronModule):
@@ -93,12 +98,13 @@ class FusedAttention(MegatronModule):
         """query [sequence, batch, heads, channels]; key and value with a head per group of queries. attention_mask:
         None for a causal one, or [batch, sequence] bool in host memory, True where a document begins: each is taken for
         itself, so nothing of sequence length squared is made. packed_seq_params: the documents of inputs [tokens,
-        heads, channels]. Returns [sequence, batch, heads * channels of a value]."""
+        heads, channels]. Returns [sequence, batch, heads * channels of a value]; packed, [tokens, heads, channels]."""
         assert attention_bias is None, "not made by megaaccum's models"
         if packed_seq_params is not None:
             if self._cp.size() > 1:
                 raise ConfigError("PackedSeqParams under context parallelism needs Transformer Engine's layers")
-            query, key, value, attention_mask = _as_documents(packed_seq_params, query, key, value)
+            *batch, starts = _as_documents(packed_seq_params, query, key, value)
+            return _by_head(self(*batch, starts, attn_mask_type), value)
         if self._cp.size() > 1:
             assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
             key, value = _WholeSequence.apply(key, self._cp), _WholeSequence.apply(value, self._cp)
@@ -162,6 +168,11 @@ def _as_documents(packed: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]
     return *(part.unsqueeze(1) for part in parts), starts
 
 
+def _by_head(context: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[tokens, 1, heads * channels] as [tokens, heads, channels] of packed values, where Megatron finds its padding."""
+    return context.view(len(context), -1, value.shape[-1])
+
+
 def accept_packed_sequences(chunks: Sequence[torch.nn.Module]) -> None:
     """Have Megatron's own core of attention in a user's local layers, which refuses PackedSeqParams, take them as
     LocalAttention does."""
@@ -169,11 +180,6 @@ def accept_packed_sequences(chunks: Sequence[torch.nn.Module]) -> None:
         for module in chunk.modules():
             if type(module) is DotProductAttention:
                 module.forward = MethodType(LocalAttention.forward, module)  # type: ignore[method-assign]
-
-
-def takes_documents(chunk: torch.nn.Module) -> bool:
-    """Whether the attention of a chunk takes where documents begin in place of a mask."""
-    return any(isinstance(module, FusedAttention | LocalAttention) for module in chunk.modules())
 
 
 def _positions(length: int, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

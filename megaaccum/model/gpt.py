@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
+from megaaccum.config.rules.model import cannot_pack
 from megaaccum.distributed import cpu, determinism
 from megaaccum.errors import ConfigError
 from megaaccum.model import layer_specs, layers, recompute
@@ -154,12 +155,8 @@ def _check_te_layers(plan: Plan) -> None:
             "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
             " (`megaaccum doctor` says which): set transformer_impl to auto."
         )
-    if plan.config.data.reset_attention_mask:
-        raise ConfigError(
-            "reset_attention_mask: Transformer Engine's attention ignores the mask under Megatron-core, so documents"
-            " would attend to each other. Set transformer_impl to local (torch's fused attention, which reads it), or"
-            " reset_attention_mask to false."
-        )
+    if problems := list(cannot_pack(plan.config)):
+        raise ConfigError(problems)
 
 
 def _check_local_layers(plan: Plan) -> None:
@@ -225,7 +222,9 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
+    packs = plan.config.data.reset_attention_mask and not layers_of(plan).local
     for chunk in chunks:
+        chunk.packs_rows = packs  # see packed_rows
         if not _is_cut_before_it_moves(plan):
             chunk.to(cpu.device())
         for buffer in chunk.buffers():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed import cpu
-from megaaccum.model.attention import takes_documents
+from megaaccum.model.packed_rows import documents_of, packs_rows, whole_rows
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -36,15 +36,19 @@ class GptForwardStep:
         plan of that computation in its place."""
         microbatch = next(data_iterator)
         read = {name: microbatch[name] for name in read_by([chunk]) if microbatch.get(name) is not None}
-        mask = self._mask(chunk, read.pop("document_starts", None))
+        starts = read.pop("document_starts", None)
         batch = self._own_part({name: each.to(cpu.device(), non_blocking=True) for name, each in read.items()})
+        taken: dict[str, Any] = batch | {"attention_mask": starts}
+        if packs_rows(chunk):
+            taken = _as_one_row(batch, whole_rows(microbatch["loss_mask"].shape) if starts is None else starts, chunk)
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
-        output = compute(
-            batch.get("tokens"), batch.get("position_ids"), mask, labels=batch.get("labels"),
-            loss_mask=batch.get("loss_mask"),
-        )  # fmt: skip
+        inputs = [taken.pop(name, None) for name in ("tokens", "position_ids", "attention_mask")]
+        output = compute(*inputs, labels=taken.pop("labels", None), loss_mask=taken.pop("loss_mask", None), **taken)
         (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
-        return output, partial(self._loss, batch.get("loss_mask"), tokens)  # type: ignore[arg-type]  # on the last stage
+        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens)  # type: ignore[arg-type]  # on the last stage
+
+    def _loss_of_rows(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
+        return self._loss(mask, tokens, output.view(*mask.shape, *output.shape[2:]))
 
     def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         # Half precision would lose the sum; float64 stays what it is.
@@ -64,15 +68,6 @@ class GptForwardStep:
         """The factor on the loss of a token in its micro-batch's sum."""
         return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
-    @staticmethod
-    def _mask(chunk: Any, starts: torch.Tensor | None) -> torch.Tensor | None:
-        """The chunk's attention mask: the documents themselves, or, for Transformer Engine's core of attention,
-        [b, 1, s, s] bool on the device, True where nothing is attended to."""
-        if starts is None or takes_documents(chunk):
-            return starts
-        document = starts.to(cpu.device(), non_blocking=True).cumsum(1)
-        return ~(document[:, :, None] == document[:, None, :]).tril()[:, None]
-
     def _own_part(self, batch: Microbatch) -> Microbatch:
         """This context-parallel rank's part of the sequences."""
         if self._cp.size() == 1:
@@ -80,6 +75,11 @@ class GptForwardStep:
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         return get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
+
+
+def _as_one_row(batch: Microbatch, starts: torch.Tensor, chunk: Any) -> dict[str, Any]:
+    documents = documents_of(starts, cpu.device(), in_rows=not chunk.config.sequence_parallel)
+    return {name: each.view(1, -1) for name, each in batch.items()} | {"packed_seq_params": documents}
 
 
 def read_by(chunks: Sequence[Any]) -> list[str]:

@@ -9,8 +9,9 @@ from megaaccum.config.plan import Plan
 from megaaccum.model.layers import Layers
 from megaaccum.planner import footprint
 from megaaccum.planner.hardware import entry_of, load_hardware
-from megaaccum.planner.layouts import SCHEDULES
+from megaaccum.planner.layouts import SCHEDULES, Layouts
 from megaaccum.planner.sync_mode import Forecast
+from megaaccum.planner.time import TimeModel
 from megaaccum.planner.workload import Workload
 
 OF_THE_DEVICE = ("runtime", "margin")
@@ -50,6 +51,13 @@ def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
 
 def seconds(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> float:
     """Of a step on that entry of the hardware table. The schedule has to be one that the planner knows."""
+    model, at = time_model(plan, vocab, layers, hardware)
+    return float(model.step(at).total[0])
+
+
+def time_model(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> tuple[TimeModel, Layouts]:
+    """The planner's model of time for a plan on that entry of the hardware table, and the plan's layout as its one
+    row."""
     forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
     workload = Workload(
         config=plan.config,
@@ -60,7 +68,7 @@ def seconds(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> flo
         hardware=load_hardware(hardware),
         global_batch_size=plan.batch.global_batch_size,
     )
-    return float(workload.time_model(forecast.model(mode)).step(forecast.layout(mode)).total[0])
+    return workload.time_model(forecast.model(mode)), forecast.layout(mode)
 
 
 def for_receipt(

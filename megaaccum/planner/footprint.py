@@ -6,10 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -148,56 +145,41 @@ class StateBytes:
     """Of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
     waiting_shard: float = 0.0
     """Of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
+    waiting_totals: float = 0.0
+    """Elements of finished FP32 sums that stay among those that wait, until the last flush is over."""
     alone: bool = False
     """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 
-    def gradients(self, whole: Any, shard: Any, unit: Any, *, microbatches: Any, ranks: Any) -> Any:
-        """Bytes at the worse of two moments: the last backward, and the optimizer's step. microbatches: of a step, on a
-        rank; those of all `ranks` reach the shards in as many rounds."""
-        backward = self.grad * whole + self.grad_shard * shard + self.unit_grad * unit
-        if self.waiting:  # in the end the whole sum, in FP32
-            backward = backward + np.maximum(self.waiting * partial_sums(microbatches), 4.0) * whole
-        if self.waiting_shard:
-            rounds = partial_sums_of_rounds(microbatches, ranks)
-            backward = backward + np.maximum(self.waiting_shard * rounds, 4.0) * shard
+    @property
+    def waits(self) -> bool:
+        """Whether there are partial sums."""
+        return self.waiting > 0 or self.waiting_shard > 0
+
+    def gradients(self, whole: Any, shard: Any, moving: Any) -> Any:
+        """Bytes at the worse of two moments: the last backward, and the optimizer's step. moving: bytes of what comes
+        and goes, when it is most: gradients of gathered units, and partial sums."""
+        backward = self.grad * whole + self.grad_shard * shard + moving
         step = self.grad_step * shard
         return backward + (step > backward) * (step - backward)
 
 
-def partial_sums(leaves: Any) -> Any:
-    """How many sums wait for others before the last of `leaves` comes, in a tree that halves them."""
-    return np.ceil(np.log2(leaves))
-
-
-@np.vectorize(otypes=[float])
-@cache
-def partial_sums_of_rounds(rounds: int, ranks: int) -> float:
-    """The same where each round brings the next leaf of each rank: the most sums that are there after one, the last
-    included."""
-    left = ranks * np.arange(1, rounds + 1)  # leaves that have come, of those below the node that is looked at
-    size = np.full(rounds, rounds * ranks)
-    count = np.zeros(rounds)
-    while left.any():
-        is_whole, half = left == size, size // 2
-        goes_right = ~is_whole & (left >= half) & (left > 0)
-        count += is_whole | goes_right
-        left = np.where(is_whole, 0, np.where(goes_right, left - half, left))
-        size = np.where(goes_right, size - half, half)
-    return float(count.max())
-
-
-def state_bytes(mode: ShardingMode, sharding: ShardingConfig, *, with_undo: bool = False) -> StateBytes:
+def state_bytes(
+    mode: ShardingMode, sharding: ShardingConfig, *, with_experts: bool = False, with_undo: bool = False
+) -> StateBytes:
     """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
-    with_undo: and the copy of `speculative_step`."""
+    with_experts: gradients are reduced after the last backward. with_undo: and the copy of `speculative_step`."""
     kept = _usual_bytes(mode, sharding)
     if with_undo:
         kept = _with_undo(kept, mode, sharding)
     if sharding.reproducible != "layout":
         return kept
-    if mode.sync == "streaming":
-        return replace(kept, waiting_shard=BYTES[sharding.grad_reduce_dtype])
+    each = BYTES[sharding.grad_reduce_dtype]
+    if mode.sync == "streaming":  # FSDP2 adds the finished sum to the shard's gradient at once
+        return replace(kept, waiting_shard=each, waiting_totals=0.0 if mode.backend == "fsdp2" else math.inf)
     in_place = 0.0 if mode.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
-    return replace(kept, grad=kept.grad - in_place, waiting=BYTES[sharding.grad_reduce_dtype])
+    waits_in_bucket = math.inf if with_experts else float(sharding.reduce_bucket_size)
+    totals = {"deepspeed": waits_in_bucket, "ddp": math.inf}.get(mode.backend, 0.0)
+    return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals)
 
 
 def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -32,10 +32,10 @@ def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: flo
     """
     if joined:
         return _joined(chunks, size)
-    pieces = [list(_pieces(chunk)) for chunk in chunks]
-    sizes = {piece: size(piece) for each in pieces for piece in each}
-    staying = _staying([[sizes[piece] for piece in each] for each in pieces], live)
-    marked = [list(zip(each, stay, strict=True)) for each, stay in zip(pieces, staying, strict=True)]
+    in_order = [list(pieces(chunk)) for chunk in chunks]
+    sizes = {piece: size(piece) for each in in_order for piece in each}
+    staying = _staying([[sizes[piece] for piece in each] for each in in_order], live)
+    marked = [list(zip(each, stay, strict=True)) for each, stay in zip(in_order, staying, strict=True)]
     runs = {run for each in marked for run in (itertools.pairwise(each) if len(each) > 1 else [(each[0],)])}
     kept = sum(sizes[piece] for each in marked for piece, stays in each if stays)
     coming = max_of(sum(sizes[piece] for piece, stays in run if not stays) for run in runs)
@@ -58,7 +58,7 @@ def _joined(chunks: Sequence[Stage], size: Callable[[Stage], Any]) -> Units:
     """The head's and the final norm's gradients come first and wait for the root's turn, which is last."""
     params, grads = [], []
     for chunk in chunks:
-        layers = [size(piece) for piece in set(_pieces(chunk)) if piece.layers]
+        layers = [size(piece) for piece in set(pieces(chunk)) if piece.layers]
         root = size(replace(chunk, dense=0, moe=0))
         largest = max_of(layers) if layers else 0 * root
         params.append(root + largest)
@@ -67,7 +67,7 @@ def _joined(chunks: Sequence[Stage], size: Callable[[Stage], Any]) -> Units:
     return Units(max_of(params), max_of(grads))
 
 
-def _pieces(chunk: Stage) -> Iterator[Stage]:
+def pieces(chunk: Stage) -> Iterator[Stage]:
     """The units of a chunk in the order of its forward, its layers with experts after the others: which of them are
     neighbours hardly matters."""
     if chunk.embedding:
@@ -81,6 +81,6 @@ def _pieces(chunk: Stage) -> Iterator[Stage]:
         yield Stage(0, 0, head=True)
 
 
-def max_of(values: Any) -> Any:
+def max_of(values: Iterable[Any]) -> Any:
     """The largest, entry by entry."""
     return reduce(np.maximum, values)

@@ -8,14 +8,17 @@ of one sequence are tried when nothing else is left. Knobs are then turned one a
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaaccum.errors import ConfigError, did_you_mean
 
 OUT_OF_MEMORY, NOT_FINITE, UNSTEADY, HANGS, FAILED = "out of memory", "not finite", "unsteady", "hangs", "failed"
 MEASURED = "measured"
+CLOSE = 0.1
+"""Layouts whose step is longer than the shortest by no more than this share are measured again."""
 
 KNOBS: Mapping[str, frozenset[str]] = {
     "mbs": frozenset({"mbs", "dbs", "ga"}),
@@ -48,7 +51,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of running a candidate. verdict: MEASURED, or why it was dropped. seconds: the median of steps 1 to 3,
-    counted from 0; None unless measured. steps: seconds of every step. bytes: held by rank 0 at most, 0 where
+    counted from 0; None unless measured. runs: those of each run, where there were several, of which seconds is the
+    median. steps: seconds of every step. bytes: held by rank 0 at most, 0 where
     it is not known. text: what it printed when it failed. receipt: the file."""
 
     verdict: str
@@ -58,6 +62,14 @@ class Outcome:
     bytes: float = 0.0
     text: str = ""
     receipt: str = ""
+    runs: list[float] = field(default_factory=list)
+
+    def then(self, again: Outcome) -> Outcome:
+        """That of one run more."""
+        if self.seconds is None or again.seconds is None:
+            return again
+        runs = [*(self.runs or [self.seconds]), again.seconds]
+        return replace(again, seconds=statistics.median(runs), runs=runs)
 
 
 class Ladder:
@@ -84,6 +96,20 @@ class Ladder:
             for candidate in list(self._turned(knob)):
                 self._try(candidate, measure)
         return self.best()
+
+    def run_again(self, measure: Callable[[Candidate, int], Outcome], rounds: int) -> Candidate | None:
+        """Measure the layouts near the best one again, in turns, until each has had `rounds` runs: what else the
+        machine did then meets all of them. measure: given the number of the run. Returns the best by the medians."""
+        least = min(map(self._first_seconds, self.measured), default=0.0)
+        near = [each for each in self.measured if self._first_seconds(each) <= (1 + CLOSE) * least]
+        for number in range(2, rounds + 1 if len(near) > 1 else 2):
+            for each in near:
+                self.outcomes[each.name] = measure(each, number)
+        return self.best()
+
+    def _first_seconds(self, candidate: Candidate) -> float:
+        runs = self.outcomes[candidate.name].runs
+        return runs[0] if runs else self.seconds_of(candidate)
 
     def best(self) -> Candidate | None:
         """The measured candidate with the shortest step."""

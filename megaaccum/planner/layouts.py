@@ -16,8 +16,10 @@ Column = np.ndarray
 
 RECOMPUTE = ("none", "selective", "full")
 """Codes of `Layouts.recompute`: nothing, core attention (Megatron's selective default), every layer."""
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev", "v-half", "v-min")
 """Codes of `Layouts.schedule`. zb-h2 is priced for comparison with published runs; no configuration can name it."""
+SIMULATED = frozenset({"v-half", "v-min"})
+"""Those that are priced by simulation, which takes too long for a whole search space."""
 SYNC_MODES = ("resident", "streaming")
 """Codes of `Layouts.sync`."""
 

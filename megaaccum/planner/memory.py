@@ -13,8 +13,9 @@ from megaaccum.model.flops import padded_rows
 from megaaccum.planner import activations, pipeline
 from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
-from megaaccum.planner.gather_units import Units, units_of
+from megaaccum.planner.gather_units import Units, pieces, units_of
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
+from megaaccum.planner.partial_sums import Passes, Waiting
 from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.planner.weights import Elements, rank_parameters
 
@@ -82,6 +83,8 @@ class MemoryModel:
     """Groups of data-parallel ranks that hold the whole sharded model each."""
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
+    flushes: int = 1
+    """Of a step, each over the micro-batches that a layout names."""
     head_copy: bool = False
     """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
     joined_units: bool = False
@@ -110,28 +113,25 @@ class MemoryModel:
             part, name = at.take(rows), SCHEDULES[code]
             layers = self._layer_bytes(part)
             for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
-                held = pipeline.in_flight(name, pp=pp, vpp=vpp, rank=rank, microbatches=part.num_microbatches)
-                kinds = self._of_rank(part, chunks, held, layers)
-                kinds["activations"] = kinds["activations"] + self._gathered_until_w(part, name, pp, rank, chunks)
+                passes = Passes(schedule=name, pp=pp, vpp=vpp, rank=rank, flushes=self.flushes)
+                held, kinds = self._of_rank(part, passes, chunks, layers)
                 yield rows, rank, np.mean(held, axis=0), kinds
 
     def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
         """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
         ((code, pp, vpp, _),) = at.by_pipeline()
         chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
-        held = pipeline.in_flight(SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, microbatches=at.num_microbatches)
-        kinds = self._of_rank(at, chunks, held, self._layer_bytes(at))
-        kinds["activations"] = kinds["activations"] + self._gathered_until_w(at, SCHEDULES[code], pp, rank, chunks)
-        return kinds
+        passes = Passes(schedule=SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, flushes=self.flushes)
+        return self._of_rank(at, passes, chunks, self._layer_bytes(at))[1]
 
-    def _gathered_until_w(self, at: Layouts, name: str, pp: int, rank: int, chunks: list[Stage]) -> Any:
+    def _gathered_until_w(self, at: Layouts, passes: Passes, chunks: list[Stage]) -> Any:
         """Transformer Engine gathers the inputs of a layer's two column-parallel matrices over tp in I and keeps them
         until W (2.20: delay_wgrad_compute), where local layers keep this rank's part alone."""
         gathered = activations.gathered_input(self.model, at, self.kernels) * self.kernels.saved_input
         if self.kernels.local or not np.any(gathered):
             return 0.0
         layers = sum(chunk.layers for chunk in chunks) / len(chunks)
-        owed = pipeline.owed(name, pp=pp, rank=rank, microbatches=at.num_microbatches)
+        owed = pipeline.owed(passes.schedule, pp=passes.pp, rank=passes.rank, microbatches=at.num_microbatches)
         return owed * layers * 2 * (1 - 1 / at.tp) * gathered / self.kernels.element
 
     def stages(self, pp: int, vpp: int) -> list[Stage]:
@@ -152,15 +152,19 @@ class MemoryModel:
         return out
 
     def _of_rank(
-        self, at: Layouts, chunks: list[Stage], held: list[Any], layers: dict[str, Any]
-    ) -> dict[str, np.ndarray]:
-        holds = with_head_apart(chunks) if self.head_copy else chunks
-        params = rank_parameters(self.model, holds, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        self, at: Layouts, passes: Passes, chunks: list[Stage], layers: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, np.ndarray]]:
+        """(micro-batches in flight of each chunk, bytes by kind)."""
+        held = pipeline.in_flight(
+            passes.schedule, pp=passes.pp, vpp=passes.vpp, rank=passes.rank, microbatches=at.num_microbatches
+        )
+        params = self._parameters(at, chunks)
         zero = np.zeros(len(at))
-        kinds = self._states(at, params, chunks)
+        kinds = self._states(at, passes, params, chunks)
         kinds["activations"] = zero + sum(
             self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
         )
+        kinds["activations"] += self._gathered_until_w(at, passes, chunks)
         kinds["loss"] = self._loss(at, chunks)
         # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
         again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
@@ -171,13 +175,22 @@ class MemoryModel:
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
         moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
         kinds["margin"] = self.usage.fragmentation * moving
-        return kinds
+        return held, kinds
 
-    def _states(self, at: Layouts, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
-        """Parameters, gradients and optimizer state: experts are sharded over fewer ranks than the rest."""
+    def _parameters(self, at: Layouts, chunks: list[Stage]) -> Elements:
+        holds = with_head_apart(chunks) if self.head_copy else chunks
+        return rank_parameters(self.model, holds, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+
+    def _shard(self, at: Layouts, params: Elements) -> Any:
+        """Elements of a rank's part of `params`: experts are sharded over fewer ranks than the rest."""
+        shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
+        return params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
+
+    def _states(self, at: Layouts, passes: Passes, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
+        """Parameters, gradients and optimizer state."""
         whole, zero = params.total + np.zeros(len(at)), np.zeros(len(at))
         shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
-        shard = params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
+        shard = self._shard(at, params)
         shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
         streams = at.sync == SYNC_MODES.index("streaming")
         units = self.units(at, chunks) if streams.any() else Units(zero, zero)
@@ -189,11 +202,42 @@ class MemoryModel:
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
             totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
-            totals["gradients"] += here * per.gradients(
-                whole, shard, units.grads, microbatches=at.num_microbatches, ranks=at.dp
-            )
+            moving = self._waiting(at, passes, per, chunks) if per.waits else per.unit_grad * units.grads
+            totals["gradients"] += here * per.gradients(whole, shard, moving)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
+
+    def _waiting(self, at: Layouts, passes: Passes, per: StateBytes, chunks: list[Stage]) -> np.ndarray:
+        """Bytes of partial sums (reproducible: layout) and of gathered units' gradients, of all chunks at one
+        moment."""
+        ranks = at.dp if per.waiting_shard else np.ones_like(at.dp)
+        out = np.zeros(len(at))
+        for count, together in set(zip(at.num_microbatches.tolist(), ranks.tolist(), strict=True)):
+            rows = (at.num_microbatches == count) & (ranks == together)
+            part = at.take(rows)
+            waiting = Waiting(
+                sizes=[self._waits(part, per, chunk) for chunk in chunks],
+                units=[self._in_turn(part, per, chunk) for chunk in chunks],
+                per_sum=per.waiting + per.waiting_shard,
+                totals=per.waiting_totals,
+            )
+            out[rows] = waiting.most(passes.changes(count, together))
+        return out
+
+    def _waits(self, at: Layouts, per: StateBytes, chunk: Stage) -> Any:
+        """Elements of a piece of the model, or of its shards, whichever are added up."""
+        elements = self._parameters(at, [chunk])
+        return self._shard(at, elements) if per.waiting_shard else elements.total + np.zeros(len(at))
+
+    def _in_turn(self, at: Layouts, per: StateBytes, chunk: Stage) -> list[tuple[Any, Any]]:
+        """Units of a chunk in the order of a backward: bytes of their gradients, elements that went before."""
+        if not per.unit_grad or self.joined_units:
+            return [(per.unit_grad * self.units(at, [chunk]).grads if per.unit_grad else 0.0, 0.0)]
+        turns, gone = [], np.zeros(len(at))
+        for piece in reversed(list(pieces(chunk))):
+            turns.append((per.unit_grad * self._parameters(at, [piece]).total, gone))
+            gone = gone + self._waits(at, per, piece)
+        return turns
 
     def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Parameters of a rank's layers, without embedding and head, which FP8 leaves alone."""

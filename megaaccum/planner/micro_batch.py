@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
+from megaaccum.config.resolve import PLANNER
 from megaaccum.errors import ConfigError
 from megaaccum.model.layers import Layers
 from megaaccum.planner import expected, sync_mode
@@ -16,7 +17,8 @@ from megaaccum.planner.layouts import SCHEDULES
 from megaaccum.planner.space import LARGEST_MICRO_BATCH, divisors
 from megaaccum.units import amount
 
-ORIGIN = "the planner"
+PRICED_ON = names()[0]
+"""The GPU, by its name in the hardware table: micro-batches are compared, not promised."""
 
 
 def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
@@ -44,7 +46,11 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | No
     best = min(fitting, key=lambda option: _seconds(option, layers))
     sizes = ", ".join(str(option.batch.micro_batch_size) for option in fitting)
     size = best.batch.micro_batch_size
-    return _with_note(best, f"micro_batch_size {size}: the fastest predicted of those that fit, {sizes}{missed}.")
+    return _with_note(
+        best,
+        f"micro_batch_size {size}: the fastest predicted of those that fit, {sizes}{missed}. Seconds are those on"
+        f" {PRICED_ON}, whichever GPU runs it: set micro_batch_size where `megaaccum plan --gpu NAME` says otherwise.",
+    )
 
 
 def _larger(plan: Plan) -> Iterator[Plan]:
@@ -58,7 +64,7 @@ def _larger(plan: Plan) -> Iterator[Plan]:
         if not plan.batch.micro_batch_size < size <= LARGEST_MICRO_BATCH:
             continue
         batch = replace(plan.written.batch, micro_batch_size=size)
-        origin = plan.written.origin | {"micro_batch_size": ORIGIN}
+        origin = plan.written.origin | {"micro_batch_size": PLANNER}
         try:
             option = resolve(replace(plan.written, batch=batch, origin=origin), world_size=plan.layout.world_size)
         except ConfigError:
@@ -68,8 +74,8 @@ def _larger(plan: Plan) -> Iterator[Plan]:
 
 
 def _seconds(plan: Plan, layers: Layers | None) -> float:
-    """Predicted seconds of a step on the first GPU of the hardware table: micro-batches are compared, not promised."""
-    return expected.seconds(plan, sync_mode.vocab_size_of(plan), layers, names()[0])
+    """Predicted seconds of a step."""
+    return expected.seconds(plan, sync_mode.vocab_size_of(plan), layers, PRICED_ON)
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

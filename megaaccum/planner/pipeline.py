@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from megaaccum.planner.stages import V_SHAPED
 from megaaccum.schedule.build import build
+from megaaccum.schedule.controllable import v_half_limit, v_min_limit
 from megaaccum.schedule.memory import Memory
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.simulate import Costs, by_executor, simulate
 
 
 def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> list[Any]:
@@ -42,6 +44,9 @@ def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> 
         return [np.minimum(m, pp)] * 2
     if name == "dualpipev":
         return [np.minimum(m, pp + 1), np.minimum(m, pp)]
+    if name in ("v-half", "v-min"):
+        limit = v_half_limit(pp) if name == "v-half" else v_min_limit(pp)
+        return [np.minimum(m, limit // 2)] * 2
     raise KeyError(name)
 
 
@@ -53,6 +58,22 @@ def owed(name: str, *, pp: int, rank: int, microbatches: Any) -> Any:
     m = np.minimum(np.asarray(microbatches), 4 * pp).astype(int)
     most = {count: _owed(name, pp, int(count))[rank] for count in np.unique(m)}
     return np.array([most[count] for count in m])
+
+
+@cache
+def gradients_done(name: str, *, pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of a flush that each chunk of rank `rank` has all gradients of, before the first and after each
+    backward, or weight gradient, of the schedule's table."""
+    if vpp == 1:
+        return tuple((count,) for count in range(microbatches + 1))
+    done = [0] * vpp
+    steps = [tuple(done)]
+    schedule = build(name, pp=pp, num_microbatches=microbatches, chunks=vpp, short=True)
+    for kind, chunk, _ in schedule.actions(rank):
+        if kind in "BW":
+            done[chunk] += 1
+            steps.append(tuple(done))
+    return tuple(steps)
 
 
 @cache
@@ -70,11 +91,16 @@ def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
     return [pp * rounds + np.clip(rest - chunk * pp, 0, pp) for chunk in range(vpp)]
 
 
-def fill_seconds(name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any) -> Any:
+def fill_seconds(
+    name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any, m: Any,
+    barrier: bool = True,
+) -> Any:  # fmt: skip
     """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
 
     forward, input_grad, weight_grad: seconds of one micro-batch on a rank on average, all its chunks together. p2p:
-    seconds that one activation needs from rank to rank. Megatron's own schedules send a gradient when the whole
+    seconds that one activation needs from rank to rank. m: micro-batches, each of which V-Half and V-Min make wait
+    where passes are unequal. barrier: a step waits for the slowest rank of the one before; without one
+    (`speculative_step`) ZB-V alone gains. Megatron's own schedules send a gradient when the whole
     backward is done, the others when its first half is. V-shaped schedules have no published formula for unequal
     halves: theirs are what simulation gives.
     """
@@ -90,13 +116,26 @@ def fill_seconds(name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any,
     if name == "zb-h2":
         return (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
     half = 0.5  # of a rank's time goes to each of its two chunks
+    if name == "zbv" and not barrier:
+        waits = (forward - input_grad, 2 * forward - input_grad - weight_grad, 2 * (input_grad - weight_grad))
+        return (pp - 1) * half * np.maximum.reduce(np.broadcast_arrays(0.0, *waits)) + hop
     if name == "zbv":
         # The optimizer waits for the slowest rank, so that the first pass is not hidden (as with a barrier).
         longest = np.maximum(np.maximum(forward, input_grad), forward + 2 * input_grad - 3 * weight_grad)
         return (pp - 1) * half * longest + hop
     if name == "dualpipev":
         return (pp - 1) * half * np.maximum(forward, forward + 2 * (input_grad - weight_grad)) + hop
+    if name in ("v-half", "v-min"):
+        rows = np.broadcast(m, forward, input_grad, weight_grad, p2p)
+        return np.array([_simulated_fill(name, pp, *row) for row in rows])
     raise KeyError(name)
+
+
+def _simulated_fill(name: str, pp: int, m: int, *seconds: float) -> float:
+    """seconds: forward, input_grad, weight_grad and p2p."""
+    *passes, p2p = seconds
+    costs = Costs.per_rank(*passes, chunks=2, p2p=p2p)
+    return simulate(build(name, pp=pp, num_microbatches=int(m)), costs).makespan - int(m) * sum(passes)
 
 
 def exposed_hops(name: str, *, pp: int, vpp: int) -> float:
@@ -114,4 +153,4 @@ def messages(name: str, *, pp: int, vpp: int) -> int:
     """Activations that a rank sends on per micro-batch, forward: every chunk's output."""
     if pp == 1:
         return 0
-    return 2 if name in ("zbv", "dualpipev") else vpp
+    return 2 if name in V_SHAPED else vpp

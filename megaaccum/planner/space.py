@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from megaaccum.config.schema import ModelConfig, ParallelConfig, ShardingConfig
 from megaaccum.errors import ConfigError, either, nearest_multiples
-from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
+from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SIMULATED, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.stages import V_SHAPED, split_layers
 from megaaccum.schedule.build import interleaved_problems
 
@@ -215,8 +215,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @cache
 def schedules() -> tuple[str, ...]:
-    """The planner's schedules that a configuration can name."""
-    legal = _named(get_type_hints(ParallelConfig)["schedule"])
+    """The planner's schedules that a configuration can name and a search looks at."""
+    legal = _named(get_type_hints(ParallelConfig)["schedule"]) - SIMULATED
     return tuple(name for name in SCHEDULES if name in legal)
 
 

@@ -17,7 +17,7 @@ from megaaccum.planner import footprint
 from megaaccum.planner.footprint import Moved, ShardingMode
 from megaaccum.planner.hardware import usual_usage
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
-from megaaccum.planner.memory import MemoryModel, Usage
+from megaaccum.planner.memory import Memory, MemoryModel, Usage
 from megaaccum.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
 from megaaccum.planner.weights import Elements, rank_parameters
 from megaaccum.planner.workload import memory_model
@@ -108,6 +108,7 @@ class Forecast:
             stages=stages_of(self.plan.config),
             in_fp8=in_fp8,
             with_undo=self.plan.config.step.speculative_step,
+            flushes=self.plan.batch.num_microbatches // self.plan.batch.microbatches_per_flush,
         )
 
     def layout(self, mode: ShardingMode) -> Layouts:
@@ -146,12 +147,23 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | No
     if plan.layout.schedule not in SCHEDULES:
         why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
         return replace(plan, notes=[*plan.notes, why])
-    forecast = Forecast(plan, vocab_size_of(plan), layers, Usage() if device_bytes is None else usual_usage())
+    forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
     tried = [(each, replace(forecast, plan=each).of(footprint.chosen(each))) for each in _options(forecast, limit)]
     for option, row in tried:
         if row.held <= limit.num_bytes:
             return replace(option, notes=[*option.notes, *_reason(tried, row, limit, is_auto)])
     raise ConfigError(_refusal(forecast, [row for _, row in tried], limit))
+
+
+def peak(plan: Plan, device_bytes: float | None = None, layers: Layers | None = None) -> Memory:
+    """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `settle`'s."""
+    mode = footprint.chosen(plan)
+    forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
+    return forecast.model(mode).peak(forecast.layout(mode))
+
+
+def _usage(device_bytes: float | None) -> Usage:
+    return Usage() if device_bytes is None else usual_usage()
 
 
 def vocab_size_of(plan: Plan) -> int:

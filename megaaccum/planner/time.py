@@ -63,6 +63,8 @@ class Software:
     """Share of tensor-parallel communication that no compute hides."""
     ep_exposed: float = 1.0
     """Share of expert-parallel communication that no compute hides."""
+    barrier: bool = True
+    """A step waits for the slowest rank of the one before."""
     host: float = 1.0
     """Share of `Efficiency.launch` that the host needs: 0 with CUDA graphs."""
 
@@ -134,10 +136,10 @@ class TimeModel:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
         passes = self.passes(at)
         kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
-        slowest = _slowest([_rank_pass(passes, chunks, len(at)) for chunks in kinds])
+        slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
         mean = self._mean_pass(passes, at, pp)
         m = at.num_microbatches
-        hop = self._hop_seconds(at) * (pp > 1)
+        hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
         fill = pipeline.fill_seconds(
             name,
@@ -147,6 +149,8 @@ class TimeModel:
             input_grad=mean.input_grad,
             weight_grad=mean.weight_grad,
             p2p=hop,
+            m=m,
+            barrier=self.software.barrier,
         )
         gather, reduce = self._sharding_seconds(at, pp, vpp, name, slowest)
         parts = {
@@ -183,7 +187,7 @@ class TimeModel:
         """A rank's pass on average: what the pipeline fills and drains with."""
         pattern = expert_layers(self.model)
         whole = Stage(len(pattern) - sum(pattern), sum(pattern), head=True, prediction=self.model.mtp_num_layers or 0)
-        return _rank_pass(passes, [whole], len(at)) * (1 / pp)
+        return rank_pass(passes, [whole], len(at)) * (1 / pp)
 
     def _layer(self, at: Layouts, *, moe: bool) -> Pass:
         """One transformer layer, one micro-batch."""
@@ -273,7 +277,7 @@ class TimeModel:
     def _edp_group(self, at: Layouts) -> Group:
         return Group.strided(at.edp, at.ep * at.etp, self.hardware.links)
 
-    def _hop_seconds(self, at: Layouts) -> Any:
+    def hop_seconds(self, at: Layouts) -> Any:
         """One activation from a pipeline rank to the next, which is on another node if a stage fills one."""
         links = self.hardware.links
         size = tokens_of(self.model, at) * self.model.hidden_size * 2.0
@@ -321,7 +325,7 @@ class TimeModel:
         return plain, np.array([rank.expert + np.zeros(len(at)) for rank in ranks])[most, column]
 
 
-def _rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
+def rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
     """One micro-batch through all chunks of a rank. A further token takes a layer like the last and a head."""
     predicted = sum(chunk.prediction for chunk in chunks)
     layers = {"dense": sum(chunk.dense for chunk in chunks), "moe": sum(chunk.moe for chunk in chunks)}

@@ -94,7 +94,7 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
         )
     name = wanted.get("schedule")
     if name is not None and name not in schedules():
-        return f"schedule {name} is none that a configuration can name: {', '.join(schedules())}."
+        return f"schedule {name} is none that is planned: {', '.join(schedules())}."
     config = _with_keys(workload.config, wanted)
     try:
         resolve(config, world_size=workload.world_size)

@@ -79,6 +79,7 @@ class Workload:
             made_of=self.layers,
             usage=self.hardware.usage,
             in_fp8=self.in_fp8,
+            with_undo=self.config.step.speculative_step,
         )
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
@@ -95,6 +96,7 @@ class Workload:
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.backend == "deepspeed",
                 offloaded=self.sharding.offload_optimizer == "cpu",
+                barrier=not self.config.step.speculative_step,
             ),
         )
 
@@ -179,11 +181,14 @@ def memory_model(
     stages: Sequence[Stage] | None = None,
     in_fp8: bool = False,
     with_undo: bool = False,
+    flushes: int = 1,
 ) -> MemoryModel:
     """Bytes per rank under `modes`, which are of one backend and differ in ZeRO stage and sync. stages:
     those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
-    layers' weights in FP8 too. with_undo: `speculative_step` keeps a copy of what an update changes."""
+    layers' weights in FP8 too. with_undo: `speculative_step` keeps a copy of what an update changes.
+    flushes: of a step."""
     first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
+    more = dict(with_experts=model.num_experts is not None, with_undo=with_undo)
     # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
     bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
     return MemoryModel(
@@ -191,15 +196,13 @@ def memory_model(
         vocab_size=vocab_size,
         kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
         usage=usage or Usage(),
-        states={
-            (each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, with_undo=with_undo)
-            for each in modes
-        },
+        states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more) for each in modes},
         buffer_bytes=bucket * reduce,
         bucket_elements=bucket,
         bucket_bytes=reduce,
         sharded_over_dp=first.is_sharded,
         replicas=first.replicas,
+        flushes=flushes,
         live_elements=first.live,
         head_copy=sharding.reproducible == "layout",
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,

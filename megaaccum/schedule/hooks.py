@@ -28,6 +28,7 @@ class Hooks:
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
         self._split = getattr(config, "follows_split", None)  # ours, so a plain Megatron configuration has none
         self._sums = getattr(config, "microbatch_sums", None)
+        self._note_held = getattr(config, "note_held", None)
         self.add_weight_grad = upstream.add_by_autograd if self._split is None else self._split.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
@@ -57,6 +58,8 @@ class Hooks:
         last = self._last_weight_grad[action.chunk] == action.microbatch
         if self._sums is not None:
             self._sums.begin_weight_grad(action.microbatch)
+        if last and self._note_held is not None:
+            self._note_held()  # the most sums that wait, of gradients which come in W
         self._expect(final=last)
         if self._split is not None:
             self._split.before_weight_grad(action.chunk, last)

@@ -17,10 +17,10 @@ BY_MEGATRON = frozenset({"1f1b", "interleaved"})
 executor sends it before it computes the weight gradient."""
 
 
-def by_executor(schedule: str) -> bool:
+def by_executor(schedule: str | None) -> bool:
     """Whether megaaccum's executor runs the schedule of this name, which does every backward in two parts. One that is
-    not settled (`auto`) becomes one of Megatron's."""
-    return schedule not in BY_MEGATRON | {"none", "auto"}
+    not settled (None, `auto`) counts as one of Megatron's."""
+    return schedule not in BY_MEGATRON | {"none", "auto", None}
 
 
 Durations = float | Sequence[float]

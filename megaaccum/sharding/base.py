@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -290,4 +291,5 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
         config.microbatch_sums = backend.sums
+        config.note_held = partial(note_held, backend)
         config.follows_split = backend if isinstance(backend, FollowsSplit) else None

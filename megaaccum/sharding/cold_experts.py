@@ -3,9 +3,10 @@
 A whole FP32 gradient is as large for an expert that saw one token as for one that saw a million, and Megatron's experts
 get one, of zeros, for no token at all. An expert is cold in a step if fewer than `cold_expert_tokens` tokens came to it
 on this rank in the last `cold_expert_steps` steps. What a micro-batch adds to its gradients is taken off the device as
-it arrives and added up in host memory, by the same additions in the same order; what is all zero is dropped. Each
-gradient is back on the device when its turn in the reduction comes, so nothing that ranks do together changes, and each
-rank may find other experts cold.
+it arrives and added up in host memory, by the same additions in the same order; what is all zero is dropped. On a GPU
+the host is some gradients ahead: it waits for one only when a few more have come, and copies run on a stream of
+their own, so that the device has work while the host waits. Each gradient is back on the device when its turn in the
+reduction comes, so nothing that ranks do together changes, and each rank may find other experts cold.
 
 Counts are not part of a checkpoint: after a start or a resume no expert is cold for `cold_expert_steps` steps.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,61 @@ class ExpertLayer:
         return [params for params, count in zip(self.params, sums.tolist(), strict=True) if count < tokens]
 
 
+_AHEAD = 4
+"""Gradients of which it is not known yet whether they are zero, and as many that are being copied: both kinds still
+take memory of the device."""
+
+
+class Departures:
+    """Gradients on their way from a GPU into pinned host memory, in the order in which they came. `add` gets (key,
+    gradient in host memory) of each that is not all zero, when it has arrived."""
+
+    def __init__(self, add: Callable[[int, torch.Tensor], None]):
+        self._add = add
+        self._stream = torch.cuda.Stream()
+        self._looked_at: deque[tuple[int, torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+        self._copied: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
+
+    def start(self, key: int, grad: torch.Tensor) -> None:
+        """Take a gradient that the current stream makes."""
+        is_any = torch.empty((), dtype=torch.bool, pin_memory=True)
+        is_any.copy_(grad.any(), non_blocking=True)
+        self._looked_at.append((key, grad, is_any, torch.cuda.current_stream().record_event()))
+        self._settle(_AHEAD)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        self._settle(0)
+
+    def drop(self) -> None:
+        """Forget them. torch keeps the memory of copies that still run from others until they are done."""
+        self._looked_at.clear()
+        self._copied.clear()
+
+    def _settle(self, ahead: int) -> None:
+        while len(self._looked_at) > ahead:
+            key, grad, is_any, seen = self._looked_at.popleft()
+            seen.synchronize()
+            if is_any:
+                self._copy(key, grad)
+        while len(self._copied) > ahead:
+            key, host, arrived = self._copied.popleft()
+            arrived.synchronize()
+            self._add(key, host)
+
+    def _copy(self, key: int, grad: torch.Tensor) -> None:
+        """Start the copy of a gradient that is made: the host has waited for it."""
+        host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            host.copy_(grad, non_blocking=True)
+        grad.record_stream(self._stream)  # its memory is no other tensor's before the copy is done
+        self._copied.append((key, host, self._stream.record_event()))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """In host memory, whole or in part."""
+        yield from (host for _, host, _ in self._copied)
+
+
 class ColdExperts:
     """The gradients of cold experts between their micro-batches. Local to this rank.
 
@@ -75,6 +131,7 @@ class ColdExperts:
         self._layers, self._fewer_than = layers, fewer_than
         self._cold: set[int] = set()
         self._sums: dict[int, torch.Tensor] = {}
+        self._departures = Departures(self._add) if layers and cpu.has_accelerator() else None
 
     @classmethod
     def of(cls, plan: Plan, chunks: list[torch.nn.Module]) -> ColdExperts:
@@ -86,6 +143,8 @@ class ColdExperts:
     def begin_step(self) -> None:
         """Find the cold experts by the steps before this one, whose counts the device has long finished, and drop what
         an attempt that was given up has left."""
+        if self._departures is not None:
+            self._departures.drop()
         self._sums.clear()
         self._cold.clear()
         for layer in self._layers:
@@ -98,8 +157,7 @@ class ColdExperts:
             layer.commit()
 
     def take(self, param: torch.nn.Parameter) -> None:
-        """If `param` is a cold expert's, move what a backward has left in its gradient to host memory. Waits for the
-        device, to see whether it is all zero."""
+        """If `param` is a cold expert's, move what a backward has left in its gradient to host memory."""
         if id(param) in self._cold:
             self._move(param)
 
@@ -107,23 +165,30 @@ class ColdExperts:
     def _move(self, param: torch.nn.Parameter) -> None:
         grad, param.grad = param.grad, None
         assert grad is not None, "called for a gradient that has come"
-        if not grad.any():
-            return
-        arrived = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=cpu.has_accelerator())
-        arrived.copy_(grad)
-        if id(param) in self._sums:
-            self._sums[id(param)].add_(arrived)
+        if self._departures is not None:
+            self._departures.start(id(param), grad)
+        elif grad.any():
+            self._add(id(param), grad.clone())
+
+    def _add(self, key: int, grad: torch.Tensor) -> None:
+        """Add to a parameter's sum in host memory; `grad` is this object's from then on."""
+        if key in self._sums:
+            self._sums[key].add_(grad)
         else:
-            self._sums[id(param)] = arrived
+            self._sums[key] = grad
 
     def bring_back(self, param: torch.nn.Parameter) -> None:
         """Make the sum the parameter's gradient on its device; None stays where no token came."""
+        if self._departures is not None:
+            self._departures.finish()
         if (total := self._sums.pop(id(param), None)) is not None:
             param.grad = total.to(param.device, non_blocking=True)
 
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Bytes in host memory now."""
-        return self._sums.values()
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """In host memory now."""
+        yield from self._sums.values()
+        if self._departures is not None:
+            yield from self._departures.tensors()
 
 
 def _layers(chunks: list[torch.nn.Module], steps: int) -> list[ExpertLayer]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
-import torch.distributed as dist
 
 from megaaccum import upstream
 from megaaccum.distributed.groups import Mpu
@@ -37,7 +36,6 @@ from megaaccum.sharding.reduction import (
     InOrder,
     PartitionReducer,
     RunsInOrder,
-    all_reduced_in_order,
     rows_in_order,
     sum_over_tp,
     sum_tied_copies,
@@ -67,11 +65,9 @@ class DeepSpeedBackend:
         self._groups = groups
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
         self._chunks = chunks
-        pair = gpt.tied_pair(chunks)
-        self._tied_pair = pair if pair and all(param.requires_grad for param in pair) else None
-        """Embedding and head's copy of it, where this rank trains both (a V)."""
         experts.place(groups, chunks)
         _mark_model_parallel(chunks, groups)
+        _set_tied_apart(optimizer)
         self._cold = ColdExperts.of(plan, chunks)
         self._updates = upstream.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
@@ -89,6 +85,7 @@ class DeepSpeedBackend:
             mpu=Mpu(groups),
             dist_init_required=False,
         )
+        self._all_params = list(model.parameters())
         self.sums = MicrobatchSums.of(plan)
         self.parts = self._parts(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
@@ -168,7 +165,7 @@ class DeepSpeedBackend:
 
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
-        self.parts.gather(list(self.engine.module.parameters()))
+        self.parts.gather(self._all_params)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -226,10 +223,9 @@ class DeepSpeedBackend:
     # --- gradients ---
 
     def _sum_the_rest(self) -> None:
-        """Sum what no data-parallel reduction adds up. (At ZeRO-1 and -2 `_reduce_rest` has added the tied copies.)"""
+        """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""
         sum_over_tp(self, self._groups)
-        if isinstance(self.parts, upstream.Zero3):
-            sum_tied_copies(self, self._groups)
+        sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         self._cold.take(param)
@@ -238,7 +234,7 @@ class DeepSpeedBackend:
         if not self._syncing:
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
-        if not comes_again and not self._waits_for_its_copy(param):
+        if not comes_again:
             self._hand_over(param)
 
     def _hand_over(self, param: torch.nn.Parameter) -> None:
@@ -254,7 +250,7 @@ class DeepSpeedBackend:
 
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
-        did not use (their gradient may be all zero) and, at ZeRO-1 and -2, tied embeddings."""
+        did not use (their gradient may be all zero)."""
         done = self.parts.handed_over() if self._reducing else set()
         left = [param for param in self.parts.params if id(param) not in done]
         for param in left:
@@ -263,48 +259,29 @@ class DeepSpeedBackend:
                 self.sums.give_back(param)
             if param.grad is None:
                 param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
-        apart = [param for param in left if self._waits_for_its_copy(param)]
-        self._add_tied(apart)
-        for param in left:
-            if self.sums is not None and any(param is each for each in apart):
-                self._put(param)
-            else:
-                self._hand_over(param)
+            self._hand_over(param)
 
-    def _add_tied(self, params: list[torch.nn.Parameter]) -> None:
-        """Add up the gradients of a tied embedding's copies whole (ZeRO-1 and -2), where the order of sums asks for it
-        those of all data-parallel ranks first."""
-        for param in params:
-            self._look_at(param)  # a copy that is not finite must not reach the other stage
-            if self.sums is not None:
-                assert param.grad is not None and self._add_rows is not None
-                flat = all_reduced_in_order(param.grad.view(-1), self._groups.dp_cp, self._add_rows)
-                param.grad = flat.view(param.shape)
-        if self._tied_pair and params:
-            here, copy = self._tied_pair
-            here.grad = here.grad + copy.grad  # type: ignore[operator]
-            copy.grad = here.grad.clone()
-            return
-        for param in params:
-            dist.all_reduce(param.grad, group=self._groups.embedding)
 
-    def _put(self, param: torch.nn.Parameter) -> None:
-        """Hand over a gradient that has been summed over all ranks."""
-        if not self._reducing:
-            self.parts.begin_reduction()
-            self._reducing = True
-        assert isinstance(self.parts, RunsInOrder)
-        self.parts.put(param)
+def _set_tied_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Give each copy of a tied embedding a group of its own, with the options of the one it was in.
 
-    def _waits_for_its_copy(self, param: torch.nn.Parameter) -> bool:
-        """At ZeRO-1 and -2 the two copies of a tied embedding are cut at different places, so their gradients are
-        added whole, before the reduction."""
-        return self._has_copy(param) and not isinstance(self.parts, upstream.Zero3)
+    DeepSpeed cuts the flat run of a group over ranks, and the optimizer updates a rank's part as one tensor. So the
+    first and the last stage cut their copies alike, and a kernel that rounds the last elements of a tensor otherwise
+    (torch's fused AdamW) does so with the same elements of both.
+    """
+    apart: list[dict] = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names", [None] * len(group["params"]))
+        rest = [(param, name) for param, name in zip(group["params"], names, strict=True) if not gpt.is_tied(param)]
+        tied = [(param, name) for param, name in zip(group["params"], names, strict=True) if gpt.is_tied(param)]
+        apart += [_with_members(group, members) for members in (rest, *([each] for each in tied)) if members]
+    optimizer.param_groups[:] = apart
 
-    def _has_copy(self, param: torch.nn.Parameter) -> bool:
-        embedding = self._groups.embedding
-        elsewhere = embedding is not None and embedding.size() > 1
-        return gpt.is_tied(param) and (elsewhere or self._tied_pair is not None)
+
+def _with_members(group: dict, members: list[tuple[torch.nn.Parameter, str | None]]) -> dict:
+    """The options of an optimizer's group, for `members` (parameter, its name if the group has names)."""
+    names = {"param_names": [name for _, name in members]} if "param_names" in group else {}
+    return group | {"params": [param for param, _ in members]} | names
 
 
 def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:

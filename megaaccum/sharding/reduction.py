@@ -179,13 +179,6 @@ class RunsInOrder(upstream.Zero12):
         if sum(waiting.numel() for waiting in self._pending) >= self._bucket:
             self._send()
 
-    def put(self, param: torch.nn.Parameter) -> None:
-        """Take the gradient as it is: it has been summed over all ranks."""
-        self._handed_over.add(id(param))
-        assert param.grad is not None
-        self.place(param).copy_(self._cut(param)[self._ranks.rank()])
-        param.grad = None
-
     def finish_reduction(self) -> None:
         self._send()
         self.give_partitions()

@@ -23,6 +23,12 @@ HOOKS = ("no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func",
 
 def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
     """Set what can be set in the chunks' configuration. Raises ConfigError with everything else, on this rank."""
+    if plan.written is not None and plan.written.parallel.schedule == "auto":
+        raise ConfigError(
+            "schedule auto is settled by `megaaccum train`, which prices the layers of its own model: name a schedule"
+            " for chunks of your own (`megaaccum schedule --schedule auto --profile FILE` ranks them), or leave it"
+            f" out for {plan.layout.schedule}"
+        )
     for chunk in chunks:
         if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):
             chunk.config = _own_config(plan, chunk)  # type: ignore[assignment]

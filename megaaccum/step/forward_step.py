@@ -83,10 +83,14 @@ class ForwardStep:
     def _follow(self, chunk: Any, index: int, output: torch.Tensor, action: str) -> None:
         """Note when the backward of `output` begins."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda _grad: setattr(self._trace, "action", f"B {action}"))
-            output.register_hook(lambda _grad: self._begin_backward(index))
-            if index == len(self._batch) - 1:
-                output.register_hook(lambda _grad: self._look())  # a chunk's last backward: its gradients are all there
+
+            def begins(_grad: torch.Tensor) -> None:
+                self._trace.action = f"B {action}"
+                self._begin_backward(index)
+                if index == len(self._batch) - 1:
+                    self._look()  # a chunk's last backward: its gradients are all there
+
+            output.register_hook(begins)
             self._side_losses.follow(self._batch, index, output)
         if self._probe is not None:
             self._probe.watch(chunk, self._batch.first + index, output)
@@ -105,14 +109,16 @@ class ForwardStep:
             except StepError as error:  # other stages wait for this one: the flush goes on, and all raise after it
                 self._tally.problem = self._tally.problem or error
                 total, weight, reports = _nothing(output)
-            alive = 0.0 if index in self._batch.dummies else 1.0
-            self._tally.losses.append(total.detach() * alive)
-            self._tally.weights.append(weight * alive)
-            self._tally.reports.append(reports if alive else {})
+            loss = total.detach()
+            if index in self._batch.dummies:
+                total, loss, weight, reports = total * 0.0, loss * 0.0, weight * 0.0, {}
+            self._tally.losses.append(loss)
+            self._tally.weights.append(weight)
+            self._tally.reports.append(reports)
             no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
             if total.requires_grad:  # an output that is no tensor has no hook
                 total.register_hook(lambda _grad: self._begin_backward(index))
-            return total * (self._divisor.in_loss * alive), no_tokens, no_tokens
+            return total * self._divisor.in_loss, no_tokens, no_tokens
 
         return divided
 

@@ -178,7 +178,7 @@ class BadSteps:
                 raise StepError(
                     f"step {step} brings the bad steps {'in a row' if key.endswith('row') else 'of the run'} to {count}"
                     f" ({key} {limit}). {why}. Go on from the last good checkpoint with a lower lr"
-                    f" (override_opt_param_scheduler true) or other data (finetune true), or raise {key}."
+                    f" (--override lr_schedule) or other data (--override data), or raise {key}."
                 )
 
     def state_dict(self) -> dict[str, Any]:

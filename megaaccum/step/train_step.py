@@ -18,6 +18,7 @@ from megaaccum.distributed.breadcrumbs import Trace, traced
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.metrics.observer import Observer
 from megaaccum.model import router_state
+from megaaccum.model.packed_rows import sent_shape
 from megaaccum.precision import fp8
 from megaaccum.precision.nonfinite import Probe
 from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
@@ -329,12 +330,10 @@ class TrainStep:
             data_iterator=batch.iterators(len(self._chunks)),
             model=self._chunks,
             num_microbatches=len(batch),
-            seq_length=self.batch.seq_length,
-            micro_batch_size=self.batch.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self._groups.collection,
-            **more,
+            **(sent_shape(self._chunks, self.batch) | more),
         )
         self._fp8.end_flush()
 

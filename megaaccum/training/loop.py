@@ -24,7 +24,7 @@ from megaaccum.metrics.ranks import Ranks
 from megaaccum.metrics.traffic import bytes_by_collective
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-from megaaccum.planner import expected, micro_batch, sync_mode
+from megaaccum.planner import auto_schedule, expected, sync_mode
 from megaaccum.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.training.header import header
 from megaaccum.training.run_folder import check_folders
@@ -85,11 +85,11 @@ def train(plan: Plan) -> int:
 
 
 def _settled(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
-    """The plan with a micro-batch and a sync mode that fit, and, where there is a limit, why these; the same on every
-    rank. Raises ConfigError where none fits."""
-    settled = micro_batch.settle(plan, device_bytes, layers=gpt.layers_of(plan))
-    is_limited = sync_mode.limit_of(plan, device_bytes) is not None
-    return settled, [note for note in settled.notes if is_limited and note not in plan.notes]
+    """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit, and, where there is a choice, why
+    these; the same on every rank. Raises ConfigError where none fits."""
+    settled = auto_schedule.settle(plan, device_bytes, layers_of=gpt.layers_of)
+    is_chosen = sync_mode.limit_of(plan, device_bytes) is not None or auto_schedule.is_open(plan)
+    return settled, [note for note in settled.notes if is_chosen and note not in plan.notes]
 
 
 def _loop(engine: Engine, loader: SharedLoader, saver: Saver, log: RunLog, data: Datasets) -> str:

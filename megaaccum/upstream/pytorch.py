@@ -175,9 +175,9 @@ the argument that holds the elements of all ranks."""
 
 @contextlib.contextmanager
 def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
-    """Inside, `note(collective, group, tensor, seconds, calls=1)` hears of each tensor that a collective over more than
-    one rank is given; then, with calls=0, of the seconds that the host waited for it. torch has no public place where
-    all of them pass (a dispatch mode sees every operator, and slows each one down)."""
+    """Inside, `note(collective, group, dtype, num_bytes, seconds, calls=1)` hears of each tensor that a collective over
+    more than one rank is given; then, with calls=0, of the seconds that the host waited for it. torch has no public
+    place where all of them pass (a dispatch mode sees every operator, and slows each one down)."""
     from torch.distributed import ProcessGroup, Work
 
     waited: dict[int, tuple] = {}
@@ -194,7 +194,7 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
             if id(work) in waited:
                 note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
             else:  # one handle for a batch of messages, as NCCL gives
-                for key in [key for key, (_, group, _) in waited.items() if _gives_one_handle(group)]:
+                for key in [key for key, (_, group, *_) in waited.items() if _gives_one_handle(group)]:
                     note(*waited.pop(key), 0.0, calls=0)
 
     try:
@@ -216,14 +216,16 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
     def call(group, *args, **kwargs):
         if group.size() == 1:
             return method(group, *args, **kwargs)
-        tensors = list(_flatten(args[position]))
+        # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
+        heard = [(collective, group, tensor.dtype, tensor.nbytes) for tensor in _flatten(args[position])]
         start = time.perf_counter()
         work = method(group, *args, **kwargs)
-        for index, tensor in enumerate(tensors):
-            note(collective, group, tensor, time.perf_counter() - start if index == 0 else 0.0)
-        if work is not None and tensors:
-            # Its size without its memory: a send on NCCL is polled, and may never be waited for.
-            waited[id(work)] = collective, group, tensors[0].detach().to("meta")
+        seconds = time.perf_counter() - start
+        for each in heard:
+            note(*each, seconds)
+            seconds = 0.0
+        if work is not None and heard:
+            waited[id(work)] = heard[0]
         return work
 
     return call

@@ -104,7 +104,7 @@ def _masks(case: Case) -> Case | None:
 
 def _schedule(case: Case) -> Case | None:
     pp = case.keys.get("pipeline_model_parallel_size", 1)
-    named = case.keys.get("schedule", "auto") not in ("auto", "1f1b", "none")
+    named = case.keys.get("schedule") not in (None, "1f1b", "none")
     return _with(case, _SCHEDULE) if pp > 1 and (named or "virtual_pipeline_model_parallel_size" in case.keys) else None
 
 

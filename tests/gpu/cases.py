@@ -405,12 +405,12 @@ def executor_alone(*, schedule: str, dry: bool) -> Found:
 # --- Transformer Engine ----------------------------------------------------------------------------------------------
 
 
-def transformer_engine(*, dry: bool) -> Found:
-    """The checks of tests.gpu.fp8, in processes of their own."""
+def transformer_engine(*, only: str = "", dry: bool) -> Found:
+    """The checks of tests.gpu.fp8, or one of them, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "fp8.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "tests.gpu.fp8"]
-        command += ["--out", str(out)] + (["--dry-run"] if dry else [])
+        command += ["--out", str(out)] + (["--dry-run"] if dry else []) + (["--only", only] if only else [])
         own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEET_AT"}
         plain = {name: value for name, value in os.environ.items() if name not in own}
         ended = subprocess.run(command, env=plain, cwd=ROOT, capture_output=True, text=True)

@@ -195,6 +195,42 @@ def _gradient(case) -> dict:
     return run.gradient
 
 
+def documents() -> dict:
+    """Documents of a packed row in Transformer Engine's attention against local layers, which take each for itself: in
+    FP32, in BF16 (its fused kernels) at most twice as far from that as local layers in BF16, and under FP8. One
+    document a row is farther."""
+    keys = "--reset_attention_mask --position_embedding_type rope"
+    local = f"{keys} --transformer_impl local"
+    exact = _of_documents(_case(local, lane="fp32"))
+    told = {
+        "fp32": _distance(_of_documents(_case(keys, lane="fp32")), exact),
+        "bf16": _distance(_of_documents(_case(keys)), exact),
+        "bf16 in local layers": _distance(_of_documents(_case(local)), exact),
+        "fp8": _distance(_of_documents(_case(f"{keys} {DELAYED}")), exact),
+        "one document a row": _distance(_of_documents(_case(keys, lane="fp32"), every=0), exact),
+    }
+    near = told["fp32"] < 1e-5 and told["bf16"] <= 2 * told["bf16 in local layers"]
+    return {"ok": near and told["fp8"] < 0.5 * told["one document a row"]} | told
+
+
+def _of_documents(case, every: int = 5) -> dict:
+    """The gradient where a document begins each `every` tokens; 0: with the row alone. Two rows a micro-batch."""
+    from dataclasses import replace
+
+    from megaaccum.model.packed_rows import whole_rows
+    from tests.support.parity import stack
+
+    run = Run(replace(case, layout=f"{case.layout} --micro_batch_size 2"))
+    batch = [stack((at, at + MICROBATCHES)) for at in range(run.rig.plan.batch.num_microbatches)]
+    for number, each in enumerate(batch):
+        starts = whole_rows(each["tokens"].shape)
+        if every:
+            starts[0, number::every] = starts[1, number + 2 :: every] = True
+        each["document_starts"] = starts
+    run.rig.train_step.train(batch, step=0)
+    return run.gradient
+
+
 def recipes() -> dict:
     """Each recipe trains: the loss falls as in BF16, a skipped step and an evaluation leave all as it was, a checkpoint
     brings it back."""
@@ -344,6 +380,7 @@ def _random_batch(run: Run) -> list[dict]:
 
 CHECKS: dict[str, Callable[[], dict]] = {
     "parity": parity,
+    "documents": documents,
     "recipes": recipes,
     "blackwell_only": blackwell_only,
     "weight_gradients_apart": weight_gradients_apart,

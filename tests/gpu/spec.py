@@ -78,6 +78,9 @@ def specs() -> list[Spec]:
         *_speed(),
         *_memory(),
         Spec(name="te", group="te", function="transformer_engine", seconds=480),
+        Spec(
+            name="te documents", group="te", function="transformer_engine", arguments={"only": "documents"}, seconds=120
+        ),
     ]
 
 
@@ -85,8 +88,7 @@ def _smoke() -> list[Spec]:
     found = [
         Spec(name=f"{name} {lane}", group="smoke", function="gradient", arguments={"layout": layout, "lane": lane})
         for name, layout in _SMOKE.items()
-        for lane in ("fp32", "bf16", *(() if name in ("megatron", "ddp") else ("fp16",)))
-        if (name, lane) != ("ddp", "bf16")
+        for lane in ("fp32", "bf16", *(() if name == "megatron" else ("fp16",)))
     ]
     found += [
         Spec(name=name, group="smoke", function="gradient", arguments=dict(layout=layout, model=model, lane=lane))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megaaccum import config
 from megaaccum.interop.load import load
-from megaaccum.metrics import journal
+from megaaccum.metrics import journal, receipts
 from megaaccum.model.layers import choose
 from megaaccum.planner import footprint, sync_mode
 from megaaccum.units import GIB
@@ -30,6 +30,32 @@ def test_auto_streams_where_memory_is_short_and_says_so(tmp_path):
     assert "sync auto: streaming" in ended.output
     (record,) = journal.read(tmp_path / "run" / "log.jsonl")
     assert 0 < record["memory_gradients_whole_bytes"] < record["memory_gradients_shard_bytes"] / 2
+
+
+def test_auto_takes_the_schedule_that_fits_and_a_restart_chooses_again(tmp_path):
+    """The second start has less memory, and goes on from the first one's checkpoint under another schedule."""
+    make_data(tmp_path)
+    keys = dict(num_layers=4, hidden_size=32, reduce_bucket_size=1000, sync="resident", train_iters=4, schedule="auto")
+    words = flags(tmp_path, **keys)
+    starts = [train(tmp_path, **keys, memory_gib=limit, max_steps=2) for limit in (1.0, 1.001 * needed(words, "1f1b"))]
+    assert [ended.code for ended in starts] == [0, 0], [ended.output for ended in starts]
+    took = []
+    for ended, receipt in zip(starts, receipts.read_all(tmp_path / "run"), strict=True):
+        chosen = receipt["configuration"]["parallel"]["schedule"]
+        assert chosen["from"] == "the planner"
+        assert f"schedule auto: {chosen['value']}" in ended.output
+        assert any(f"schedule auto: {chosen['value']}" in note for note in receipt["plan"]["notes"])
+        took.append(chosen["value"])
+    assert len(set(took)) == 2
+    assert [row["step"] for row in journal.read(tmp_path / "run" / "log.jsonl") if "loss" in row] == [1, 2, 3, 4]
+
+
+def needed(words: list[str], schedule: str) -> float:
+    """GiB."""
+    words = [*words]
+    words[words.index("auto")] = schedule
+    plan = config.resolve(load(None, words), world_size=2)
+    return float(sync_mode.peak(plan, None, choose(plan.config, has_te=False, on_gpu=False)).total[0]) / GIB
 
 
 def between_streaming_and_resident(words: list[str]) -> float:

@@ -251,3 +251,19 @@ def start_of(case: Case) -> str:
 
 def test_a_reduction_apart_from_a_backward_is_refused_where_it_cannot_be_had():
     assert all("outside no_sync" in text for text in run_ranks(start_of, 2, CELLS["fsdp2"], timeout=60))
+
+
+def wrapped(keys: str) -> str:
+    """What `wrap` refuses about these keys."""
+    from megaaccum.errors import ConfigError
+
+    try:
+        LoopRig.of_loop(Loop(Case(2, SCHEDULES["zbv"] + keys)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_that_begins_before_the_verdict_is_refused():
+    for text in run_ranks(wrapped, 2, "--speculative_step", timeout=60):
+        assert "speculative_step: the next step's micro-batches come after this one's verdict" in text

@@ -55,7 +55,7 @@ def by_rank() -> Iterator[None]:
 
     def seed_at(self, layer: str, stream: str) -> None:
         place = (self._groups.pp.rank(), self._groups.dp.rank())
-        rng._set_states(f"{self._step}/{self._forward}/{layer}/{place}", stream, tp_rank=0)
+        rng._set_states(f"{self._step}/{self._forward}/{layer}/{place}", stream, self._streams, tp_rank=0)
 
     with patch.object(rng.SampleSeeds, "_seed_at", seed_at):
         yield

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from benchmarks.schedules import main
+from megaaccum.schedule.profile import LayerCost, Profile, write_profile
 
 
 def test_it_reports_every_runtime(tmp_path, capsys):
@@ -18,8 +21,25 @@ def test_it_reports_every_runtime(tmp_path, capsys):
         # Nothing is faster than its schedule; how much slower depends on the machine.
         assert each["over_simulated"] >= 1
         assert each["wall"] == min(each["all_walls"])
+        assert each["seconds_per_pass"] >= 0
     assert {"processor", "cores", "load_average", "torch", "megatron_core", "commit", "date"} <= report[
         "conditions"
     ].keys()
     assert (tmp_path / "zbv-4.json").exists()
     assert "zbv" in capsys.readouterr().out
+
+
+def test_stretched_stages_of_a_profile(tmp_path, capsys):
+    """Six layers and a head as long as two: the even cut of two stages is not the best."""
+    layer, head = (LayerCost(forward=f, input_grad=f, weight_grad=f) for f in (1e-3, 2e-3))
+    write_profile(Profile(pattern="TTTTTTL", kinds={"T": layer, "L": head}), tmp_path / "p.json")
+    simulated = {}
+    for times in (1, 2):
+        command = f"--pp 2 --microbatches 4 --repeat 1 --only 1f1b --profile {tmp_path}/p.json --stretch {times}"
+        assert main([*command.split(), "--json", f"{tmp_path}/r.json"]) == 0
+        assert "of its simulated gain over the first" in capsys.readouterr().out
+        report = json.loads((tmp_path / "r.json").read_text())
+        assert report["stretch"] == times
+        simulated[times] = [each["simulated"] for each in report["results"]]
+    assert simulated[2] == pytest.approx([2 * seconds for seconds in simulated[1]])
+    assert simulated[1][0] > simulated[1][2]

@@ -9,7 +9,7 @@ from megaaccum.testing import run_ranks
 from tests.support import toy
 
 OWN = [("gpipe", 1, "loop"), ("1f1b", 1, "loop"), ("interleaved", 2, "loop"), ("zb-h1", 1, "loop"), ("zbv", 2, "v"),
-       ("dualpipev", 2, "v")]  # fmt: skip
+       ("dualpipev", 2, "v"), ("v-half", 2, "v"), ("v-min", 2, "v")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "pp", "m", "chunks"), [("1f1b", 4, 9, 1), ("interleaved", 2, 6, 2)])

@@ -17,6 +17,8 @@ from tests.support.parity import SEQ, VOCAB, Case, Rig
 
 SMALL = "--num_layers 4 "
 PP = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 "
+INTERLEAVED = PP + "--virtual_pipeline_model_parallel_size 2 "
+ZBV = PP + "--schedule zbv "
 V = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_steps 2 --schedule dualpipev "
 FLAT = SMALL + "--pp_microbatches 4 "
 SAME = "--reproducible layout "
@@ -45,7 +47,10 @@ CASES = {
     "ddp in one order": Case(4, PP + SAME + "--backend ddp", UNTIED),
     "zero-3, optimizer offloaded": Case(4, PP + "--offload_optimizer cpu", UNTIED),
     "zero-2": Case(4, PP + "--zero_stage 2", UNTIED),
+    "zero-2 tied": Case(4, PP + "--zero_stage 2"),
+    "zero-2 tied, split": Case(4, V + "--zero_stage 2"),
     "zero-2, bf16": Case(4, PP + "--zero_stage 2", UNTIED, "bf16"),
+    "zero-1 tied in one order": Case(4, PP + SAME + "--zero_stage 1"),
     "zero-1": Case(4, PP + "--zero_stage 1", UNTIED),
     "zero-3, bf16 optimizer": Case(4, PP + "--optimizer_dtype bf16", UNTIED, "bf16"),
     "fsdp2, bf16 optimizer": Case(4, PP + "--backend fsdp2 --optimizer_dtype bf16", UNTIED, "bf16"),
@@ -65,6 +70,15 @@ CASES = {
     "fsdp2, split": Case(4, V + "--backend fsdp2", UNTIED),
     "fsdp2 streaming, split": Case(4, V + "--backend fsdp2 --sync streaming", UNTIED),
     "megatron, split": Case(4, V + "--backend megatron", UNTIED),
+    "zero-3 in one order, zbv": Case(4, ZBV + SAME + "--pp_microbatches 8 --grad_accum_steps 1"),
+    "zero-3 in one order, interleaved by rounds": Case(
+        4, INTERLEAVED + SAME + "--pp_microbatches 4 --flush per_round", UNTIED
+    ),
+    "zero-3 streaming in one order, zbv": Case(4, ZBV + SAME + "--sync streaming"),
+    "zero-3 streaming in one order, interleaved": Case(4, INTERLEAVED + SAME + "--sync streaming", UNTIED),
+    "zero-2 in one order, zbv": Case(4, ZBV + SAME + "--zero_stage 2", UNTIED),
+    "fsdp2 streaming in one order, split": Case(4, V + SAME + "--backend fsdp2 --sync streaming", UNTIED),
+    "ddp in one order, interleaved": Case(4, INTERLEAVED + SAME + "--backend ddp", UNTIED),
     "zero-3, sequences cut": Case(4, FLAT + "--context_parallel_size 2", UNTIED),
     "experts": Case(4, FLAT, EXPERTS),
     "experts spread": Case(4, FLAT + "--expert_model_parallel_size 2", EXPERTS),

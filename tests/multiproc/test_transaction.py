@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -10,6 +11,7 @@ import pytest
 
 from megaaccum.metrics import journal
 from megaaccum.testing import run_ranks, try_ranks
+from tests.support.data_samples import counting_pair
 from tests.support.faults import Fault, injected
 
 SMALL = (
@@ -114,3 +116,55 @@ def test_the_end_at_the_floor_names_the_last_good_checkpoint(folder):
         assert "step 5 overflows at loss scale 256" in outcome.error.text
         assert "micro-batch 3 of data-parallel rank 0: first in the backward of stage 1 (rank 1)" in outcome.error.text
         assert f"The last good checkpoint is {folder / 'floor' / 'checkpoints' / 'step_0000004'}" in outcome.error.text
+
+
+POISON = 2000
+"""Tokens from here on make a loss infinite."""
+PAIRS = "--vocab_size 4000 --split 100,0,0 --max_bad_steps_in_a_row 2 "
+
+
+def train_with_poison(flags: str, folder: Path) -> None:
+    """`train`, where some tokens are poison."""
+    from megaaccum.model.gpt_forward import GptForwardStep
+
+    real = GptForwardStep.__call__
+
+    def spoilt(self, data_iterator, chunk, **more):
+        microbatch = next(data_iterator)
+        output, loss = real(self, iter([microbatch]), chunk, **more)
+        is_bad = chunk.post_process and bool((microbatch["labels"] >= POISON).any())
+        return output * float("inf") if is_bad else output, loss
+
+    with patch.object(GptForwardStep, "__call__", spoilt):
+        train(flags, folder)
+
+
+def test_the_end_after_bad_steps_names_remedies_that_work(folder):
+    """Other data, and a lower learning rate: each is refused unless it is asked for by the words of the error."""
+    output = folder / "poisoned"
+    good, bad, other = (
+        counting_pair(folder / name / "pair", num_documents=25, first=first)
+        for name, first in (("good", 0), ("bad", POISON), ("other", 1000))
+    )
+    start = f"{SMALL}{PAIRS}--data_path "
+    run_ranks(train_with_poison, 2, f"{start}{good} --max_steps 4", output, init=False, timeout=90)
+    for _ in range(2):  # the same data end the run again, wherever it goes on from
+        ends = try_ranks(train_with_poison, 2, f"{start}{bad} --override data", output, init=False, timeout=90)
+        for end in ends:
+            assert end.error is not None
+            assert "step 6 brings the bad steps in a row to 2" in end.error.text
+            assert f"The last good checkpoint is {output / 'checkpoints' / 'step_0000004'}" in end.error.text
+    words = re.search(r"lower lr \((--override \w+)\) or other data \((--override \w+)\)", ends[0].error.text)
+    assert words
+    lower, named = words.groups()
+    for end in try_ranks(train_with_poison, 2, f"{start}{other}", output, init=False, timeout=90):
+        assert end.error is not None and f"or add {named}" in end.error.text
+    run_ranks(train_with_poison, 2, f"{start}{other} {named} --max_steps 2", output, init=False, timeout=90)
+    seen = [record for record in records(output) if not record["skipped"]]
+    assert [(r["step"], r["consumed_samples"]) for r in seen] == [(step, 4 * step) for step in range(1, 7)]
+    assert [r["lr"] for r in seen] == pytest.approx([0, 2.5e-3, 5e-3, 7.5e-3, 1e-2, 7.5e-3])
+    slower = f"{start.replace('--lr 1e-2', '--lr 1e-3')}{other}"
+    run_ranks(train_with_poison, 2, f"{slower} {lower}", output, init=False, timeout=90)
+    last = records(output)[-2:]
+    assert [(r["step"], r["skipped"]) for r in last] == [(7, False), (8, False)]
+    assert [r["lr"] for r in last] == pytest.approx([5e-4, 2.5e-4])

@@ -13,6 +13,7 @@ import pytest
 import megaaccum
 from megaaccum import Plan, cli
 from megaaccum.config import resolve
+from megaaccum.planner import auto_schedule
 from megaaccum.verification import borders
 from megaaccum.verification.case import OwnModel
 from megaaccum.verification.own import case_of
@@ -91,6 +92,17 @@ def test_experts_with_latent_attention_and_prediction(layout):
     assert verdict.ok, verdict
     assert {"fp64", "fp32"} == {each.lane for each in verdict.comparisons}
     assert any("kv_up_proj" in row.name for row in verdict.comparisons[0].rows)
+
+
+def test_the_schedule_that_auto_takes():
+    """The case is of the plan that `megaaccum train` settles, and not of the one that the key is first read as."""
+    plan = auto_schedule.settle(resolve(make(**SMALL | dict(schedule="auto")), world_size=2))
+    case = settle(plan.written, plan, shrink=False).case
+    assert case.plan().layout == plan.layout
+    assert plan.layout.schedule not in ("none", "1f1b")
+    verdict = Verifier().verify(case)
+    assert verdict.ok, verdict
+    assert verdict.comparisons[0].largest < 1e-12
 
 
 @pytest.mark.parametrize(

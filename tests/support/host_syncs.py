@@ -13,9 +13,14 @@ import torch
 from megaaccum.distributed import cpu
 from tests.support.parity import Case, Rig
 
-OF_THE_HOST = ("gpt_forward.py:_counts", "random.py:fork", "utils.py:is_invalid_grad_norm")
+OF_THE_HOST = (
+    "gpt_forward.py:_counts",
+    "random.py:fork",
+    "utils.py:is_invalid_grad_norm",
+    "nonfinite.py:_is_finite_on_the_host",
+)
 """Masks as the data reader gives them; the CPU's random state, which Megatron's tracker compares; a norm of 0 that
-ZeRO-3 is given (upstream/zero.py)."""
+ZeRO-3 is given (upstream/zero.py); gradients in host memory."""
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.schema import Config
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 from megaaccum.schedule.simulate import by_executor
 
@@ -67,24 +68,51 @@ def latent_attention(subject: Subject) -> Iterator[str]:
 
 
 def document_mask(subject: Subject) -> Iterator[str]:
-    """Transformer Engine's attention reads a mask only where its kind says so, and Megatron-core gives it the causal
-    kind: documents would attend to each other without a word (transformer-engine 2.20: DotProductAttention)."""
-    if subject.data.reset_attention_mask and subject.model.transformer_impl == "transformer_engine":
-        yield (
-            "reset_attention_mask needs local layers, as Transformer Engine's attention ignores the mask under"
-            " Megatron-core: set transformer_impl to local, or reset_attention_mask to false."
-        )
+    """Transformer Engine's attention ignores masks under Megatron-core, which gives it the causal kind: it takes the
+    documents of a packed row (transformer-engine 2.20: DotProductAttention)."""
+    if subject.model.transformer_impl == "transformer_engine":
+        yield from cannot_pack(subject.config)
+
+
+def cannot_pack(config: Config) -> Iterator[str]:
+    """Reasons why the rows of a micro-batch cannot be packed into one, by which Transformer Engine's attention is kept
+    inside documents; nothing without reset_attention_mask."""
+    model, rows = config.model, config.batch.micro_batch_size
+    if not config.data.reset_attention_mask:
+        return
+    cuts_rows = config.parallel.sequence_parallel and rows != 1 and model.num_experts is not None
+    variants = sorted({"hybrid_layer_pattern", "experimental_attention_variant"} & config.megatron.keys())
+    problems = {
+        "mtp_num_layers": (model.mtp_num_layers, "stops predicting at the end of a document there"),
+        "v_head_dim": (
+            model.multi_latent_attention and model.v_head_dim > model.qk_head_dim + model.qk_pos_emb_head_dim,
+            f"{model.v_head_dim} is above qk_head_dim + qk_pos_emb_head_dim, to which megatron-core 0.19 cuts values",
+        ),
+        "variable_seq_lengths": (config.batch.variable_seq_lengths, "sends lengths of rows between stages"),
+        "moe_router_load_balancing_type seq_aux_loss": (
+            cuts_rows and "seq_aux_loss" in model.moe_router_load_balancing_type,
+            f"balances each row, and sequence_parallel gives each rank a part of all {rows}",
+        ),
+        **dict.fromkeys(variants, (True, "has layers that do not read where documents begin")),
+    }
+    for name, (given, why) in problems.items():
+        if given:
+            yield (
+                "reset_attention_mask with Transformer Engine's layers packs the rows of a micro-batch into one, but"
+                f" {name} {why}: leave {name.split()[0]} out, or set transformer_impl to local, or"
+                " reset_attention_mask to false."
+            )
 
 
 def kernels(subject: Subject) -> Iterator[str]:
     """Fused kernels where they would not do what their key says."""
     model, sharding = subject.model, subject.sharding
-    own = by_executor(subject.parallel.schedule)
+    own = by_executor(subject.schedule)
     if model.gradient_accumulation_fusion and (own or sharding.backend != "megatron"):
         yield (
             "gradient_accumulation_fusion adds weight gradients to the buffer of Megatron's DDP, which is there with"
             f" backend megatron under 1f1b or interleaved alone (backend is {sharding.backend}, schedule"
-            f" {subject.parallel.schedule}): leave it out. Without it each weight gradient is written in"
+            f" {subject.schedule}): leave it out. Without it each weight gradient is written in"
             f" {sharding.params_dtype} and read again, about 20 bytes per parameter and micro-batch."
         )
     if model.cross_entropy_loss_fusion and sharding.params_dtype != "bf16":

@@ -18,7 +18,7 @@ def schedule(subject: Subject) -> Iterator[str]:
     pp, vpp, name = (
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
-        parallel.schedule,
+        subject.schedule,
     )
     if vpp is not None and pp == 1:
         yield (
@@ -26,9 +26,9 @@ def schedule(subject: Subject) -> Iterator[str]:
             " more, or leave virtual_pipeline_model_parallel_size out."
         )
     elif name == "none" and pp > 1:
-        yield f"schedule none needs pipeline_model_parallel_size 1, not {pp}: set schedule to auto."
+        yield f"schedule none needs pipeline_model_parallel_size 1, not {pp}: leave schedule out."
     elif name != "none" and pp == 1:
-        yield f"schedule {name} needs pipeline_model_parallel_size above 1: set schedule to auto."
+        yield f"schedule {name} needs pipeline_model_parallel_size above 1: leave schedule out."
     elif name == "interleaved" and vpp is None:
         yield "schedule interleaved needs virtual_pipeline_model_parallel_size 2 or more: set it, or schedule to 1f1b."
     elif name == "1f1b" and vpp is not None:
@@ -57,8 +57,8 @@ def _own_schedule(name: str, vpp: int) -> Iterator[str]:
 
 def v_shape(subject: Subject) -> Iterator[str]:
     """In a V no two ranks share an embedding: what uses it beside the first stage has to be on the same rank."""
-    name, text = subject.parallel.schedule, subject.parallel.pipeline_model_parallel_layout
-    if text is None or not subject.model.mtp_num_layers or name in ("auto", "none", "1f1b", "interleaved"):
+    name, text = subject.schedule, subject.parallel.pipeline_model_parallel_layout
+    if text is None or not subject.model.mtp_num_layers or name in ("none", "1f1b", "interleaved"):
         return
     try:
         in_a_v, stages = entry(name).placement == "v", parse_layout(text)
@@ -74,7 +74,7 @@ def v_shape(subject: Subject) -> Iterator[str]:
 
 def traced(subject: Subject) -> Iterator[str]:
     """Only the executor notes when it does what."""
-    name = subject.parallel.schedule
+    name = subject.schedule
     if subject.run.schedule_trace is not None and name in ("none", "1f1b", "interleaved"):
         yield (
             f"schedule_trace {subject.run.schedule_trace} needs a schedule that megaaccum runs (gpipe, zb-h1, zbv,"
@@ -86,12 +86,12 @@ def traced(subject: Subject) -> Iterator[str]:
 def own_executor(subject: Subject) -> Iterator[str]:
     """Transformer Engine's layers leave weight gradients to a schedule that computes them apart; the other backends
     have hooks of their own on gradients, which would hear of a gradient that has not come yet."""
-    name, backend = subject.parallel.schedule, subject.sharding.backend
+    name, backend = subject.schedule, subject.sharding.backend
     fp8 = subject.quantization.fp8_format
     layers = "transformer_impl transformer_engine" if fp8 is None else f"fp8_format {fp8}"
     if fp8 is None and subject.model.transformer_impl != "transformer_engine":
         return
-    if name not in ("auto", "none", "1f1b", "interleaved") and backend != "deepspeed":
+    if name not in ("none", "1f1b", "interleaved") and backend != "deepspeed":
         yield (
             f"schedule {name} with {layers} needs backend deepspeed, but backend is {backend}: set backend to"
             " deepspeed, or schedule to 1f1b or interleaved."
@@ -110,9 +110,9 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
             f"{key} hides the all-to-all of experts, and there is none (num_experts {model.num_experts},"
             f" expert_model_parallel_size {parallel.expert_model_parallel_size}): leave it out."
         )
-    if not _has_pairs(parallel.schedule):
+    if not _has_pairs(subject.schedule):
         yield (
-            f"{key} interleaves a forward with a backward, and schedule {parallel.schedule} pairs none: set schedule to"
+            f"{key} interleaves a forward with a backward, and schedule {subject.schedule} pairs none: set schedule to"
             f" dualpipev or interleaved, {off}."
         )
     if not (subject.sharding.bf16 or subject.sharding.fp16):
@@ -144,7 +144,7 @@ def _has_pairs(schedule: str) -> bool:
 
 def group_size(subject: Subject) -> Iterator[str]:
     """A group size belongs to the interleaved schedule."""
-    if subject.parallel.schedule != "interleaved" and subject.given("microbatch_group_size_per_vp_stage"):
+    if subject.schedule != "interleaved" and subject.given("microbatch_group_size_per_vp_stage"):
         yield (
             "microbatch_group_size_per_vp_stage only counts in the interleaved schedule: leave it out, or set"
             " virtual_pipeline_model_parallel_size."
@@ -267,9 +267,9 @@ def traffic(subject: Subject) -> Iterator[str]:
             "overlap_p2p_comm and batch_p2p_comm are both true, and Megatron-core does one or the other: set"
             " batch_p2p_comm to false."
         )
-    elif parallel.overlap_p2p_comm and parallel.schedule != "interleaved":
+    elif parallel.overlap_p2p_comm and subject.schedule != "interleaved":
         yield (
-            f"overlap_p2p_comm needs the interleaved schedule, but this one is {parallel.schedule}: leave it out, or"
+            f"overlap_p2p_comm needs the interleaved schedule, but this one is {subject.schedule}: leave it out, or"
             " set virtual_pipeline_model_parallel_size."
         )
 
@@ -280,7 +280,7 @@ def interleaved_on_two_ranks(subject: Subject) -> Iterator[str]:
     Megatron-core runs that without an error and with wrong gradients; megatron.training refuses it, and so do we.
     """
     parallel = subject.parallel
-    on_two = parallel.schedule == "interleaved" and parallel.pipeline_model_parallel_size == 2
+    on_two = subject.schedule == "interleaved" and parallel.pipeline_model_parallel_size == 2
     if on_two and (parallel.batch_p2p_comm or not parallel.overlap_p2p_comm):
         yield (
             "the interleaved schedule at pipeline_model_parallel_size 2 gives wrong gradients unless overlap_p2p_comm"

@@ -77,6 +77,7 @@ def static_graph(subject: Subject) -> Iterator[str]:
         "rampup_batch_size": (batch.rampup_batch_size is not None, "leave it out"),
         "step_batch_size_schedule": (batch.step_batch_size_schedule is not None, "leave it out"),
         "variable_seq_lengths true": (batch.variable_seq_lengths, "set it to false and pad to seq_length"),
+        "reset_attention_mask true": (subject.data.reset_attention_mask, "set it to false"),
         f"short_batch {step.short_batch}": (step.short_batch != "error", "set it to error"),
         f"nonfinite {step.nonfinite}": (step.nonfinite == "drop_microbatch", "set it to skip or zero"),
         f"num_experts {model.num_experts} without a capacity": (
@@ -139,7 +140,7 @@ def speculative_step(subject: Subject) -> Iterator[str]:
     if not subject.config.step.speculative_step:
         return
     key, off = "speculative_step true", "or speculative_step to false"
-    name, batch, sharding, model = subject.parallel.schedule, subject.config.batch, subject.sharding, subject.model
+    name, batch, sharding, model = subject.schedule, subject.config.batch, subject.sharding, subject.model
     if name in ("none", "1f1b", "interleaved"):
         runs = "there is no pipeline" if name == "none" else "Megatron-core runs it, and its ranks end together"
         yield f"{key} gains nothing with schedule {name}: {runs}. Set schedule to zbv with a pipeline, {off}."

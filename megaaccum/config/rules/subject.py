@@ -59,6 +59,12 @@ class Subject:
     def run(self) -> RunConfig:
         return self.config.run
 
+    @property
+    def schedule(self) -> str:
+        """The schedule's name, which derive has filled in."""
+        assert self.config.parallel.schedule is not None
+        return self.config.parallel.schedule
+
     def given(self, *names: str) -> list[str]:
         """Those of `names` that the user wrote."""
         return [name for name in names if given(self.written, name)]

@@ -31,10 +31,14 @@ class ParallelConfig:
     sequence_parallel: Annotated[bool, Facts(core=True, planned=True)] = False
     """Split norms and dropout along the sequence over the tp ranks."""
     schedule: Annotated[
-        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"] | str,
+        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]
+        | str
+        | None,
         Facts(planned=True),
-    ] = "auto"
-    """Pipeline schedule, or the path of a .csv table; auto: none at pp 1, interleaved when vpp is set, else 1f1b."""
+    ] = None
+    """Pipeline schedule, or the path of a .csv table. Default, as Megatron: none at pp 1, interleaved when vpp is set,
+    else 1f1b. auto: of the built-in ones that are legal here and fit into memory_gib, or the GPU's memory, the one with
+    the fastest predicted step."""
     microbatch_group_size_per_vp_stage: Annotated[int | None, Facts(at_least=1, core=True, planned=True)] = None
     """Consecutive micro-batches of one chunk in the interleaved schedule; default pp."""
     overlap_p2p_comm: Annotated[bool | None, Facts(core=True, planned=True)] = None

@@ -17,7 +17,7 @@ from megaaccum.verification.bank.mistake import FIRST, mistake, replaced, wrappe
 
 @mistake(
     "every data-parallel rank reads the same samples",
-    "https://github.com/Shark-NLP/DiffuSeq/issues/37",
+    "https://github.com/Shark-NLP/DiffuSeq/pull/39",
     base="pipeline", axes="dp",
 )  # fmt: skip
 def ranks_read_the_same(plan: Plan) -> Iterator[None]:
@@ -45,7 +45,7 @@ def microbatches_are_the_same(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "ranks shuffle by seeds of their own, so that some samples come twice in a step and others never",
-    "https://github.com/NVlabs/LongLive/issues/71",
+    "https://github.com/sandyresearch/parcae/issues/10",
     base="pipeline", axes="dp",
 )  # fmt: skip
 def ranks_overlap(plan: Plan) -> Iterator[None]:
@@ -74,7 +74,7 @@ def labels_shifted_twice(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the loss reads no mask, though N counts unmasked tokens alone",
-    "https://github.com/huggingface/transformers/issues/34579",
+    "https://github.com/PaddlePaddle/PaddleNLP/pull/5339",
     base="pipeline", axes="unequal weights",
 )  # fmt: skip
 def mask_not_read(plan: Plan) -> Iterator[None]:
@@ -91,7 +91,7 @@ def mask_not_read(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "data-parallel ranks start with different weights",
-    "https://github.com/facebookresearch/detr/issues/544",
+    "https://github.com/facebookresearch/detectron2/issues/4438",
     base="FSDP2", axes="dp, backend", parameter=FIRST,
 )  # fmt: skip
 def ranks_start_apart(plan: Plan) -> Iterator[None]:
@@ -120,8 +120,8 @@ def gate_cut_as_one(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "stages draw their weights by their own number of layers: the model changes with the pipeline",
-    "https://github.com/THUDM/SwissArmyTransformer/pull/155",
+    "stages draw their weights from seeds of their own: the model changes with the pipeline",
+    "https://github.com/Modalities/modalities/pull/426",
     base="pipeline", axes="pp", parameter=r"decoder\.layers\.2\..+",
 )  # fmt: skip
 def weights_by_stage(plan: Plan) -> Iterator[None]:

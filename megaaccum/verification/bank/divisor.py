@@ -30,7 +30,7 @@ def _times(factor: float) -> AbstractContextManager[None]:
 
 
 @mistake(
-    "every stage multiplies the gradient of what it returned by 1/GAS, as outputs of DeepSpeed's engine.forward do",
+    "every pipeline stage divides the gradient of its output by the accumulation steps, though it was divided before",
     "https://github.com/deepspeedai/DeepSpeed/pull/8154",
     base="pipeline", axes="ga",
 )  # fmt: skip
@@ -48,8 +48,8 @@ def division_per_stage(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "every chunk of an interleaved pipeline scales the gradient that it passes on by the number of chunks",
-    "https://github.com/pytorch/torchtitan/pull/1732",
+    "every chunk of an interleaved pipeline divides the gradient of its output, here by the number of chunks",
+    "https://github.com/deepspeedai/DeepSpeed/pull/8154",
     base="interleaved", axes="schedule, pp",
 )  # fmt: skip
 def division_per_chunk(plan: Plan) -> Iterator[None]:
@@ -102,8 +102,8 @@ def accumulation_divided_twice(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the loss is divided by the ranks, and the reduction averages over them once more",
-    "https://github.com/laekov/fastmoe/issues/106",
+    "a loss that was divided by the tokens of all ranks is averaged over the ranks once more",
+    "https://github.com/huggingface/transformers/issues/37474",
     base="pipeline", axes="dp",
 )  # fmt: skip
 def ranks_divided_twice(plan: Plan) -> Iterator[None]:
@@ -112,8 +112,8 @@ def ranks_divided_twice(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the gradient is summed over data-parallel ranks where the loss was already divided for their mean",
-    "https://github.com/huggingface/transformers/issues/37474",
+    "a loss that is a mean on each rank is multiplied by their number, though the reduction averages",
+    "https://github.com/neuralmagic/sparseml/pull/135",
     base="pipeline", axes="dp",
 )  # fmt: skip
 def ranks_summed_not_averaged(plan: Plan) -> Iterator[None]:
@@ -174,7 +174,7 @@ def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "N counts the padding: every token of the batch, masked or not",
-    "https://github.com/meta-pytorch/torchtune/pull/1875",
+    "https://github.com/AI-Hypercomputer/maxtext/pull/366",
     base="pipeline", axes="unequal weights",
 )  # fmt: skip
 def padding_counts(plan: Plan) -> Iterator[None]:
@@ -186,8 +186,8 @@ def padding_counts(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "N is the tokens of the last micro-batch times their number",
-    "https://github.com/OpenNMT/OpenNMT-py/issues/2209",
+    "N is an estimate: the tokens of the last micro-batch times their number",
+    "https://github.com/OpenNMT/OpenNMT-py/pull/2275",
     base="pipeline", axes="micro-batches, unequal weights",
 )  # fmt: skip
 def tokens_of_the_last_microbatch(plan: Plan) -> Iterator[None]:
@@ -202,7 +202,7 @@ def tokens_of_the_last_microbatch(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "each micro-batch's loss is divided by its own tokens again, after the division by N",
+    "each micro-batch's loss is divided by its own tokens, and the step divides by N as well",
     "https://github.com/fw-ai/cookbook/pull/200",
     base="pipeline", axes="",
 )  # fmt: skip
@@ -249,8 +249,8 @@ def _at_end(factor: Any) -> AbstractContextManager[None]:
 
 
 @mistake(
-    "the reported loss is that of the last micro-batches, divided by the accumulation steps",
-    "https://github.com/huggingface/transformers/issues/11919",
+    "the reported loss is divided by the accumulation steps once more",
+    "https://github.com/espnet/espnet/issues/5090",
     base="pipeline", axes="ga", parameter="",
 )  # fmt: skip
 def reported_loss_divided(plan: Plan) -> Iterator[None]:

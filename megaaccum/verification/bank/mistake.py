@@ -23,10 +23,10 @@ Making = Callable[[Plan], Iterator[None]]
 class Mistake:
     """One entry of the bank.
 
-    name: unique. text: what goes wrong. source: an address where it was reported, or the paper that defines what is
-    broken here. base: the healthy case in which it is made (cases.py). axes: those that it needs; the diagnosis has to
-    name these and no others. parameter: an expression for the first wrong parameter; empty where none is wrong. make:
-    makes it, on a rank.
+    name: unique. text: what goes wrong. source: where it was reported, or the paper, manual or code of a library that
+    has it or defines what is broken here. base: the healthy case in which it is made (cases.py). axes: those that it
+    needs; the diagnosis has to name these and no others. parameter: an expression for the first wrong parameter; empty
+    where none is wrong. make: makes it, on a rank.
     """
 
     name: str

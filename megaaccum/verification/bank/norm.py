@@ -38,7 +38,7 @@ def norm_per_stage(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "each rank clips by the norm of its own partition",
-    "https://github.com/Modalities/modalities/issues/313",
+    "https://github.com/ContextualAI/HALOs/issues/15",
     base="ZeRO-3, clipped", axes="dp",
 )  # fmt: skip
 def norm_per_partition(plan: Plan) -> Iterator[None]:
@@ -48,7 +48,7 @@ def norm_per_partition(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "parameters that are whole on every tp rank count once per rank",
-    "https://github.com/meta-pytorch/torchtune/issues/2420",
+    "https://github.com/NVIDIA-NeMo/RL/pull/3788",
     base="tensor parallel, clipped", axes="tp",
 )  # fmt: skip
 def whole_parameters_counted_per_rank(plan: Plan) -> Iterator[None]:
@@ -57,8 +57,8 @@ def whole_parameters_counted_per_rank(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the norm counts the first tp rank's parts alone",
-    "https://github.com/hpcaitech/ColossalAI/pull/4837",
+    "parts of a matrix pass for copies of it: the norm counts the first tp rank's alone",
+    "https://github.com/NVIDIA/Megatron-LM/pull/5916",
     base="tensor parallel, clipped", axes="tp",
 )  # fmt: skip
 def cut_parameters_counted_on_one_rank(plan: Plan) -> Iterator[None]:

@@ -33,7 +33,7 @@ def norms_decay(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "nothing decays",
-    "https://github.com/Lightning-AI/lit-llama/issues/254",
+    "https://github.com/meta-llama/llama-cookbook/issues/191",
     base="pipeline", axes="weight decay", parameter=FIRST,
 )  # fmt: skip
 def nothing_decays(plan: Plan) -> Iterator[None]:
@@ -52,8 +52,8 @@ def decay_in_the_gradient(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "Adam's count moves on more than once per step, as with an optimizer that is called per sub-group",
-    "https://github.com/deepspeedai/DeepSpeed/pull/1823",
+    "Adam's count moves on more than once per step, as one does that every format of a group moves",
+    "https://github.com/deepspeedai/DeepSpeed/pull/8471",
     base="pipeline", axes="", parameter=r".+",
 )  # fmt: skip
 def count_moves_twice(plan: Plan) -> Iterator[None]:
@@ -98,7 +98,7 @@ def rate_moves_by_rank(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the learning rate does not move",
-    "https://github.com/sgl-project/SpecForge/issues/364",
+    "https://github.com/tumurzakov/AnimateDiff/issues/11",
     base="pipeline", axes="", parameter=r".+",
 )  # fmt: skip
 def rate_does_not_move(plan: Plan) -> Iterator[None]:
@@ -108,7 +108,7 @@ def rate_does_not_move(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the learning rate moves on with a step that was skipped",
-    "https://github.com/deepspeedai/DeepSpeed/issues/8415",
+    "https://github.com/huggingface/accelerate/issues/4242",
     base="FP16", axes="overflow", parameter=r".*",
 )  # fmt: skip
 def rate_moves_on_a_skip(plan: Plan) -> Iterator[None]:
@@ -124,7 +124,7 @@ def rate_moves_on_a_skip(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the loss scale stays where it was after an overflow",
-    "https://arxiv.org/abs/1710.03740",
+    "https://docs.pytorch.org/docs/stable/amp.html",
     base="FP16", axes="loss scale, overflow", parameter="",
 )  # fmt: skip
 def scale_not_halved(plan: Plan) -> Iterator[None]:
@@ -134,7 +134,7 @@ def scale_not_halved(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the loss scale is halved after every step",
-    "https://arxiv.org/abs/1710.03740",
+    "https://docs.pytorch.org/docs/stable/amp.html",
     base="FP16, no overflow", axes="loss scale", parameter="",
 )  # fmt: skip
 def scale_halved_every_step(plan: Plan) -> Iterator[None]:
@@ -143,8 +143,8 @@ def scale_halved_every_step(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "a gradient that is not finite is set to 0 and the optimizer steps all the same: weights decay",
-    "https://github.com/mlnomadpy/flaxchat/issues/6",
+    "a gradient that is not finite is set to 0 and the optimizer steps, where it should skip: weights decay",
+    "https://arxiv.org/abs/1710.03740",
     base="FP16", axes="overflow", parameter=FIRST,
 )  # fmt: skip
 def zeros_instead_of_a_skip(plan: Plan) -> Iterator[None]:
@@ -163,7 +163,7 @@ def zeros_instead_of_a_skip(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the optimizer steps twice per step, the second time on the same gradient",
-    "https://github.com/huggingface/accelerate/issues/1773",
+    "https://github.com/mzolfaghari/ECO-pytorch/pull/1",
     base="pipeline", axes="", parameter=r".+",
 )  # fmt: skip
 def two_updates(plan: Plan) -> Iterator[None]:
@@ -234,7 +234,7 @@ def one_stage_does_not_skip(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "one data-parallel rank skips the step that the others take",
-    "https://github.com/deepspeedai/DeepSpeed/issues/994",
+    "https://github.com/NVIDIA-NeMo/Automodel/pull/2468",
     base="pipeline", axes="dp", parameter=r".+",
 )  # fmt: skip
 def one_rank_skips(plan: Plan) -> Iterator[None]:

@@ -151,7 +151,7 @@ def gradient_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "activations of two micro-batches are swapped on their way to the next stage",
+    "messages between two stages are matched in another order, here activations of two micro-batches",
     "https://github.com/NVIDIA/Megatron-LM/issues/1450",
     base="dualpipev", axes="schedule, pp",
 )  # fmt: skip
@@ -217,7 +217,7 @@ def recomputed_with_other_dropout(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "one history of largest values for all chunks of a rank: the forward of one makes an empty row in the others'",
+    "a history of largest values moves on for modules that did not run: one chunk's forward empties a row of others'",
     "https://github.com/NVIDIA/TransformerEngine/pull/825",
     base="own, quantized", axes="schedule, pp", parameter=r"embedding\.weight",
 )  # fmt: skip
@@ -238,7 +238,7 @@ def amax_of_a_chunk_lost(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the largest values of an evaluation stay in the history that the next step's scale comes from",
-    "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/fp8_primer.html",
+    "https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py",
     base="own, quantized", axes="", parameter=r"embedding\.weight",
 )  # fmt: skip
 def amax_of_an_evaluation_kept(plan: Plan) -> Iterator[None]:

@@ -54,8 +54,8 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the running sum is divided after every micro-batch, so that early ones count less and less",
-    "https://github.com/ml-explore/mlx-lm/pull/1413",
+    "the running sum is divided again and again, so that early micro-batches count less and less",
+    "https://github.com/pytorch/torchtitan/pull/1732",
     base="ZeRO-3", axes="backend",
 )  # fmt: skip
 def running_sum_divided_again(plan: Plan) -> Iterator[None]:
@@ -89,8 +89,8 @@ def cleared_between_rounds(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the buffer of gradients is not zeroed: the second step starts with the first one's",
-    "https://github.com/NVIDIA/Megatron-LM/pull/4609",
+    "gradients are not cleared before the next backward: the second step starts with the first one's",
+    "https://github.com/deepspeedai/DeepSpeed/pull/856",
     base="pipeline", axes="",
 )  # fmt: skip
 def buffer_not_zeroed(plan: Plan) -> Iterator[None]:
@@ -115,7 +115,7 @@ def _without_gradient_of(numbers: Callable[[int], set[int]]) -> AbstractContextM
 
 
 @mistake(
-    "the last micro-batch of the window is dropped",
+    "the last micro-batch is dropped, as are those of a window that does not fill",
     "https://github.com/ml-explore/mlx-lm/pull/1544",
     base="pipeline", axes="micro-batches",
 )  # fmt: skip
@@ -126,7 +126,7 @@ def last_microbatch_left_out(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the stages are initialised again between micro-batches, which drops what was added up: the last one counts",
-    "https://github.com/ServiceNow/Fast-LLM/issues/550",
+    "https://github.com/NVIDIA-NeMo/Automodel/pull/3530",
     base="pipeline", axes="micro-batches",
 )  # fmt: skip
 def only_the_last_microbatch(plan: Plan) -> Iterator[None]:
@@ -153,7 +153,7 @@ def ranks_not_reduced(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "gradients are reduced over data-parallel ranks and not over those that share a sequence",
-    "https://github.com/NVIDIA/Megatron-LM/issues/673",
+    "https://github.com/ByteDance-Seed/VeOmni/pull/1115",
     base="context parallel", axes="cp",
 )  # fmt: skip
 def context_parallel_not_reduced(plan: Plan) -> Iterator[None]:
@@ -192,16 +192,30 @@ def tied_copy_not_summed(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "at ZeRO-2 the partitions of the two copies are added, which are cut at different places",
-    "https://github.com/NVIDIA/Megatron-LM/pull/6500",
-    base="ZeRO-2, tied", axes="pp, backend, tied embedding",
+    "https://github.com/NVIDIA/Megatron-LM/issues/844",
+    base="ZeRO-2, tied", axes="pp, dp, backend, tied embedding",
 )  # fmt: skip
 def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
-    with replaced(DeepSpeedBackend, "_waits_for_its_copy", lambda self, param: False):
+    def add_what_is_held(backend: Any, groups: Any) -> None:
+        held = [shard.grad.view(-1) for shard in backend.shards() if gpt.is_tied(shard.param)]
+        flat = torch.cat(held or [torch.zeros(0)])
+        width = torch.tensor(flat.numel())
+        if groups.embedding is not None and groups.embedding.size() > 1:
+            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=groups.embedding)
+            total = torch.nn.functional.pad(flat, (0, int(width) - flat.numel()))
+            dist.all_reduce(total, group=groups.embedding)
+            for grad, part in zip(held, total[: flat.numel()].split([each.numel() for each in held]), strict=True):
+                grad.copy_(part)
+
+    with (
+        replaced(deepspeed, "_set_tied_apart", lambda optimizer: None),
+        replaced(deepspeed, "sum_tied_copies", add_what_is_held),
+    ):
         yield
 
 
 @mistake(
-    "the two copies of the embedding are summed twice",
+    "the gradient of a shared weight counts twice, here by a second sum over the two copies of the embedding",
     "https://github.com/pytorch/pytorch/pull/181365",
     base="pipeline, tied", axes="pp, tied embedding",
 )  # fmt: skip
@@ -218,7 +232,7 @@ def tied_copy_summed_twice(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "in a V one rank has both copies of the embedding, and each keeps its own gradient",
-    "https://github.com/uw-syfi/piper/pull/25",
+    "https://github.com/uw-syfi/piper/issues/13",
     base="zbv, tied", axes="schedule, pp, tied embedding",
 )  # fmt: skip
 def tied_copy_in_a_v_not_summed(plan: Plan) -> Iterator[None]:
@@ -267,8 +281,8 @@ def query_norms_not_summed(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "what is whole on every tp rank is summed over tp all the same",
-    "https://github.com/InternLM/InternEvo/pull/420",
+    "the gradient of a norm that every tp rank has whole is tp times too large, here by a sum over tp",
+    "https://github.com/NVIDIA/Megatron-LM/issues/1528",
     base="tensor parallel, norms of queries", axes="tp", parameter=NORM,
 )  # fmt: skip
 def whole_norms_summed_over_tp(plan: Plan) -> Iterator[None]:
@@ -277,7 +291,7 @@ def whole_norms_summed_over_tp(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "a streamed unit's gradients enter its partitions twice",
+    "a streamed unit's gradients are reduced more than once, and enter its partitions twice",
     "https://github.com/hpcaitech/ColossalAI/issues/247",
     base="ZeRO-3, streaming", axes="sync",
 )  # fmt: skip
@@ -294,8 +308,8 @@ def streamed_twice(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "gradients of experts that were spread over ranks are not divided for the ranks that sent them tokens",
-    "https://github.com/NVIDIA-NeMo/Automodel/pull/3817",
+    "gradients of experts that were spread over ranks are not divided by the expert-parallel size",
+    "https://github.com/NVIDIA/Megatron-LM/pull/5956",
     base="spread experts", axes="ep, dp, experts",
     parameter=r"decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight",
 )  # fmt: skip
@@ -321,7 +335,7 @@ def accumulation_in_bf16(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the gradient crosses ranks in BF16, though FP32 was asked for",
+    "the gradient crosses ranks in a narrower format than was asked for, here BF16",
     "https://github.com/deepspeedai/DeepSpeed/issues/2071",
     base="pipeline", axes="",
 )  # fmt: skip

@@ -58,7 +58,7 @@ def balancing_by_context_parallel(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "under sequence parallelism the balancing loss is scaled by the tokens of one tp rank",
+    "the balancing loss is scaled by the tokens of one tp rank, so that it changes with tp",
     "https://github.com/NVIDIA/Megatron-LM/pull/5047",
     base="experts, tensor parallel", axes="tp, aux loss, experts",
 )  # fmt: skip
@@ -69,7 +69,7 @@ def balancing_by_tensor_parallel(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the scale of the balancing loss is never set: its gradient counts once per token of the micro-batch",
-    "https://github.com/NVIDIA/Megatron-LM/issues/1652",
+    "https://github.com/NVIDIA-NeMo/Automodel/pull/1412",
     base="experts", axes="aux loss, experts",
 )  # fmt: skip
 def balancing_scale_not_set(plan: Plan) -> Iterator[None]:
@@ -79,7 +79,7 @@ def balancing_scale_not_set(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the router is not given the padding mask, so that padding counts in the balancing loss",
-    "https://github.com/NVIDIA/Megatron-LM/issues/1984",
+    "https://github.com/NVIDIA/Megatron-LM/pull/4776",
     base="experts, padded", axes="unequal weights, aux loss, experts",
 )  # fmt: skip
 def padding_mask_lost(plan: Plan) -> Iterator[None]:
@@ -101,8 +101,8 @@ def balancing_has_no_gradient(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the z loss is not scaled with the step",
-    "https://github.com/NVIDIA/Megatron-LM/issues/3672",
+    "the z loss does not follow the scale of the step: that of each micro-batch counts whole",
+    "https://github.com/NVIDIA/Megatron-LM/pull/3768",
     base="experts, z loss", axes="micro-batches, z loss, experts",
 )  # fmt: skip
 def z_loss_of_every_microbatch(plan: Plan) -> Iterator[None]:
@@ -111,8 +111,8 @@ def z_loss_of_every_microbatch(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "with micro-batch means the balancing loss is divided by N of the tokens",
-    "https://github.com/NVIDIA/Megatron-LM/pull/5007",
+    "the balancing loss is divided by the tokens of the step, here where the main one is a mean of means",
+    "https://github.com/NVIDIA-NeMo/Automodel/pull/1412",
     base="experts, micro-batch means", axes="aux loss, experts, micro-batch means",
 )  # fmt: skip
 def balancing_by_tokens_under_means(plan: Plan) -> Iterator[None]:
@@ -140,7 +140,7 @@ def bias_moved_by_microbatch(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "the router's bias moves by the tokens of one rank",
-    "https://github.com/PrimeIntellect-ai/prime-rl/pull/2953",
+    "https://github.com/NVIDIA/TransformerEngine/pull/3471",
     base="experts, bias", axes="dp, router bias, experts", parameter=r"decoder\.layers\.\d\.mlp\.router\.expert_bias",
 )  # fmt: skip
 def bias_moved_by_one_rank(plan: Plan) -> Iterator[None]:
@@ -152,8 +152,8 @@ def bias_moved_by_one_rank(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the router's bias is left where it was, because the optimizer's hook that moves it is gone",
-    "https://github.com/deepseek-ai/DeepSeek-V3/issues/761",
+    "the router's bias stays where it was, because no hook of the optimizer moves it",
+    "https://github.com/PrimeIntellect-ai/prime-rl/pull/2953",
     base="experts, bias", axes="router bias, experts", parameter=r"decoder\.layers\.0\.mlp\.router\.expert_bias",
 )  # fmt: skip
 def bias_not_moved(plan: Plan) -> Iterator[None]:
@@ -195,8 +195,8 @@ def prediction_not_averaged(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the prediction layers' loss is divided by the micro-batches too",
-    "https://github.com/NVIDIA/Megatron-LM/issues/2417",
+    "a side loss, here of prediction layers, is divided by the micro-batches, though the main one is divided by N",
+    "https://github.com/huggingface/trl/pull/6083",
     base="prediction", axes="micro-batches, mtp",
 )  # fmt: skip
 def prediction_divided_by_microbatches(plan: Plan) -> Iterator[None]:

@@ -212,8 +212,10 @@ def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered):
 
 
 def use_megatrons_attention() -> None:
-    """In layers of Transformer Engine: attention keeps no FP8 state here, and TE's needs kernels of its own."""
+    """In layers of Transformer Engine: attention keeps no FP8 state here, and TE's needs kernels of its own. It takes
+    packed documents, as TE's does."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    TESpecProvider.core_attention = lambda self: DotProductAttention  # type: ignore[method-assign]
+    from megaaccum.model.attention import LocalAttention
+
+    TESpecProvider.core_attention = lambda self: LocalAttention  # type: ignore[method-assign]

@@ -249,8 +249,28 @@ def test_a_static_graph_has_no_warm_up_and_says_so() -> None:
     assert "Batch warm-up" not in text
 
 
+def test_documents_have_their_bytes_and_what_packed_rows_cannot_do_is_said(run_yaml: str) -> None:
+    assert "reset_attention_mask" not in check.run(run_yaml)
+    keys = ["--reset_attention_mask", "--micro_batch_size", "1", "--position_embedding_type", "rope"]
+    text = check.run(run_yaml, keys)
+    tokens = int(text.partition("reset_attention_mask: a micro-batch has ")[2].split()[0].replace(",", ""))
+    assert f"and no mask, of {tokens * tokens:,} bytes" in text
+    assert "on a GPU with Transformer Engine" not in text
+    predicts = [*keys, "--mtp_num_layers", "1"]
+    assert "on a GPU with Transformer Engine: reset_attention_mask with" in check.run(run_yaml, predicts)
+    assert "on a GPU" not in check.run(run_yaml, [*predicts, "--transformer_impl", "local"])
+
+
 def test_a_start_that_is_verified_says_what_it_does_not_see(run_yaml: str) -> None:
     assert "verify_at_start" not in check.run(run_yaml)
     text = check.run(run_yaml, ["--verify_at_start"])
     assert "verify_at_start: two more forwards and backwards before the first step" in text
     assert "is not seen: sums over tp" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("zbv", "takes 1.0000 of its work, with a barrier 1.0"), ("gpipe", "gains nothing")]
+)
+def test_what_a_step_gains_without_a_barrier(run_yaml: str, name: str, words: str) -> None:
+    keys = ["--schedule", name, "--speculative_step"]
+    assert f"speculative_step {words}" in check.run(run_yaml, keys, world_size=4).replace(": a step", "")

@@ -68,6 +68,20 @@ def test_the_fastest_that_fits(capsys):
     assert "zbv: it holds 4, over the limit" in out
 
 
+def test_without_a_barrier_another_one_is_the_fastest(capsys):
+    """A flush of ZB-V is the longer one here; from one to the next it is not."""
+    words = "schedule --pp 4 -m 8 --schedule auto --cost 1,0.9,1 --no-timeline"
+    first = {}
+    for more in ("", " --no-barrier"):
+        head, *lines = (line.split() for line in run(capsys, words + more).splitlines())
+        first[more] = lines[0][0]
+        assert head[-2:] == (["no", "barrier"] if more else ["peak", "gap"])
+    lines = {line[0]: line for line in lines}
+    assert float(lines["1f1b"][-1]) == float(lines["1f1b"][2])
+    assert float(lines["zbv"][-1]) < float(lines["zbv"][2])
+    assert first == {"": "dualpipev", " --no-barrier": "zbv"}
+
+
 def test_what_cannot_be_compared_says_why(capsys):
     out = run(capsys, "schedule --pp 4 -m 10 --schedule dualpipev --compare interleaved --no-timeline")
     assert out.splitlines()[2].startswith("interleaved: 10 micro-batches in a flush leave a last group")

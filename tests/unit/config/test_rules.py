@@ -20,6 +20,7 @@ SAME = dict(reproducible="layout")
 PP2 = dict(pipeline_model_parallel_size=2)
 FP8 = dict(fp8_format="hybrid", bf16=True)
 EARLY = PP2 | dict(speculative_step=True, schedule="zbv", num_layers=4)
+PACKED = dict(reset_attention_mask=True, transformer_impl="transformer_engine")
 GLOBAL = dict(num_experts=4, add_bias_linear=False, moe_router_load_balancing_type="global_aux_loss")
 
 # Rule, ranks, keys that break it, words of its text.
@@ -143,8 +144,21 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     (
         "document_mask",
         1,
-        dict(reset_attention_mask=True, transformer_impl="transformer_engine"),
-        ["ignores the mask", "transformer_impl to local"],
+        PACKED | dict(mtp_num_layers=1),
+        ["mtp_num_layers stops predicting", "leave mtp_num_layers out", "transformer_impl to local"],
+    ),
+    ("document_mask", 1, PACKED | dict(variable_seq_lengths=True), ["variable_seq_lengths sends lengths of rows"]),
+    (
+        "document_mask", 1, PACKED | dict(multi_latent_attention=True, v_head_dim=256),
+        ["v_head_dim 256 is above", "leave v_head_dim out"],
+    ),
+    (
+        "document_mask", 2,
+        PACKED | dict(
+            num_experts=4, add_bias_linear=False, moe_router_load_balancing_type="seq_aux_loss", micro_batch_size=2,
+            tensor_model_parallel_size=2, sequence_parallel=True,
+        ),
+        ["seq_aux_loss balances each row", "a part of all 2", "leave moe_router_load_balancing_type out"],
     ),
     (
         "start_can_be_verified",
@@ -231,7 +245,7 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
     ),
     ("schedule", 1, dict(virtual_pipeline_model_parallel_size=2), ["pipeline_model_parallel_size above 1"]),
     ("schedule", 2, PP2 | dict(schedule="none"), ["schedule none", "not 2"]),
-    ("schedule", 1, dict(schedule="1f1b"), ["schedule 1f1b", "auto"]),
+    ("schedule", 1, dict(schedule="1f1b"), ["schedule 1f1b", "leave schedule out"]),
     ("schedule", 2, PP2 | dict(schedule="interleaved"), ["virtual_pipeline_model_parallel_size"]),
     ("schedule", 2, PP2 | dict(schedule="1f1b", virtual_pipeline_model_parallel_size=2), ["is 2", "interleaved"]),
     ("group_size", 2, PP2 | dict(microbatch_group_size_per_vp_stage=2), ["interleaved", "leave it out"]),
@@ -453,6 +467,7 @@ BROKEN: list[tuple[str, int, dict[str, object], list[str]]] = [
         dict(static_graph=True, pp_microbatches=None, global_batch_size=None, step_batch_size_schedule="0:8 1K:16"),
         ["step_batch_size_schedule"],
     ),
+    ("static_graph", 1, dict(static_graph=True, reset_attention_mask=True), ["reset_attention_mask", "to false"]),
     ("static_graph", 1, dict(static_graph=True, variable_seq_lengths=True), ["variable_seq_lengths", "pad"]),
     ("static_graph", 1, dict(static_graph=True, short_batch="pad"), ["short_batch pad", "set it to error"]),
     ("static_graph", 1, dict(static_graph=True, short_batch="drop"), ["short_batch drop"]),

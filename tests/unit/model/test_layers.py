@@ -105,15 +105,16 @@ def test_a_stage_that_streams_is_built_in_host_memory(gpu):
     assert not gpt.transformer_config(plan(sync="resident")).use_cpu_initialization
 
 
-def test_documents_are_kept_apart_or_refused(gpu, monkeypatch):
-    asked = plan(reset_attention_mask=True)
-    gpt._check_te_layers(asked)
+def test_documents_are_packed_or_refused(gpu, monkeypatch):
+    predicts = dict(reset_attention_mask=True, mtp_num_layers=1, position_embedding_type="rope")
+    gpt._check_te_layers(plan(**predicts))
     with pytest.raises(ConfigError, match="transformer_impl to auto"):
         gpt._check_te_layers(plan(transformer_impl=TE))
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
-    with pytest.raises(ConfigError, match="documents would attend to each other"):
-        gpt._check_te_layers(asked)
-    gpt._check_te_layers(resolve(make(reset_attention_mask=True, transformer_impl=LOCAL), world_size=1))
+    gpt._check_te_layers(plan(reset_attention_mask=True))
+    with pytest.raises(ConfigError, match=r"packs the rows.*but mtp_num_layers stops predicting.*to local"):
+        gpt._check_te_layers(plan(**predicts))
+    gpt._check_te_layers(resolve(make(**predicts, transformer_impl=LOCAL), world_size=1))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

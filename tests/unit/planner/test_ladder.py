@@ -96,6 +96,26 @@ def test_one_knob_at_a_time_from_the_best() -> None:
     assert best.row == 2
 
 
+def test_layouts_near_the_best_run_again_in_turns() -> None:
+    """The first is fastest when it runs alone, and slower than the second in all further runs."""
+    ladder, runs = Ladder([candidate(row) for row in (1, 2, 3)], top=3), Runs({1: 1.0, 2: 1.08, 3: 1.2})
+    ladder.run(runs)
+    again: list[tuple[int, int]] = []
+
+    def measure(at: Candidate, number: int) -> Outcome:
+        again.append((at.row, number))
+        before = ladder.outcomes[at.name]
+        return before.then(Outcome(verdict=MEASURED, seconds=1.3 if at.row == 1 else 1.1))
+
+    best = ladder.run_again(measure, 3)
+    assert again == [(1, 2), (2, 2), (1, 3), (2, 3)]
+    assert best is not None
+    assert (best.row, ladder.seconds_of(best)) == (2, 1.1)
+    assert [ladder.seconds_of(each) for each in ladder.measured] == [1.3, 1.1, 1.2]
+    assert ladder.run_again(measure, 1) is best
+    assert len(again) == 4
+
+
 def test_an_unknown_knob_is_refused_before_anything_runs() -> None:
     ladder, runs = Ladder([candidate(1)], top=1), Runs({})
     with pytest.raises(ConfigError, match=r"--knob recompte \(did you mean recompute\?\)"):

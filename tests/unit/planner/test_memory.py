@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.hardware import load_hardware
 from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.planner.memory import KINDS, MemoryModel, Usage
+from megaaccum.planner.partial_sums import Passes
 from megaaccum.planner.workload import Workload, make_workload
 from tests.support.configs import plan
 
@@ -136,7 +138,7 @@ def test_bubbles_of_the_papers() -> None:
     """arXiv 2104.04473, section 2.2; arXiv 2401.10241, table 2; with F = I = W = 1."""
     seconds = {
         (name, vpp): float(
-            pipeline.fill_seconds(name, pp=4, vpp=vpp, forward=1.0, input_grad=1.0, weight_grad=1.0, p2p=0.0)
+            pipeline.fill_seconds(name, pp=4, vpp=vpp, forward=1.0, input_grad=1.0, weight_grad=1.0, p2p=0.0, m=8)
         )
         for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1))
     }
@@ -228,7 +230,8 @@ def test_inputs_that_are_gathered_until_w_count_whole() -> None:
     chunks = [of_te.stages(4, 1)[1]]
     part = activations.tokens(of_te.model, at) * of_te.model.hidden_size * 2 / 4
     assert owed[0] >= 1
-    kept = of_te._gathered_until_w(at, "zb-h1", 4, 1, chunks)
+    passes = Passes(schedule="zb-h1", pp=4, vpp=1, rank=1)
+    kept = of_te._gathered_until_w(at, passes, chunks)
     assert kept == pytest.approx(owed * chunks[0].layers * 2 * 3 * part)
-    assert local._gathered_until_w(at, "zb-h1", 4, 1, chunks) == 0.0
-    assert np.all(of_te._gathered_until_w(at, "1f1b", 4, 1, chunks) == 0.0)
+    assert local._gathered_until_w(at, passes, chunks) == 0.0
+    assert np.all(of_te._gathered_until_w(at, replace(passes, schedule="1f1b"), chunks) == 0.0)

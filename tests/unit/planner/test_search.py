@@ -178,7 +178,7 @@ def test_a_tensor_size_that_does_not_divide_is_told() -> None:
         ("tp=16", "more than the 8 GPUs of a node"),
         ("pp=5", "num_layers 32 is not divisible by pipeline_model_parallel_size 5: set num_layers to 30 or 35"),
         ("tp=8,pp=8,ga=3", "grad_accum_steps"),
-        ("schedule=pipedream", "schedule pipedream is none that a configuration can name: none, "),
+        ("schedule=pipedream", "schedule pipedream is none that is planned: none, "),
         ("tp=1,pp=1,cp=1,mbs=8,recompute=none", "is legal: no layout fits"),
         ("tp=8,pp=8", "fits, and its best layout is number"),
     ],

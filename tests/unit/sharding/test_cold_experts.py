@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megaaccum.sharding.cold_experts import ColdExperts, ExpertLayer
+from megaaccum.distributed import cpu
+from megaaccum.sharding.cold_experts import _AHEAD, ColdExperts, ExpertLayer
 
 
 class Experts(torch.nn.Module):
@@ -125,3 +130,121 @@ def test_what_a_given_up_attempt_left_is_dropped():
     assert list(cold.tensors())
     cold.begin_step()
     assert not list(cold.tensors())
+
+
+# --- a GPU that is late: a copy lands when its event is waited for ---------------------------------------------------
+
+
+class Stream:
+    """Work that is launched and not done."""
+
+    def __init__(self):
+        self.work: list = []
+
+    def record_event(self):
+        return SimpleNamespace(synchronize=partial(self._work_off, len(self.work)))
+
+    def _work_off(self, count: int) -> None:
+        for index, each in enumerate(self.work[:count]):
+            each()
+            self.work[index] = lambda: None
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a copy has not reached holds what it held before."""
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False):
+        assert non_blocking, "the host would wait"
+        torch.cuda.current_stream().work.append(partial(super().copy_, source.clone()))
+        return self
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """compute, copies: streams. kept: gradients whose memory waits for a stream. pinned: elements of each buffer."""
+    empty, seen = torch.empty, SimpleNamespace(compute=Stream(), copies=Stream(), kept=[], pinned=[])
+    seen.current = seen.compute
+
+    def pinned(shape, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        made = empty(shape, dtype=dtype)
+        seen.pinned.append(made.numel())
+        return made.fill_(float("nan") if dtype.is_floating_point else False).as_subclass(Pinned)
+
+    @contextmanager
+    def on(stream: Stream):
+        seen.current = stream
+        yield
+        seen.current = seen.compute
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda grad, stream: seen.kept.append((grad.tolist(), stream)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: seen.copies)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: seen.current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    return seen
+
+
+def with_a_cold_expert() -> tuple[torch.nn.Parameter, ColdExperts]:
+    experts, cold = made(fewer_than=1, steps=1)
+    step(experts, cold, 0, 2)
+    cold.begin_step()
+    return experts.scales[0], cold
+
+
+def take(cold: ColdExperts, param: torch.nn.Parameter, *values: float) -> None:
+    for value in values:
+        param.grad = torch.tensor([value])
+        cold.take(param)
+        assert param.grad is None
+
+
+def waited_for(stream: Stream) -> int:
+    return sum(not isinstance(each, partial) for each in stream.work)
+
+
+def test_the_host_is_some_gradients_ahead_of_the_copies(gpu):
+    param, cold = with_a_cold_expert()
+    values = [0.1 * number for number in range(1, 2 * _AHEAD + 2)]
+    take(cold, param, *values[:_AHEAD])
+    assert waited_for(gpu.compute) == 0
+    assert not gpu.copies.work
+    take(cold, param, *values[_AHEAD : 2 * _AHEAD])
+    assert (waited_for(gpu.compute), waited_for(gpu.copies), len(gpu.copies.work)) == (_AHEAD, 0, _AHEAD)
+    take(cold, param, values[-1])
+    assert waited_for(gpu.copies) == 1
+    cold.bring_back(param)
+    total = torch.tensor([0.0])
+    for value in values:
+        total += torch.tensor([value])
+    assert torch.equal(torch.tensor(param.grad.tolist()), total)
+    assert gpu.kept == [([pytest.approx(value)], gpu.copies) for value in values]
+    assert not list(cold.tensors())
+
+
+def test_zeros_are_not_copied(gpu):
+    param, cold = with_a_cold_expert()
+    take(cold, param, *[0.0] * 3 * _AHEAD)
+    cold.bring_back(param)
+    assert param.grad is None
+    assert not gpu.copies.work
+
+
+def test_a_new_attempt_does_not_get_what_was_under_way(gpu):
+    param, cold = with_a_cold_expert()
+    take(cold, param, *[1.0] * 3 * _AHEAD)
+    assert list(cold.tensors())
+    cold.begin_step()
+    assert not list(cold.tensors())
+    take(cold, param, 3.0)
+    cold.bring_back(param)
+    assert param.grad == 3.0
+
+
+def test_a_sum_that_does_not_wait_is_seen(gpu, monkeypatch: pytest.MonkeyPatch):
+    param, cold = with_a_cold_expert()
+    monkeypatch.setattr(gpu.copies, "record_event", lambda: SimpleNamespace(synchronize=lambda: None))
+    take(cold, param, 1.0, 2.0)
+    cold.bring_back(param)
+    assert param.grad.isnan().all()

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from megaaccum.planner.footprint import partial_sums, partial_sums_of_rounds
+from megaaccum.planner.partial_sums import partial_sums
 from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, tree_sum
 
 COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
@@ -98,7 +98,7 @@ def test_partial_sums_are_few(count):
     for leaf, part in enumerate(leaves(count)):
         most = max(most, len(list(tree.tensors())))
         tree.add(leaf, part)
-    assert most == math.ceil(math.log2(count)) == partial_sums(count)
+    assert most == math.ceil(math.log2(count)) == max(partial_sums(count, 0, done) for done in range(count))
 
 
 @pytest.mark.parametrize(("rounds", "ranks"), [(1, 4), (4, 2), (3, 4), (5, 3), (16, 1), (7, 8)])
@@ -108,7 +108,7 @@ def test_partial_sums_after_rounds_of_all_ranks_are_predicted(rounds, ranks):
         tree.add(leaf, part)
         if leaf % ranks == ranks - 1:
             most = max(most, len(list(tree.tensors())))
-    assert most == partial_sums_of_rounds(rounds, ranks)
+    assert most == max(partial_sums(rounds * ranks, 0, ranks * done) for done in range(1, rounds + 1))
 
 
 def test_what_did_not_come_counts_nothing():

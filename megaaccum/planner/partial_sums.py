@@ -1,0 +1,97 @@
+"""Partial sums of gradients that wait for others on a rank (`reproducible: layout`), through the flushes of a step. The
+trees are those of sharding/sum_tree.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from megaaccum.planner import pipeline
+from megaaccum.planner.gather_units import max_of
+
+Moment = tuple[tuple[int, bool], ...]
+"""Of each chunk of a rank, how many sums there are, and whether they are the sum of all micro-batches."""
+Change = tuple[Moment, Moment]
+"""Before and after a micro-batch brings a chunk its gradients."""
+
+
+@cache
+def partial_sums(leaves: int, start: int, stop: int) -> int:
+    """How many sums there are of the leaves from `start` up to `stop`, when all that can be added is."""
+    if start <= 0 and stop >= leaves:
+        return 1
+    if stop <= 0 or start >= leaves:
+        return 0
+    half = leaves // 2
+    return partial_sums(half, start, stop) + partial_sums(leaves - half, start - half, stop - half)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The backwards of a step on pipeline rank `rank`."""
+
+    schedule: str
+    pp: int
+    vpp: int
+    rank: int
+    flushes: int = 1
+
+    def changes(self, microbatches: int, ranks: int) -> set[Change]:
+        """Every change that differs. microbatches: of a flush; of each, those of `ranks` ranks come at once."""
+        return _changes(self, microbatches, ranks)
+
+    def done(self, microbatches: int) -> Iterator[tuple[int, ...]]:
+        """Micro-batches that each chunk has the gradients of, from none to all."""
+        flush = pipeline.gradients_done(
+            self.schedule, pp=self.pp, vpp=self.vpp, rank=self.rank, microbatches=microbatches
+        )
+        for before in range(0, self.flushes * microbatches, microbatches):
+            for counts in flush:
+                yield tuple(before + count for count in counts)
+
+
+@cache
+def _changes(passes: Passes, microbatches: int, ranks: int) -> set[Change]:
+    count = passes.flushes * microbatches
+    waiting = [(partial_sums(count * ranks, 0, done * ranks), done == count) for done in range(count + 1)]
+    moments = [tuple(waiting[done] for done in counts) for counts in passes.done(microbatches)]
+    return set(itertools.pairwise(moments))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Sums that wait. sizes: elements of each chunk. units: of each chunk, (bytes of whole gradients, elements of the
+    chunk before it) of its units in the order of a backward; one of nothing where all come at once. per_sum: bytes of
+    an element of a partial sum. totals: elements of finished FP32 sums that stay."""
+
+    sizes: Sequence[Any]
+    units: Sequence[Sequence[tuple[Any, Any]]]
+    per_sum: float
+    totals: float
+
+    def most(self, changes: set[Change]) -> Any:
+        """Bytes when they are most."""
+        return max_of(each for change in changes for each in self._through(*change))
+
+    def _through(self, before: Moment, after: Moment) -> Iterator[Any]:
+        """From one moment to the next: a unit's sums change when its gradients go."""
+        yield self._at(after)
+        for chunk, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old != new:
+                change = self._per_element(new) - self._per_element(old)
+                yield from (unit + self._at(before) + change * gone for unit, gone in self.units[chunk])
+
+    def _at(self, moment: Moment) -> Any:
+        sums = list(zip(moment, self.sizes, strict=True))
+        waiting = sum(self.per_sum * count * size for (count, is_whole), size in sums if not is_whole)
+        totals = sum(size for (_, is_whole), size in sums if is_whole)
+        return waiting + 4.0 * np.minimum(totals, self.totals)
+
+    def _per_element(self, sums: tuple[int, bool]) -> float:
+        count, is_whole = sums
+        return (4.0 if self.totals else 0.0) if is_whole else self.per_sum * count
