@@ -46,7 +46,12 @@ def fsdp2_units(root: torch.nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    return [unit for module in reversed(modules) for unit in module._get_fsdp_state()._fsdp_param_groups]
+    return [unit for module in reversed(modules) for unit in _own_units(module)]
+
+
+def _own_units(module: Any) -> list[Any]:
+    """The parameters of a fully sharded module that are in no other inside it: of a chunk in the middle, none."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def fsdp2_even_out(unit: Any) -> None:
@@ -71,7 +76,7 @@ class Fsdp2WeightGrads:
     """
 
     def __init__(self, root: torch.nn.Module):
-        self._root, self._units = root, fsdp2_units(root)
+        self._root, self._units, self._last = root, fsdp2_units(root), _own_units(root)
         self._left: list[Any] = []
 
     def begin(self, *, reduce: bool) -> None:
@@ -87,7 +92,7 @@ class Fsdp2WeightGrads:
     def add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add `grad`, in the precision in which gradients are reduced; reduce the units before the weight's."""
         unit, param = self._of[id(weight)]
-        while self._reduces and unit is not self._units[-1] and self._left[0] is not unit:
+        while self._reduces and unit not in self._last and self._left[0] is not unit:
             self._reduce(self._left.pop(0))
         torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape
         param.accumulate_unsharded_grad_if_needed()
@@ -195,7 +200,7 @@ def watch_fsdp2(roots, memory) -> None:
     their root's whole gradients, when these are about to be reduced."""
     gathered: dict[int, int] = {}
 
-    def watch(group, root) -> None:
+    def watch(group, last) -> None:
         to_unsharded, to_sharded, post_backward = group._to_unsharded, group._to_sharded, group.post_backward
 
         def gather() -> None:
@@ -212,7 +217,7 @@ def watch_fsdp2(roots, memory) -> None:
 
         def reduce(*args) -> None:
             if group.reduce_grads:
-                params = {id(param): param for each in (group, root) for param in each.fsdp_params}
+                params = {id(param): param for each in (group, *last) for param in each.fsdp_params}
                 grads = [grad for param in params.values() for grad in _fsdp2_gradients(param)]
                 memory.note("gradients_whole", sum(grad.nbytes for grad in grads))
             post_backward(*args)
@@ -220,6 +225,5 @@ def watch_fsdp2(roots, memory) -> None:
         group._to_unsharded, group._to_sharded, group.post_backward = gather, release, reduce
 
     for each in roots:
-        units = fsdp2_units(each)
-        for unit in units:
-            watch(unit, units[-1])
+        for unit in fsdp2_units(each):
+            watch(unit, _own_units(each))

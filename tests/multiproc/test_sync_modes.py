@@ -68,7 +68,7 @@ CASES = {
     "zero-3, split": Case(4, V, UNTIED),
     "zero-3 streaming, split": Case(4, V + "--sync streaming", UNTIED),
     "fsdp2, split": Case(4, V + "--backend fsdp2", UNTIED),
-    "fsdp2 streaming, split": Case(4, V + "--backend fsdp2 --sync streaming", UNTIED),
+    "fsdp2 streaming, split": Case(4, V + "--backend fsdp2 --sync streaming --num_layers 8", UNTIED),
     "megatron, split": Case(4, V + "--backend megatron", UNTIED),
     "zero-3 in one order, zbv": Case(4, ZBV + SAME + "--pp_microbatches 8 --grad_accum_steps 1"),
     "zero-3 in one order, interleaved by rounds": Case(

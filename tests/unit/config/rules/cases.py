@@ -1,0 +1,48 @@
+"""Keys that the tests of the rules begin with, and what one rule says about some."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from megaaccum.config import resolve
+from megaaccum.config.derive import derive
+from megaaccum.config.rules import RULES, Subject
+from megaaccum.config.schema import Config
+from megaaccum.errors import ConfigError
+from tests.support.configs import make
+
+Case = tuple[str, int, dict[str, object], list[str]]
+"""A rule, the ranks, keys that break it, words of its text."""
+
+EXPERTS = dict(num_experts=8, add_bias_linear=False)
+COLD = EXPERTS | dict(cold_expert_offload=True)
+SPREAD = EXPERTS | dict(expert_model_parallel_size=2)
+OVERLAP = SPREAD | dict(overlap_moe_expert_parallel_comm=True, bf16=True)
+BF16 = dict(bf16=True, optimizer_dtype="bf16")
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+LATENT = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
+SAME = dict(reproducible="layout")
+PP2 = dict(pipeline_model_parallel_size=2)
+FP8 = dict(fp8_format="hybrid", bf16=True)
+EARLY = PP2 | dict(speculative_step=True, schedule="zbv", num_layers=4)
+PACKED = dict(reset_attention_mask=True, transformer_impl="transformer_engine")
+GLOBAL = dict(num_experts=4, add_bias_linear=False, moe_router_load_balancing_type="global_aux_loss")
+
+
+def derived(written: Config, world_size: int = 1) -> Subject:
+    """With everything derived as in `resolve`."""
+    config = copy.deepcopy(written)
+    derive(config, [])
+    return Subject(config=config, written=written, world_size=world_size)
+
+
+def check_broken(rule_name: str, world_size: int, keys: dict[str, object], words: list[str]) -> None:
+    """One text of the rule has the words, and `resolve` raises all of them."""
+    (rule,) = (rule for rule in RULES if rule.__name__ == rule_name)
+    texts = list(rule(derived(make(**keys), world_size)))
+    assert any(all(word in text for word in words) for text in texts), texts
+    with pytest.raises(ConfigError) as caught:
+        resolve(make(**keys), world_size=world_size)
+    assert set(texts) <= set(caught.value.problems)

@@ -1,0 +1,89 @@
+"""All rules together: each is broken in one of the files beside this one, and what keeps them is accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.config import resolve
+from megaaccum.config.rules import RULES, broken_rules
+from megaaccum.errors import ConfigError
+from tests.support.configs import make, plan
+from tests.unit.config.rules import test_model, test_parallel, test_sharding, test_step
+from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, LATENT, PP2, SPREAD, TP2, derived
+
+
+def test_every_rule_is_broken() -> None:
+    broken = [*test_model.BROKEN, *test_parallel.BROKEN, *test_sharding.BROKEN, *test_step.BROKEN]
+    assert {rule.__name__ for rule in RULES} == {name for name, *_ in broken}
+
+
+LEGAL: list[tuple[int, dict[str, object]]] = [
+    (1, dict()),
+    (2, dict()),
+    (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    (8, dict(tensor_model_parallel_size=2) | PP2),
+    (2, dict(context_parallel_size=2)),
+    (2, PP2 | dict(virtual_pipeline_model_parallel_size=2)),
+    (4, dict(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, batch_p2p_comm=True)),
+    (2, PP2 | dict(num_layers_per_virtual_pipeline_stage=2)),
+    (2, PP2 | dict(schedule="zbv")),
+    (2, PP2 | dict(schedule="dualpipev", virtual_pipeline_model_parallel_size=2)),
+    (2, PP2 | dict(schedule="zb-h1")),
+    (2, EARLY),
+    (4, EARLY | EXPERTS | dict(backend="fsdp2", bf16=True)),
+    (2, PP2 | dict(schedule="gpipe", transformer_impl="local")),
+    (4, dict(pipeline_model_parallel_size=4, schedule="zbv", decoder_last_pipeline_num_layers=2)),
+    (2, PP2 | dict(decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=5)),
+    (4, dict(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=2)),
+    (2, PP2 | dict(pipeline_model_parallel_layout="Et*2|(tt|)*2,ttL")),
+    (1, EXPERTS),
+    (4, EXPERTS | PP2 | dict(expert_model_parallel_size=2, moe_layer_freq=[0, *[1] * 7])),
+    (1, EXPERTS | dict(moe_router_num_groups=4, moe_router_group_topk=2)),
+    (2, SPREAD | COLD | dict(cold_expert_tokens=100, cold_expert_steps=5)),
+    (1, LATENT),
+    (1, dict(bf16=True, grad_accum_dtype="bf16")),
+    (1, dict(params_dtype="bf16")),
+    (1, dict(fp16=True)),
+    (1, dict(params_dtype="fp16", loss_scale=1024.0)),
+    (1, dict(fp16=True, initial_loss_scale=4.0, min_loss_scale=4.0, hysteresis=1, loss_scale_window=1)),
+    (1, dict(backend="ddp", params_dtype="fp64")),
+    (1, dict(recompute_granularity="full")),
+    (1, dict(recompute_granularity="selective", recompute_modules=["mlp", "core_attn"])),
+    (1, dict(lr_decay_style="WSD", lr_wsd_decay_iters=10, lr_warmup_fraction=0.1)),
+    (1, dict(weight_decay_incr_style="linear", start_weight_decay=0.1, end_weight_decay=0.2)),
+    (1, dict(data_path=["0.3", "a", "0.7", "b"])),
+    (1, dict(data_path=["a", "b"])),
+    (1, dict(train_data_path=["a"], valid_data_path=["b"])),
+    (1, dict(expert_model_parallel_size=1)),
+    (1, dict(num_attention_heads=6, hidden_size=100, kv_channels=16)),
+    (1, FP8),
+    (8, FP8 | PP2 | TP2 | dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max", zero_stage=1)),
+    (2, FP8 | PP2 | dict(schedule="dualpipev", fp8_recipe="tensorwise")),
+    (2, PP2 | dict(schedule="zb-h1", transformer_impl="transformer_engine")),
+    (1, FP8 | dict(backend="megatron", fp8_recipe="blockwise", first_last_layers_bf16=True)),
+]
+
+
+@pytest.mark.parametrize(("world_size", "keys"), LEGAL)
+def test_a_configuration_that_keeps_the_rules_is_accepted(world_size: int, keys: dict[str, object]) -> None:
+    plan(world_size, **keys)
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(make(hysteresis=1, swiglu=True, squared_relu=True, min_lr=1.0, device_batch_size=3), world_size=1)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4
+    for words in ("hysteresis", "squared_relu", "min_lr", "device_batch_size 3"):
+        assert words in text
+
+
+def test_a_missing_size_is_told_once_and_breaks_nothing_else() -> None:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "lr"):
+        config = make(**{name: None})
+        assert len(broken_rules(derived(config))) == 1
+
+
+def test_interleaved_needs_whole_groups_in_a_flush() -> None:
+    with pytest.raises(ConfigError, match="18 micro-batches in a flush leave a last group of 18 % "):
+        plan(4, pp_microbatches=18, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
