@@ -8,8 +8,19 @@ import sys
 BENCHMARKS = ("loop", "observing", "bytes", "schedules", "layer")
 NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_scripts", "megatron_train")
 """Tables, command lines, or repositories."""
-BY_NAME = (*BENCHMARKS, "steps", "sync_modes", "layouts", "fuzz", "restarts", "tune", "verify", *NEED_FILES)
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, verify
+BY_NAME = (
+    *BENCHMARKS,
+    "steps",
+    "sync_modes",
+    "layouts",
+    "fuzz",
+    "restarts",
+    "tune",
+    "verify",
+    "libraries",
+    *NEED_FILES,
+)
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, verify, libraries
 and megatron_train measure no speed."""
 
 

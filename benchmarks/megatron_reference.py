@@ -3,7 +3,7 @@
 The reference of `megatron_train.py`. What runs is `megatron.training` of megatron-core 0.19.2; the patches below take
 the place of a GPU and of Transformer Engine's layers, and mend two of its mistakes, each named where it is mended.
 The weights are megaaccum's, drawn by name with the distributions that Megatron's configuration gives.
-pretrain_gpt.py, which is not in the wheel, is the providers and `_forward_step` here.
+pretrain_gpt.py, which is not in the wheel, is the providers and `forward_step` here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _train(args: Any, num_steps: int) -> list[dict[str, float]]:
     for iteration in range(num_steps):
         lr = optimizer.param_groups[0]["lr"]
         losses, skipped, *_, grad_norm, _, _ = training.train_step(
-            _forward_step,
+            forward_step,
             iterators if len(model) > 1 else iterators[0],
             model,
             optimizer,
@@ -154,7 +154,7 @@ def _data(args: Any):
     return RerunDataIterator(iter(build_pretraining_data_loader(train, 0)))
 
 
-def _forward_step(data_iterator: Any, model: torch.nn.Module):
+def forward_step(data_iterator: Any, model: torch.nn.Module):
     from megatron.core import mpu
     from megatron.core.utils import get_batch_on_this_cp_rank
 

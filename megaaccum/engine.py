@@ -89,6 +89,7 @@ def initialize(
     built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
     raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
+    raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
     return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
 
 

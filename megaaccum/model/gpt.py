@@ -221,7 +221,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
-    chunks = [_build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
+    chunks = [build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
     packs = plan.config.data.reset_attention_mask and not layers_of(plan).local
     for chunk in chunks:
         chunk.packs_rows = packs  # see packed_rows
@@ -256,7 +256,9 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
     model_parallel_cuda_manual_seed(own)
 
 
-def _build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
+def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
+    """This rank's chunk as Megatron's builder makes it, with weights of its own drawing: `build_chunks` makes it a
+    model's."""
     model, made_of = plan.config.model, layers_of(plan)
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None

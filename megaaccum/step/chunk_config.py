@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.errors import ConfigError
+from megaaccum.model import gpt
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 
@@ -54,6 +55,23 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
             # By these Megatron counts the forwards before the first backward.
             config.virtual_pipeline_model_parallel_size = plan.layout.vpp
             config.microbatch_group_size_per_vp_stage = plan.config.parallel.microbatch_group_size_per_vp_stage
+
+
+def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise ConfigError on the first and the last stage where one trains its copy of a tied embedding and the other
+    does not: only one would come to add them up. Collective over the embedding group."""
+    group = groups.embedding
+    if group is None or group.size() == 1:
+        return
+    is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if gpt.is_tied(param))
+    everyone: list[bool] = [False] * group.size()
+    torch.distributed.all_gather_object(everyone, is_trained, group=group)
+    if len(set(everyone)) > 1:
+        trained, frozen = ("first", "last") if everyone[0] else ("last", "first")
+        raise ConfigError(
+            f"the {trained} stage trains its copy of the tied embedding and the {frozen} does not: set requires_grad of"
+            " both alike, or share_embeddings_and_output_weights=False"
+        )
 
 
 def _own_config(plan: Plan, chunk: torch.nn.Module) -> ModelParallelConfig:

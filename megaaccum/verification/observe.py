@@ -10,6 +10,7 @@ import torch
 
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
+from megaaccum.distributed.groups import Groups
 from megaaccum.engine import initialize
 from megaaccum.model import gpt
 from megaaccum.verification import borders
@@ -56,8 +57,7 @@ class Run:
 
     def place(self) -> dict[str, int]:
         """This rank's place in each group."""
-        of = self.groups
-        return {"tp": of.tp.rank(), "pp": of.pp.rank(), "dp": of.dp.rank(), "cp": of.collection.cp.rank()}
+        return place_in(self.groups)
 
     def watching(self) -> AbstractContextManager[list[Crossing]]:
         """Notes what crosses borders of stages."""
@@ -102,13 +102,24 @@ class Run:
         ]
 
     def _piece(self, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:
-        cut = gpt.is_sharded_over_tp(param)
-        gated = bool(getattr(self.chunks[0].config, "gated_linear_unit", False)) and "linear_fc1" in name
-        return Piece(
-            name, values.detach().double().reshape(-1).clone(), start,
-            tp_rank=self.groups.tp.rank() if cut else 0, tp_size=self.groups.tp.size() if cut else 1,
-            axis=param.partition_dim if cut else -1, gated=cut and gated,
-        )  # fmt: skip
+        return piece_of(self.chunks[0], self.groups, name, param, values, start)
+
+
+def place_in(groups: Groups) -> dict[str, int]:
+    """This rank's place in each group."""
+    cp = groups.collection.cp
+    return {"tp": groups.tp.rank(), "pp": groups.pp.rank(), "dp": groups.dp.rank(), "cp": cp.rank()}
+
+
+def piece_of(chunk: Any, groups: Groups, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:
+    """values: of parameter `param` of a chunk, from element `start` on of the part that this tp rank holds."""
+    cut = gpt.is_sharded_over_tp(param)
+    gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False)) and "linear_fc1" in name
+    return Piece(
+        name, values.detach().double().reshape(-1).clone(), start,
+        tp_rank=groups.tp.rank() if cut else 0, tp_size=groups.tp.size() if cut else 1,
+        axis=param.partition_dim if cut else -1, gated=cut and gated,
+    )  # fmt: skip
 
 
 def _is_whole(param: torch.nn.Parameter) -> bool:

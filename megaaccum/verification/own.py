@@ -66,7 +66,7 @@ def case_of(plan: Plan, own: OwnModel) -> Case:
     keys = {name: value(plan.written, name) for name in all_keys() if name in plan.written.origin}
     if own.optimizer is None and not keys.get("lr"):
         keys |= {"lr": 1e-2}
-    keys |= {"adam_eps": keys.get("adam_eps", 1e-2), "train_iters": None}
+    keys |= {"adam_eps": keys.get("adam_eps", 1e-2)}
     left = {name: each for name, each in keys.items() if each is not None}
     return Case(keys=left, megatron=dict(plan.config.megatron), world_size=plan.layout.world_size, own=own)
 

@@ -102,8 +102,12 @@ class _Gpt:
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
         keys = plan.config.optimizer
         groups = [
-            {"params": [each for _, each in named if (each.dim() > 1) == decays], "weight_decay": decay}
-            for decays, decay in ((True, keys.weight_decay), (False, 0.0))
+            {
+                "params": [each for _, each in named if (each.dim() > 1) == decays],
+                "weight_decay": keys.weight_decay * decays,
+                "wd_mult": float(decays),  # which the schedule reads
+            }
+            for decays in (True, False)
         ]
         return torch.optim.AdamW(
             [group for group in groups if group["params"]],

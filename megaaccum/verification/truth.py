@@ -19,6 +19,7 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.rng import SampleSeeds
 from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
+from megaaccum.training import lr_schedule
 from megaaccum.verification import borders
 from megaaccum.verification import subject as subjects
 from megaaccum.verification.case import Case, Lane
@@ -70,9 +71,10 @@ class OneProcess:
         half = lane in ("bf16", "fp16")
         self.masters = {name: param.detach().float().clone() if half else param.detach() for name, param in self.named}
         self.adam = self.subject.optimizer([(name, self.masters[name]) for name, _ in self.trained], self.plan)
+        has_schedule = layout.config.optimizer.lr and layout.config.run.train_iters  # as the engine's
+        self._schedule = lr_schedule.build(self.adam, layout.config, layout.ramp) if has_schedule else None
         self.notes: list[str] = []
         self._scale = _LossScale(layout.config.step) if lane == "fp16" else None
-        self._updates = 0
         self._rounding = 0.0
 
     # --- can anything be verified ---
@@ -190,7 +192,8 @@ class OneProcess:
         """Whether the step's gradient is a sum over samples, so that the whole batch can go through at once."""
         if self.plan.batch.loss_norm != "token" and self.case.own is None:
             return False
-        if self.case.own is None and self.plan.config.model.hidden_dropout:
+        model = self.plan.config.model
+        if self.case.own is None and (model.hidden_dropout or model.attention_dropout):
             return False  # each sample has masks of its own
         return not (getattr(self.config, "num_moe_experts", None) or getattr(self.config, "mtp_num_layers", None))
 
@@ -264,20 +267,10 @@ class OneProcess:
         for name, _ in self.trained:
             self.masters[name].grad = grads[name].to(self.masters[name].dtype)
         self.adam.step()
-        self._updates += 1
         for name, param in self.trained:
             param.data.copy_(self.masters[name])
-        if self.case.own is None:
-            self._move_lr()
-
-    def _move_lr(self) -> None:
-        """Linear decay, as the shrunk configuration asks for (shrink.py)."""
-        keys = self.plan.config.optimizer
-        if keys.lr_decay_style != "linear":
-            return
-        share = min(self._updates / (keys.lr_decay_iters or self.plan.config.run.train_iters), 1.0)
-        for group in self.adam.param_groups:
-            group["lr"] = keys.min_lr + (keys.lr - keys.min_lr) * (1.0 - share)
+        if self._schedule is not None:
+            self._schedule.step()
 
     # --- what is compared ---
 

@@ -81,6 +81,13 @@ def with_norm(rank):
     return chunk
 
 
+def half_frozen(rank):
+    chunk = chunk_of(rank)
+    tied = next(chunk.parameters())
+    tied.shared_embedding, tied.shared = True, rank == 1
+    return chunk.requires_grad_(rank == 0)
+
+
 def other_groups():
     import torch
     from megatron.core import parallel_state
@@ -108,6 +115,7 @@ def wrong_models() -> dict[str, str]:
         "hook": said(lambda: engine(lambda rank: chunk_of(rank, no_sync_func=lambda: None))),
         "sizes": said(lambda: engine(lambda rank: chunk_of(rank, 3) if rank == 0 else chunk_of(1))),
         "no optimizer": said(lambda: engine(optimizer=None)),
+        "half a tied pair": said(lambda: engine(half_frozen)),
         "groups": other_groups(),
     }
 
@@ -119,6 +127,7 @@ MODELS = {
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
     "hook": "no_sync_func of the chunks' configuration is set already",
     "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, and the plan's is 2",
+    "half a tied pair": "the first stage trains its copy of the tied embedding and the last does not",
     "no optimizer": "the plan has no lr: give initialize an optimizer",
     "groups": "the pp group has 1 ranks, and the plan says 2",
 }

@@ -15,6 +15,8 @@ from megaaccum import Plan, cli
 from megaaccum.config import resolve
 from megaaccum.planner import auto_schedule
 from megaaccum.verification import borders
+from megaaccum.verification.case import OwnModel
+from megaaccum.verification.own import case_of
 from megaaccum.verification.relations import CLOSE
 from megaaccum.verification.shrink import settle
 from megaaccum.verification.verdict import CANNOT, PASSED, Verifier
@@ -137,6 +139,22 @@ def test_a_plain_module():
         plan_of(2, sharding=sharding), own_models.plain, own_models.forward_step, own_models.batches(0), verbose=False
     )
     assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("mistake", ["", "rate does not move"])
+def test_a_learning_rate_that_decays(mistake):
+    optimizer = dict(lr=1e-2, min_lr=1e-3, lr_decay_style="linear", lr_decay_iters=4, weight_decay=0.1)
+    batch = dict(micro_batch_size=own_models.ROWS, seq_length=own_models.SEQ, pp_microbatches=8)
+    plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), optimizer=optimizer, train_iters=8, world_size=2)
+    own = OwnModel(build=own_models.plain, forward_step_func=own_models.forward_step, data=own_models.batches)
+    case = replace(case_of(plan, own), mistake=mistake)
+    verdict = Verifier(steps=3).verify(case, ["fp64"])
+    rates = [row.true for row in verdict.comparisons[0].rows if row.kind == "lr"]
+    assert rates == pytest.approx([1e-2, 7.75e-3, 5.5e-3])
+    assert verdict.ok == (not mistake), verdict
+    assert min((row.step for row in verdict.comparisons[0].failed if row.kind == "param"), default=0) == 2 * bool(
+        mistake
+    )
 
 
 @pytest.mark.parametrize(

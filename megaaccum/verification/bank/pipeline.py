@@ -188,7 +188,7 @@ def borders_in_bf16(plan: Plan) -> Iterator[None]:
     base="zbv", axes="schedule, pp",
 )  # fmt: skip
 def another_stage_in_a_v(plan: Plan) -> Iterator[None]:
-    build = gpt._build_chunk
+    build = gpt.build_chunk
 
     def numbered(plan: Plan, groups: Any, config: Any, vocab_size: int, chunk: int) -> Any:
         built = build(plan, groups, config, vocab_size, chunk)
@@ -198,7 +198,7 @@ def another_stage_in_a_v(plan: Plan) -> Iterator[None]:
                 layer.layer_number = (plan.layout.pp + groups.pp.rank()) * each + number
         return built
 
-    with replaced(gpt, "_build_chunk", numbered):
+    with replaced(gpt, "build_chunk", numbered):
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 from megaaccum.testing import run_ranks
 from tests.support.snippets import ROOT, blocks_of
 
-BIAS, Z_LOSS, ZERO_3 = (block.source for block in blocks_of(ROOT / "docs/concepts/found.md"))
+BIAS, Z_LOSS, LATENT, ZERO_3, ROUND_ROBIN = (block.source for block in blocks_of(ROOT / "docs/concepts/found.md"))
 
 
 def names_of(source: str, wanted: tuple[str, ...]) -> list[Any]:
@@ -20,8 +20,9 @@ def names_of(source: str, wanted: tuple[str, ...]) -> list[Any]:
     return [names[name] for name in wanted]
 
 
-def found(source: str, *wanted: str) -> list[Any]:
-    return run_ranks(names_of, 1, source, wanted, init=False)[0]
+def found(source: str, *wanted: str, ranks: int = 1) -> list[Any]:
+    """On rank 0."""
+    return run_ranks(names_of, ranks, source, wanted, init=False)[0]
 
 
 def test_a_bias_after_a_frozen_matrix():
@@ -42,6 +43,20 @@ def test_two_forwards_before_two_backwards():
     assert forwards_first == [0.0, -0.5]
 
 
-@pytest.mark.parametrize("source", [BIAS, Z_LOSS, ZERO_3], ids=["bias", "z loss", "ZeRO-3"])
+def test_the_norm_of_the_queries_latent():
+    assert found(LATENT, "factor", ranks=2) == [pytest.approx(2.0, abs=1e-6)]
+
+
+def test_masters_in_another_order():
+    in_order, reordered = found(ROUND_ROBIN, "in_order", "reordered", ranks=2)
+    assert in_order == [0.0, 1.0, 2.0, 3.0]
+    assert reordered == [0.0, 2.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [BIAS, Z_LOSS, LATENT, ZERO_3, ROUND_ROBIN],
+    ids=["bias", "z loss", "latent", "ZeRO-3", "round robin"],
+)
 def test_each_is_short(source):
     assert len(source.splitlines()) <= 40
