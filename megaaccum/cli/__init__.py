@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error, exit_code_of(error))
 
 
+GRACE_SECONDS = 10.0
+"""Before a rank that says nothing ends: torchrun and deepspeed end all ranks with the first one, and who speaks may be
+late."""
+
+
 def complain(error: BaseException, code: int) -> int:
     """Prints the error as the user reads it, and returns `code`.
 
@@ -103,6 +109,8 @@ def complain(error: BaseException, code: int) -> int:
     if speaker is not None:
         if os.environ.get(speaker, "0") == "0":
             print(f"megaaccum: {text}", file=sys.stderr)
+        else:
+            time.sleep(GRACE_SECONDS)
         return code
     rank = os.environ.get("RANK")
     print(f"megaaccum: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)

@@ -110,3 +110,15 @@ def test_version(capsys):
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: " ".join(command.words))
 def test_every_command_has_its_module(command):
     assert importlib.util.find_spec(command.module) is not None
+
+
+def test_the_rank_that_speaks_for_all_is_not_ended_by_another(monkeypatch, capsys):
+    waits: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    error = ConfigError("too few ranks")
+    error.printed_by = "rank 0"
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.complain(error, 2) == 2
+    assert waits == [cli.GRACE_SECONDS]
+    assert capsys.readouterr().err == "megaaccum: error: too few ranks\n"
