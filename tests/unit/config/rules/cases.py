@@ -1,17 +1,12 @@
-"""Keys that the tests of the rules begin with, and what one rule says about some."""
+"""Keys that the tests of the rules begin with, and what derives them."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
-
-from megaaccum.config import resolve
 from megaaccum.config.derive import derive
-from megaaccum.config.rules import RULES, Subject
+from megaaccum.config.rules import Subject
 from megaaccum.config.schema import Config
-from megaaccum.errors import ConfigError
-from tests.support.configs import make
 
 Case = tuple[str, int, dict[str, object], list[str]]
 """A rule, the ranks, keys that break it, words of its text."""
@@ -36,13 +31,3 @@ def derived(written: Config, world_size: int = 1) -> Subject:
     config = copy.deepcopy(written)
     derive(config, [])
     return Subject(config=config, written=written, world_size=world_size)
-
-
-def check_broken(rule_name: str, world_size: int, keys: dict[str, object], words: list[str]) -> None:
-    """One text of the rule has the words, and `resolve` raises all of them."""
-    (rule,) = (rule for rule in RULES if rule.__name__ == rule_name)
-    texts = list(rule(derived(make(**keys), world_size)))
-    assert any(all(word in text for word in words) for text in texts), texts
-    with pytest.raises(ConfigError) as caught:
-        resolve(make(**keys), world_size=world_size)
-    assert set(texts) <= set(caught.value.problems)

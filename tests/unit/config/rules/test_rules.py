@@ -8,13 +8,27 @@ from megaaccum.config import resolve
 from megaaccum.config.rules import RULES, broken_rules
 from megaaccum.errors import ConfigError
 from tests.support.configs import make, plan
-from tests.unit.config.rules import test_model, test_parallel, test_sharding, test_step
+from tests.unit.config.rules import model, parallel, sharding, step
 from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, LATENT, PP2, SPREAD, TP2, derived
+
+BROKEN = [*model.BROKEN, *parallel.BROKEN, *sharding.BROKEN, *step.BROKEN]
+
+
+@pytest.mark.parametrize(("rule_name", "world_size", "keys", "words"), BROKEN)
+def test_a_broken_rule_says_what_to_write(
+    rule_name: str, world_size: int, keys: dict[str, object], words: list[str]
+) -> None:
+    """One text of the rule has the words, and `resolve` raises all of them."""
+    (rule,) = (rule for rule in RULES if rule.__name__ == rule_name)
+    texts = list(rule(derived(make(**keys), world_size)))
+    assert any(all(word in text for word in words) for text in texts), texts
+    with pytest.raises(ConfigError) as caught:
+        resolve(make(**keys), world_size=world_size)
+    assert set(texts) <= set(caught.value.problems)
 
 
 def test_every_rule_is_broken() -> None:
-    broken = [*test_model.BROKEN, *test_parallel.BROKEN, *test_sharding.BROKEN, *test_step.BROKEN]
-    assert {rule.__name__ for rule in RULES} == {name for name, *_ in broken}
+    assert {rule.__name__ for rule in RULES} == {name for name, *_ in BROKEN}
 
 
 LEGAL: list[tuple[int, dict[str, object]]] = [

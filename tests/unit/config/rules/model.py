@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PACKED, PP2, Case, check_broken
+from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PACKED, PP2, Case
 
 BROKEN: list[Case] = [
     ("required", 1, dict(num_layers=None), ["num_layers is required", "--num_layers"]),
@@ -162,10 +160,3 @@ BROKEN: list[Case] = [
     ),
     ("shared_experts", 1, dict(num_experts=8, moe_shared_expert_intermediate_size=64), ["add_bias_linear to false"]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rule", "world_size", "keys", "words"), BROKEN)
-def test_a_broken_rule_says_what_to_write(
-    rule: str, world_size: int, keys: dict[str, object], words: list[str]
-) -> None:
-    check_broken(rule, world_size, keys, words)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.unit.config.rules.cases import BF16, COLD, EXPERTS, FP8, PP2, SAME, SPREAD, TP2, Case, check_broken
+from tests.unit.config.rules.cases import BF16, COLD, EXPERTS, FP8, PP2, SAME, SPREAD, TP2, Case
 
 BROKEN: list[Case] = [
     ("one_precision", 1, dict(bf16=True, fp16=True), ["bf16 and fp16"]),
@@ -92,10 +90,3 @@ BROKEN: list[Case] = [
     ("cold_experts", 1, COLD | dict(sync="streaming"), ["sync streaming", "resident"]),
     ("scaled_loss", 1, dict(fp16=True, backend="megatron"), ["megatron", "bf16"]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rule", "world_size", "keys", "words"), BROKEN)
-def test_a_broken_rule_says_what_to_write(
-    rule: str, world_size: int, keys: dict[str, object], words: list[str]
-) -> None:
-    check_broken(rule, world_size, keys, words)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, GLOBAL, SAME, Case, check_broken
+from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, GLOBAL, SAME, Case
 
 BROKEN: list[Case] = [
     (
@@ -108,10 +106,3 @@ BROKEN: list[Case] = [
     ("blends", 1, dict(data_path=["0.5", "a", "b"]), ["0.5 a b", "alternates"]),
     ("blends", 1, dict(data_path=["0", "a", "1", "b"]), ["more than 0"]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rule", "world_size", "keys", "words"), BROKEN)
-def test_a_broken_rule_says_what_to_write(
-    rule: str, world_size: int, keys: dict[str, object], words: list[str]
-) -> None:
-    check_broken(rule, world_size, keys, words)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.unit.config.rules.cases import OVERLAP, PP2, Case, check_broken
+from tests.unit.config.rules.cases import OVERLAP, PP2, Case
 
 BROKEN: list[Case] = [
     (
@@ -169,10 +167,3 @@ BROKEN: list[Case] = [
     ("traced", 2, PP2 | dict(schedule_trace="t.json"), ["schedule_trace t.json", "schedule 1f1b", "dualpipev"]),
     ("even_stages", 2, PP2 | dict(schedule="zbv", num_layers=10), ["num_layers 10", "= 4", "8 or 12"]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rule", "world_size", "keys", "words"), BROKEN)
-def test_a_broken_rule_says_what_to_write(
-    rule: str, world_size: int, keys: dict[str, object], words: list[str]
-) -> None:
-    check_broken(rule, world_size, keys, words)
