@@ -118,10 +118,11 @@ def moved(
     inner = ranks // mode.replicas
     share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
     p, g = param * elements, grad * elements
-    others = sums_of_others(mode, sharding, ranks, microbatches)
-    once = (max(others) if rank is None else others[rank]) / ranks if ranks > 1 else 0.0
+    sums = sums_of_others(mode, sharding, ranks, microbatches)
+    others = max(sums) if rank is None else sums[rank]
+    once = others / ranks
     if mode.backend == "ddp":
-        return Moved(0.0, (once + share) * max(param, 4.0) * elements)
+        return Moved(0.0, (others + ranks - 1) * max(param, 4.0) * elements / ranks)
     if mode.backend == "deepspeed" and mode.zero_stage < 3:
         return Moved(share * p, (once if sharding.reproducible == "layout" else 2 * share) * g)
     replicas = 2 * between * g / inner

@@ -24,6 +24,8 @@ FLAT = SMALL + "--pp_microbatches 4 "
 SAME = "--reproducible layout "
 HALF = "--grad_reduce_dtype bf16 "
 UNTIED = "--untie_embeddings_and_output_weights "
+THIRDS = "--hidden_size 48 --make_vocab_size_divisible_by 96 --max_position_embeddings 48 "
+"""Rows of every matrix that three ranks have equal parts of."""
 EXPERTS = UNTIED + "--num_experts 4 --add_bias_linear false --moe_ffn_hidden_size 64 "
 CASES = {
     "zero-3": Case(4, PP, UNTIED),
@@ -85,8 +87,10 @@ CASES = {
     "zero-3 in one order, three ranks": Case(3, FLAT + SAME, UNTIED),
     "zero-3 in one order, three ranks, 16 bits": Case(3, FLAT + SAME + HALF, UNTIED),
     "zero-1 in one order, three ranks, bf16": Case(3, FLAT + SAME + "--zero_stage 1", UNTIED, "bf16"),
-    "fsdp2 in one order, three ranks": Case(3, FLAT + SAME + "--backend fsdp2", UNTIED),
-    "fsdp2 streaming in one order, three ranks": Case(3, FLAT + SAME + "--backend fsdp2 --sync streaming", UNTIED),
+    "fsdp2 in one order, three ranks": Case(3, FLAT + SAME + "--backend fsdp2", UNTIED + THIRDS),
+    "fsdp2 streaming in one order, three ranks": Case(
+        3, FLAT + SAME + "--backend fsdp2 --sync streaming", UNTIED + THIRDS
+    ),
     "megatron in one order, three ranks, bf16": Case(3, FLAT + SAME + "--backend megatron", UNTIED, "bf16"),
     "ddp in one order, three ranks": Case(3, FLAT + SAME + "--backend ddp", UNTIED),
 }
