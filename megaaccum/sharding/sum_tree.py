@@ -76,7 +76,7 @@ class Runs:
         return rank * self.each, (rank + 1) * self.each
 
     def nodes(self, rank: int) -> tuple[Node, ...]:
-        """What a rank's run comes to when all that can be added is."""
+        """The nodes that a rank's run comes to when all that can be added is."""
         return nodes_of(self.leaves, self.of(rank))
 
     @property
