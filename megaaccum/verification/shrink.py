@@ -18,8 +18,8 @@ _SETTLED: Keys = {
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "adam_eps": 1e-2, "lr": 1e-2, "min_lr": 1e-3,
     "lr_decay_style": "linear", "lr_decay_iters": 10, "train_iters": 20, "data_path": ["none"],
 }  # fmt: skip
-"""Of every case. Masks of dropout belong to a micro-batch, so the one big batch has others. An epsilon far above the gradients makes
-Adam's update nearly linear in them, so that rounding of small ones stays small."""
+"""Of every case. Masks of dropout belong to a micro-batch, so the one big batch has others. An epsilon far above the
+gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
 _KEPT_SECTIONS = ("model", "parallel", "batch", "sharding", "step", "optimizer")
 _LEFT_OUT = frozenset(
     {

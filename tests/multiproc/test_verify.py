@@ -40,9 +40,7 @@ SCHEDULES = [
     dict(pp=2, schedule="zbv"),
     dict(pp=2, schedule="dualpipev"),
 ]
-under_each_schedule = pytest.mark.parametrize(
-    "layout", SCHEDULES, ids=lambda layout: layout.get("schedule", "1f1b")
-)
+under_each_schedule = pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: layout.get("schedule", "1f1b"))
 
 
 @under_each_schedule
