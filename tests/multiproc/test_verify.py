@@ -34,16 +34,16 @@ def plan_of(ranks: int, *, micro_batch_size: int = own_models.ROWS, **layout) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        dict(pp=2),
-        dict(pp=2, vpp=2, schedule="interleaved"),
-        dict(pp=2, schedule="zbv"),
-        dict(pp=2, schedule="dualpipev"),
-    ],
-    ids=lambda layout: layout.get("schedule", "1f1b"),
-)
+SCHEDULES = [
+    dict(pp=2),
+    dict(pp=2, vpp=2, schedule="interleaved"),
+    dict(pp=2, schedule="zbv"),
+    dict(pp=2, schedule="dualpipev"),
+]
+under_each_schedule = pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: layout.get("schedule", "1f1b"))
+
+
+@under_each_schedule
 def test_a_gpt_with_another_attention(layout):
     verdict = megaaccum.verify(
         plan_of(4, **layout), own_models.Stage, own_models.forward_step, own_models.batches, verbose=False
@@ -53,10 +53,11 @@ def test_a_gpt_with_another_attention(layout):
     assert verdict.comparisons[0].largest < 1e-12
 
 
-def test_a_loss_as_that_of_grpo_on_packed_documents():
+@under_each_schedule
+def test_a_loss_as_that_of_grpo_on_packed_documents(layout):
     verdict = megaaccum.verify(
-        plan_of(4, pp=2, schedule="zbv", micro_batch_size=1), own_models.packed_stage, own_models.clipped,
-        own_models.packed, verbose=False,
+        plan_of(4, micro_batch_size=1, **layout), own_models.packed_stage, own_models.clipped, own_models.packed,
+        verbose=False,
     )  # fmt: skip
     assert verdict.ok, verdict
 
@@ -67,10 +68,11 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def test_a_hybrid_model_of_megatrons_builder():
+@under_each_schedule
+def test_a_hybrid_model_of_megatrons_builder(layout):
     """Mamba's mixer casts parameters to FP32, also in a float64 model, which holds its float64 to that."""
     verdict = megaaccum.verify(
-        plan_of(2, pp=2, schedule="dualpipev"), hybrid.stage, hybrid.forward_step, own_models.batches, verbose=False
+        plan_of(2, **layout), hybrid.stage, hybrid.forward_step, own_models.batches, verbose=False
     )
     assert verdict.ok, verdict
     assert any("the model computes in part in FP32, first in decoder.layers.0.mixer" in note for note in verdict.notes)
@@ -78,8 +80,13 @@ def test_a_hybrid_model_of_megatrons_builder():
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2), dict(schedule="zbv")],
-    ids=lambda layout: layout["schedule"],
+    [
+        dict(),
+        dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2),
+        dict(schedule="zbv"),
+        dict(schedule="dualpipev"),
+    ],
+    ids=lambda layout: layout.get("schedule", "1f1b"),
 )
 def test_experts_with_latent_attention_and_prediction(layout):
     keys = SMALL | dict(
