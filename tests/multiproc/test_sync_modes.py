@@ -72,8 +72,7 @@ CASES = {
     "fsdp2, split": Case(4, V + "--backend fsdp2", UNTIED),
     "fsdp2 streaming, split": Case(4, V + "--backend fsdp2 --sync streaming --num_layers 8", UNTIED),
     "megatron, split": Case(4, V + "--backend megatron", UNTIED),
-    "zero-3 in one order, zbv": Case(4, ZBV + SAME + "--pp_microbatches 16 --grad_accum_steps 1"),
-    "zero-3 in one order, zb-h1, 16 bits": Case(4, PP + "--schedule zb-h1 " + SAME + HALF),
+    "zero-3 in one order, zbv": Case(4, ZBV + SAME + "--pp_microbatches 14 --grad_accum_steps 1"),
     "zero-3 in one order, zbv, 16 bits": Case(4, ZBV + SAME + HALF + "--pp_microbatches 4"),
     "zero-3 streaming in one order, zbv, 16 bits": Case(4, ZBV + SAME + HALF + "--pp_microbatches 4 --sync streaming"),
     "zero-3 in one order, interleaved by rounds": Case(
