@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -141,6 +142,8 @@ def _start(args: argparse.Namespace) -> list[str]:
     """The command that starts a run, without its configuration."""
     if args.hostfile is None:
         return [sys.executable, "-m", "megaaccum", "train"]
+    if shutil.which("deepspeed") is None:
+        raise ConfigError("--hostfile starts each layout by `deepspeed`, which is not on PATH: add its folder to PATH.")
     return ["deepspeed", "--hostfile", args.hostfile, "--module", "megaaccum.train", "--config"]
 
 
