@@ -205,8 +205,9 @@ def _report(ladder: Ladder, best: Candidate | None, folder: Path) -> None:
     for each in ladder.tried:
         outcome = ladder.outcomes[each.name]
         if outcome.verdict != MEASURED:
-            (first, *_) = outcome.text.splitlines() or [""]
-            print(f"row {each.row} was dropped: {outcome.verdict}: {first}")
+            first, *rest = outcome.text.splitlines() or [""]
+            cause = f" ({rest[-1]})" if rest else ""
+            print(f"row {each.row} was dropped: {outcome.verdict}: {first}{cause}")
     print(f"Results, configurations and receipts: {folder}")
 
 

@@ -33,10 +33,15 @@ def tune(folder: Path, *words: str, hosts: str = "") -> tuple[bool, str]:
 def _tune(argv: list[str]) -> None:
     import os
 
+    from megaaccum.cli import tune
+
     for name in LAUNCHER:
         os.environ.pop(name, None)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    os.environ |= {"PATH": path, "DS_ACCELERATOR": "cpu", "DLTS_MASTER_PORT": str(free_port())}
+    if "--hostfile" in argv:
+        os.environ |= {"PATH": f"{argv[1]}.bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        start, port = tune._start, str(free_port())
+        tune._start = lambda args: [*start(args)[:1], "--master_port", port, *start(args)[1:]]
     print("exit code", cli.main(argv), flush=True)
 
 
@@ -50,7 +55,13 @@ def written(folder: Path) -> None:
 def test_a_layout_on_hosts_is_one_launch(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    good, output = tune(tmp_path, "--top", "1", hosts=str(tmp_path / "hosts"))
+    ssh = tmp_path / "run.yaml.bin" / "ssh"  # DeepSpeed asks hosts for their address
+    ssh.parent.mkdir()
+    ssh.write_text("#!/bin/sh\necho 127.0.0.1\n")
+    ssh.chmod(0o755)
+    good, output = tune(
+        tmp_path, "--top", "1", "--fix", "tp=1,pp=1,mbs=2,sync=resident,recompute=none", hosts=str(tmp_path / "hosts")
+    )
     assert good, output
     (outcome,) = json.loads((tmp_path / "tune" / "results.json").read_text())["outcomes"].values()
     assert (outcome["verdict"], len(outcome["steps"])) == ("measured", 4)

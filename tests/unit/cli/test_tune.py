@@ -54,6 +54,7 @@ json.dump(receipt, open(folder + "/receipts/start_1.json", "w"))
 """
 HANGS_WITH_A_CHILD = """
 import subprocess, sys, time
+print("waiting", flush=True)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3); open('outlived', 'w')"])
 time.sleep(60)
 """
@@ -128,7 +129,7 @@ def test_layouts_that_hang_are_ended_with_their_ranks_and_named(tmp_path: Path) 
     words = ("--top", "1", "--fix", "pp=1,tp=1,mbs=1,recompute=none,sync=resident", "--time-limit", "1")
     ended = started(tmp_path, *words, run=HANGS_WITH_A_CHILD)
     assert ended.returncode == 2, ended.stderr
-    assert f"row 1 was dropped: {HANGS}: it had not ended after 1 s" in ended.stdout
+    assert f"row 1 was dropped: {HANGS}: it had not ended after 1 s (waiting)" in ended.stdout
     outcomes = json.loads((tmp_path / "tune" / "results.json").read_text())["outcomes"]
     assert f"none of the {len(outcomes)} layouts that were tried could be measured: see tune." in ended.stderr
     assert "Traceback" not in ended.stderr
