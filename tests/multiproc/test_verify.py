@@ -13,6 +13,7 @@ import pytest
 import megaaccum
 from megaaccum import Plan, cli
 from megaaccum.config import resolve
+from megaaccum.interop.load import load
 from megaaccum.planner import auto_schedule
 from megaaccum.verification import borders
 from megaaccum.verification.case import OwnModel
@@ -138,6 +139,18 @@ def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
     truth = verifier.truths(case, ["fp64"], keep_parts=True)["fp64"]
     seen = verifier.observe(replace(case, mistake=mistake), at_borders=True)
     assert words in borders.first_wrong(seen, truth, CLOSE["fp64"])
+
+
+def test_the_shipped_llama_in_its_layout():
+    """8 B parameters on 128 ranks, shrunk to 8 ranks with the same axes."""
+    config, seen = load("configs/llama3_8b.yaml"), []
+    shrunk = settle(config, resolve(config, world_size=128), shrink=True)
+    verdict = Verifier(progress=seen.append).verify(shrunk.case)
+    assert verdict.ok, verdict
+    assert verdict.comparisons[0].largest < 1e-12
+    assert seen == ["one process in fp64, fp32, bf16"] + [
+        f"8 ranks, {lane}" for lane in ("fp64 over ddp", "fp32 over deepspeed", "bf16 over deepspeed")
+    ]
 
 
 def test_a_plain_module():
