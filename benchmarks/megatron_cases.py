@@ -14,6 +14,7 @@ import collections
 import json
 import math
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaaccum.config import resolve
@@ -61,29 +62,46 @@ def check(case: dict) -> tuple[list[str], list[str]]:
     return problems, notes
 
 
+@dataclass
+class Score:
+    """How many cases came out how, by label, and those that came out otherwise than their label says, each with the
+    problems that were found."""
+
+    table: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    wrong: list[tuple[dict, list[str]]] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> tuple[int, int]:
+        """(accepted, all) of those labelled run or note."""
+        runs = [(outcome, n) for (expected, outcome), n in self.table.items() if "refuse (" not in expected]
+        return sum(n for outcome, n in runs if outcome != "refused"), sum(n for _, n in runs)
+
+
+def score(cases: list[dict]) -> Score:
+    found = Score()
+    for case in cases:
+        problems, notes = check(case)
+        outcome = "refused" if problems else "noted" if notes else "accepted"
+        expected = f"{case['expected']} (Megatron {'accepts' if case['megatron']['ok'] else 'refuses'})"
+        found.table[expected, outcome] += 1
+        if (case["expected"] == "refuse") != bool(problems):
+            found.wrong.append((case, problems))
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", required=True)
     parser.add_argument("--show", action="store_true", help="print the problems of each case that is wrong")
     parser.add_argument("--only", default="", help="cases whose file holds this text")
     args = parser.parse_args(argv)
-    table: collections.Counter[tuple[str, str]] = collections.Counter()
-    wrong = []
-    for case in json.loads(Path(args.cases).read_text(encoding="utf-8")):
-        if args.only not in case["file"]:
-            continue
-        problems, notes = check(case)
-        outcome = "refused" if problems else "noted" if notes else "accepted"
-        expected = f"{case['expected']} (Megatron {'accepts' if case['megatron']['ok'] else 'refuses'})"
-        table[expected, outcome] += 1
-        if (case["expected"] == "refuse") != bool(problems):
-            wrong.append((case, problems))
-    for (expected, outcome), count in sorted(table.items()):
+    cases = json.loads(Path(args.cases).read_text(encoding="utf-8"))
+    found = score([case for case in cases if args.only in case["file"]])
+    for (expected, outcome), count in sorted(found.table.items()):
         print(f"expected {expected:<28} {outcome:<9} {count:4}")
-    accepted = sum(n for (expected, outcome), n in table.items() if "refuse (" not in expected and outcome != "refused")
-    total = sum(n for (expected, _), n in table.items() if "refuse (" not in expected)
-    print(f"accepted {accepted} of {total} ({accepted / max(total, 1):.1%}), wrong {len(wrong)}")
-    for case, problems in wrong if args.show else []:
+    accepted, total = found.accepted
+    print(f"accepted {accepted} of {total} ({accepted / max(total, 1):.1%}), wrong {len(found.wrong)}")
+    for case, problems in found.wrong if args.show else []:
         print(f"\n{case['file']} (expected {case['expected']})")
         for text in problems:
             print(f"  - {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -141,6 +142,8 @@ def _start(args: argparse.Namespace) -> list[str]:
     """The command that starts a run, without its configuration."""
     if args.hostfile is None:
         return [sys.executable, "-m", "megaaccum", "train"]
+    if shutil.which("deepspeed") is None:
+        raise ConfigError("--hostfile starts each layout by `deepspeed`, which is not on PATH: add its folder to PATH.")
     return ["deepspeed", "--hostfile", args.hostfile, "--module", "megaaccum.train", "--config"]
 
 
@@ -202,8 +205,9 @@ def _report(ladder: Ladder, best: Candidate | None, folder: Path) -> None:
     for each in ladder.tried:
         outcome = ladder.outcomes[each.name]
         if outcome.verdict != MEASURED:
-            (first, *_) = outcome.text.splitlines() or [""]
-            print(f"row {each.row} was dropped: {outcome.verdict}: {first}")
+            first, *rest = outcome.text.splitlines() or [""]
+            cause = f" ({rest[-1]})" if rest else ""
+            print(f"row {each.row} was dropped: {outcome.verdict}: {first}{cause}")
     print(f"Results, configurations and receipts: {folder}")
 
 

@@ -217,9 +217,7 @@ def become_rank(
 def _detach(parent: int, output: Path | None) -> None:
     """A session of its own, so that Ctrl-C in the terminal reaches the rank through its parent only, and only once."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
+    end_with(parent)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -229,6 +227,13 @@ def _detach(parent: int, output: Path | None) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def end_with(parent: int) -> None:
+    """Have the system end this process when process `parent`, which forked it, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the line above
+        os._exit(1)
 
 
 def _reset_signals(mask: Iterable[int]) -> None:

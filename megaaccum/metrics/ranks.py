@@ -12,6 +12,7 @@ import torch
 
 from megaaccum.distributed import cpu
 from megaaccum.metrics.phases import by_phase
+from megaaccum.planner import footprint
 from megaaccum.units import amount
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class Ranks:
         sizes = [getattr(p, "ds_numel", p.numel()) for chunk in chunks for p in chunk.parameters()]
         frozen = any(not param.requires_grad for chunk in chunks for param in chunk.parameters())
         self._parameters = {"tensors": len(sizes), "largest": max(sizes, default=0), "frozen": float(frozen)}
+        others = footprint.sums_of_others(
+            footprint.chosen(plan), plan.config.sharding, plan.layout.dp * plan.layout.cp, plan.batch.num_microbatches
+        )
+        self._least = min(others) / max(*others, 1)
+        """Of the planned bytes of gradients, what the rank that receives the least does."""
         self._seen, self._num_steps = _Seen(), 0
         self._named: set[str] = set()
 
@@ -196,7 +202,7 @@ class Ranks:
         padding = planned.per_element * (report.tensors * max(PADDED_TO, ranks) + 256 * ranks)
         whole = self._plan.layout.ep == 1 and not report.frozen
         too_much = report.moved > (expected + padding) * (1 + TOLERANCE)
-        if too_much or (whole and report.moved < planned.reduced * (1 - TOLERANCE)):
+        if too_much or (whole and report.moved < planned.reduced * self._least * (1 - TOLERANCE)):
             yield (
                 "bytes",
                 f"received {amount(report.moved)} from data-parallel ranks in a step, and the plan says"

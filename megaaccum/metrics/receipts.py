@@ -50,6 +50,7 @@ _VARIABLES = (
     "SLURM_NNODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "MEGAACCUM_",
 )  # fmt: skip
 """What the names of environment variables that change how a run goes begin with."""
+_SHELLS = ("sh", "bash", "dash", "zsh", "fish")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
@@ -98,11 +99,14 @@ class Receipt:
         measured["goodput"] = {"share": goodput.share, "seconds": dict(goodput.seconds)}
         if record.get("skipped"):
             self.event("skip", record["step"], record.get("note", ""))
+        elif record.get("sanitized"):
+            self.event("drop", record["step"], record.get("note", ""))
         if self._num_steps == 4 or self._clock() - self._written >= REWRITTEN_AFTER:
             self.write()
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Something that happened in `step`: `skip`, `restart`, `resume`, `verify`, `alarm`, `straggler`."""
+        """Something that happened in `step`: `skip`, `drop` (of micro-batches, or of elements set to 0), `restart`,
+        `resume`, `verify`, `alarm`, `straggler`."""
         self.content["events"].append({"kind": kind, "step": step, "text": text})
 
     def close(self, outcome: str, step: int, now: float) -> None:
@@ -177,6 +181,7 @@ def opening(
         "launched": launched(),
         "opened": time.time(),
         "command": sys.argv,
+        "launcher": _launcher(),
         "folder": os.getcwd(),
         "environment": _environment(),
         "configuration": _configuration(plan.config),
@@ -201,6 +206,15 @@ def opening(
 def launched() -> float:
     """When this start was launched, in seconds since 1970: the command's begin where the launcher left it."""
     return float(os.environ.get(LAUNCHED) or time.time())
+
+
+def _launcher() -> list[str]:
+    """The words of the command that started this rank; none where that is a shell, or is not known."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+    return words if words and Path(words[0]).name.lstrip("-") not in _SHELLS else []
 
 
 def this_rank(device: str | None, device_bytes: float | None) -> Record:

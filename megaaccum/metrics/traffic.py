@@ -40,7 +40,7 @@ def bytes_by_collective(traffic: Traffic) -> dict[str, float]:
 SHARE: dict[str, Callable[[int], float]] = {
     "all_gather": lambda k: (k - 1) / k,
     "reduce_scatter": lambda k: (k - 1) / k,
-    "all_to_all": lambda k: (k - 1) / k,
+    "all_to_all": lambda k: 1.0,
     "all_reduce": lambda k: 2 * (k - 1) / k,
     "broadcast": lambda k: 1.0,
     "reduce": lambda k: 1.0,
@@ -49,7 +49,8 @@ SHARE: dict[str, Callable[[int], float]] = {
     "send": lambda k: 1.0,
 }
 """Bytes that cross, per byte of the whole buffer, over k ranks (a ring's; Thakur et al., "Optimization of Collective
-Communication Operations in MPICH", 2005). A receive is counted where it is sent."""
+Communication Operations in MPICH", 2005). A receive is counted where it is sent; of an all-to-all, whose ranks may send
+unequal parts, the bytes are already those of other ranks."""
 
 
 @dataclass

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megaaccum.planner.partial_sums import sums_of_runs
+
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.schema import ShardingConfig
@@ -87,10 +89,18 @@ class Moved:
 
 
 def moved(
-    mode: ShardingMode, sharding: ShardingConfig, elements: float, ranks: int, *, microbatches: int, live: float = 0
+    mode: ShardingMode,
+    sharding: ShardingConfig,
+    elements: float,
+    ranks: int,
+    *,
+    microbatches: int,
+    live: float = 0,
+    rank: int | None = None,
 ) -> Moved:
     """The cost of `elements` parameters that `ranks` ranks share: K ranks, R replicas of S = K / R ranks, P and G bytes
-    of parameters and gradients, L of them `live` elements', m micro-batches per step.
+    of parameters and gradients, L of them `live` elements', m micro-batches per step. rank: which of them receives it;
+    None: the one that receives the most.
 
     | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
     | streaming | (K-1)/K * (2 (P - L) * m + L + G * m) |
@@ -98,6 +108,8 @@ def moved(
       `reproducible: layout` (K-1)/K * (P + G) |
     | HSDP | as above with S for K, and 2 (R-1)/R * G / S |
     | torch DDP | 2 (K-1)/K * G, in FP32 for 16-bit parameters |
+    | `reproducible: layout`, resident | G / K for each sum of another rank in place of (K-1)/K * G: one each where K is
+      a power of two, else as many as its run of micro-batches comes to |
 
     Padding is left out: to a multiple of K per parameter (ZeRO-3), of whole rows (FSDP2), of 64 elements per parameter
     and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
@@ -106,15 +118,26 @@ def moved(
     inner = ranks // mode.replicas
     share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
     p, g = param * elements, grad * elements
+    sums = sums_of_others(mode, sharding, ranks, microbatches)
+    others = max(sums) if rank is None else sums[rank]
+    once = others / ranks
     if mode.backend == "ddp":
-        return Moved(0.0, 2 * share * max(param, 4.0) * elements)
+        return Moved(0.0, (others + ranks - 1) * max(param, 4.0) * elements / ranks)
     if mode.backend == "deepspeed" and mode.zero_stage < 3:
-        return Moved(share * p, (1 if sharding.reproducible == "layout" else 2) * share * g)
+        return Moved(share * p, (once if sharding.reproducible == "layout" else 2 * share) * g)
     replicas = 2 * between * g / inner
     if mode.sync == "resident":
-        return Moved(share * p, share * g + replicas)
+        return Moved(share * p, (once if mode.replicas == 1 else share) * g + replicas)
     live *= param
     return Moved(share * (2 * (p - live) * microbatches + live), share * g * microbatches + replicas)
+
+
+def sums_of_others(mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int) -> list[int]:
+    """Of each of `ranks` ranks, how many sums of whole gradients the others send pieces of in one reduction."""
+    if sharding.reproducible != "layout" or mode.sync == "streaming":
+        return [ranks - 1] * ranks
+    sums = sums_of_runs(microbatches, ranks)
+    return [sum(sums) - own for own in sums]
 
 
 def _reduce_bytes(sharding: ShardingConfig) -> float:
@@ -146,7 +169,9 @@ class StateBytes:
     waiting_shard: float = 0.0
     """Of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
     waiting_totals: float = 0.0
-    """Elements of finished FP32 sums that stay among those that wait, until the last flush is over."""
+    """Elements whose finished sums stay among those that wait, until the last flush is over."""
+    waiting_total: float = 4.0
+    """Of each such element, for the first of its sums."""
     alone: bool = False
     """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 
@@ -178,8 +203,8 @@ def state_bytes(
         return replace(kept, waiting_shard=each, waiting_totals=0.0 if mode.backend == "fsdp2" else math.inf)
     in_place = 0.0 if mode.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
     waits_in_bucket = math.inf if with_experts else float(sharding.reduce_bucket_size)
-    totals = {"deepspeed": waits_in_bucket, "ddp": math.inf}.get(mode.backend, 0.0)
-    return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals)
+    totals = {"deepspeed": waits_in_bucket, "fsdp2": 0.0}.get(mode.backend, math.inf)
+    return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals, waiting_total=in_place)
 
 
 def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:

@@ -15,7 +15,7 @@ from megaaccum.planner.activations import Kernels
 from megaaccum.planner.footprint import StateBytes
 from megaaccum.planner.gather_units import Units, pieces, units_of
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
-from megaaccum.planner.partial_sums import Passes, Waiting
+from megaaccum.planner.partial_sums import Passes, Waiting, odd_part, sums_of_runs
 from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.planner.weights import Elements, rank_parameters
 
@@ -170,12 +170,22 @@ class MemoryModel:
         again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
         kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - kinds["loss"])
         gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
-        bucket = gathered + np.minimum(self.bucket_elements, params.total) * self.bucket_bytes
-        kinds["buffers"] = self.buffer_bytes + bucket + zero
+        bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes * self._bucket_copies(at)
+        kinds["buffers"] = self.buffer_bytes + gathered + bucket + zero
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
         moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
         kinds["margin"] = self.usage.fragmentation * moving
         return held, kinds
+
+    def _bucket_copies(self, at: Layouts) -> Any:
+        """Copies of what a bucket holds while it crosses ranks. In one order for every layout, those are what is sent,
+        for each sum that the rank's run comes to, and what comes of all ranks' runs."""
+        if not any(per.waiting for per in self.states.values()):
+            return 1.0
+        runs = zip((at.num_microbatches * self.flushes).tolist(), at.dp.tolist(), strict=True)
+        sums = [sums_of_runs(each, ranks) for each, ranks in runs]
+        copies = np.array([max(each) + np.mean(each) for each in sums])
+        return np.where(at.sync == SYNC_MODES.index("streaming"), 1.0, copies)
 
     def _parameters(self, at: Layouts, chunks: list[Stage]) -> Elements:
         holds = with_head_apart(chunks) if self.head_copy else chunks
@@ -210,7 +220,7 @@ class MemoryModel:
     def _waiting(self, at: Layouts, passes: Passes, per: StateBytes, chunks: list[Stage]) -> np.ndarray:
         """Bytes of partial sums (reproducible: layout) and of gathered units' gradients, of all chunks at one
         moment."""
-        ranks = at.dp if per.waiting_shard else np.ones_like(at.dp)
+        ranks = at.dp if per.waiting_shard else odd_part(at.dp)
         out = np.zeros(len(at))
         for count, together in set(zip(at.num_microbatches.tolist(), ranks.tolist(), strict=True)):
             rows = (at.num_microbatches == count) & (ranks == together)
@@ -220,8 +230,9 @@ class MemoryModel:
                 units=[self._in_turn(part, per, chunk) for chunk in chunks],
                 per_sum=per.waiting + per.waiting_shard,
                 totals=per.waiting_totals,
+                per_total=per.waiting_total,
             )
-            out[rows] = waiting.most(passes.changes(count, together))
+            out[rows] = waiting.most(passes.changes(count, together, in_runs=not per.waiting_shard))
         return out
 
     def _waits(self, at: Layouts, per: StateBytes, chunk: Stage) -> Any:

@@ -31,6 +31,18 @@ def partial_sums(leaves: int, start: int, stop: int) -> int:
     return partial_sums(half, start, stop) + partial_sums(leaves - half, start - half, stop - half)
 
 
+def odd_part(ranks: Any) -> Any:
+    """Ranks that are left when they are halved while that goes; a tree of their runs is halved alike."""
+    return ranks // (ranks & -ranks)
+
+
+@cache
+def sums_of_runs(each: int, ranks: int) -> tuple[int, ...]:
+    """How many sums the run of `each` leaves of each of `ranks` ranks comes to: one where they are a power of two."""
+    odd: int = odd_part(ranks)
+    return tuple(partial_sums(odd * each, rank * each, (rank + 1) * each) for rank in range(odd)) * (ranks // odd)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """The backwards of a step on pipeline rank `rank`."""
@@ -41,9 +53,10 @@ class Passes:
     rank: int
     flushes: int = 1
 
-    def changes(self, microbatches: int, ranks: int) -> set[Change]:
-        """Every change that differs. microbatches: of a flush; of each, those of `ranks` ranks come at once."""
-        return _changes(self, microbatches, ranks)
+    def changes(self, microbatches: int, ranks: int, *, in_runs: bool = False) -> set[Change]:
+        """Every change that differs. microbatches: of a flush; of each, those of `ranks` ranks come at once, or
+        (in_runs) one of them has those of its own, which are a run of the step's."""
+        return _changes(self, microbatches, ranks, in_runs)
 
     def done(self, microbatches: int) -> Iterator[tuple[int, ...]]:
         """Micro-batches that each chunk has the gradients of, from none to all."""
@@ -56,23 +69,29 @@ class Passes:
 
 
 @cache
-def _changes(passes: Passes, microbatches: int, ranks: int) -> set[Change]:
+def _changes(passes: Passes, microbatches: int, ranks: int, in_runs: bool) -> set[Change]:
     count = passes.flushes * microbatches
-    waiting = [(partial_sums(count * ranks, 0, done * ranks), done == count) for done in range(count + 1)]
-    moments = [tuple(waiting[done] for done in counts) for counts in passes.done(microbatches)]
-    return set(itertools.pairwise(moments))
+    runs = [(rank * count, 1) for rank in range(ranks)] if in_runs else [(0, ranks)]
+    found: set[Change] = set()
+    for start, step in runs:
+        sums = [partial_sums(count * ranks, start, start + done * step) for done in range(count + 1)]
+        moments = [tuple((sums[done], done == count) for done in counts) for counts in passes.done(microbatches)]
+        found.update(itertools.pairwise(moments))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """Sums that wait. sizes: elements of each chunk. units: of each chunk, (bytes of whole gradients, elements of the
     chunk before it) of its units in the order of a backward; one of nothing where all come at once. per_sum: bytes of
-    an element of a partial sum. totals: elements of finished FP32 sums that stay."""
+    an element of a partial sum. totals: elements whose finished sums stay. per_total: bytes of an element of the first
+    of them."""
 
     sizes: Sequence[Any]
     units: Sequence[Sequence[tuple[Any, Any]]]
     per_sum: float
     totals: float
+    per_total: float = 4.0
 
     def most(self, changes: set[Change]) -> Any:
         """Bytes when they are most."""
@@ -88,10 +107,13 @@ class Waiting:
 
     def _at(self, moment: Moment) -> Any:
         sums = list(zip(moment, self.sizes, strict=True))
-        waiting = sum(self.per_sum * count * size for (count, is_whole), size in sums if not is_whole)
+        waiting = sum(self._per_element(each) * size for each, size in sums if not each[1])
         totals = sum(size for (_, is_whole), size in sums if is_whole)
-        return waiting + 4.0 * np.minimum(totals, self.totals)
+        per_total = max((self._per_element(each) for each in moment if each[1]), default=0.0)
+        return waiting + per_total * np.minimum(totals, self.totals)
 
     def _per_element(self, sums: tuple[int, bool]) -> float:
         count, is_whole = sums
-        return (4.0 if self.totals else 0.0) if is_whole else self.per_sum * count
+        if is_whole:
+            return self.per_total + self.per_sum * (count - 1) if self.totals else 0.0
+        return self.per_sum * count

@@ -74,13 +74,15 @@ class Forecast:
         peak = self.model(mode).peak(self.layout(mode))
         return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
 
-    def moved(self, mode: ShardingMode, pp_rank: int) -> Moved:
-        """Bytes that a rank at `pp_rank` receives. Experts are gathered and reduced over their own ranks."""
+    def moved(self, mode: ShardingMode, pp_rank: int, dp_rank: int | None = None) -> Moved:
+        """Bytes that a rank at `pp_rank` receives, at `dp_rank` or the one that receives the most. Experts are gathered
+        and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
         live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
-        plain = footprint.moved(mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live)
-        return plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m)
+        plain = footprint.moved(mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank)
+        alike = dp_rank if at.edp == at.dp * at.cp else None
+        return plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m, rank=alike)
 
     def elements(self, pp_rank: int) -> Elements:
         """Parameters of a rank of pipeline rank `pp_rank`."""

@@ -17,6 +17,7 @@ from megaaccum.planner.compute import Gemm
 from megaaccum.planner.hardware import Hardware
 from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.planner.memory import StageSource
+from megaaccum.planner.partial_sums import sums_of_runs
 from megaaccum.planner.stages import Stage, rank_kinds
 from megaaccum.planner.weights import rank_parameters
 
@@ -55,6 +56,8 @@ class Software:
     """The gather runs under the first forward."""
     sharded: bool = True
     """Gradients are reduce-scattered and parameters all-gathered; else gradients are all-reduced."""
+    in_runs: bool = False
+    """A rank sends a gradient for each sum that its run of micro-batches comes to (reproducible: layout)."""
     scattered_messages: bool = False
     """Each tp rank sends its part of a stage's output and the receivers gather, also without sequence parallelism."""
     offloaded: bool = False
@@ -292,7 +295,8 @@ class TimeModel:
         once = at.sync != SYNC_MODES.index("streaming")
         groups = ((params, self._dp_group(at)), (experts, self._edp_group(at)))
         collective = comm.gather if soft.sharded else comm.all_reduce
-        reduce = sum(collective(count * soft.grad_bytes, group, links) for count, group in groups)
+        grad_bytes = soft.grad_bytes * self._sums_sent(at)
+        reduce = sum(collective(count * grad_bytes, group, links) for count, group in groups)
         gather = sum(comm.gather(count * soft.param_bytes, group, links) for count, group in groups)
         if not soft.sharded:
             gather = 0.0 * reduce
@@ -301,6 +305,14 @@ class TimeModel:
         if soft.params_overlap:
             gather = np.maximum(0.1 * gather, gather - 0.8 * slowest.forward)
         return np.where(once, gather, 0.0), np.where(once, reduce, 0.0)
+
+    def _sums_sent(self, at: Layouts) -> Any:
+        """Whole gradients that a rank sends on the average in one reduction, each as often as all ranks but one."""
+        if not self.software.in_runs:
+            return 1.0
+        runs = zip(at.num_microbatches.tolist(), at.dp.tolist(), strict=True)
+        sums = np.array([np.mean(sums_of_runs(each, ranks)) for each, ranks in runs])
+        return sums if self.software.sharded else (sums + 1) / 2  # the gathers of what is summed are as always
 
     def _optimizer_seconds(self, at: Layouts, pp: int, vpp: int, name: str) -> Any:
         params, experts = self._most_parameters(at, pp, vpp, name)

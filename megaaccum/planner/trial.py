@@ -9,14 +9,17 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megaaccum.config import Config
+from megaaccum.config import Config, batch_ramp
 from megaaccum.config.plan import MONITORS
+from megaaccum.distributed import processes
 from megaaccum.metrics import journal, receipts
+from megaaccum.metrics.journal import Record
 from megaaccum.planner import emit
 from megaaccum.planner.ladder import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, UNSTEADY, Candidate, Outcome
 from megaaccum.planner.workload import Workload
@@ -31,6 +34,11 @@ _NO_MEMORY = (
     "out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "MemoryError",
     "killed by the system for want of memory",
 )  # fmt: skip
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL)
+"""Exit codes of a process that the system ended, of a shell or our launcher about it, and of DeepSpeed's launcher."""
+_WRITES = ("save", "load", "finetune", "tensorboard_dir", "wandb_project", "csv_dir")
+_ENDS_EARLY = ("exit_interval", "exit_duration_in_mins", *batch_ramp.KEYS)
+"""Keys by which a run ends before its steps are done, or has smaller batches in them than the planner priced."""
 _HELD = ("parameters", "gradients", "optimizer", "buffers", "activations", "p2p")
 
 
@@ -61,7 +69,7 @@ class Trials:
         if code is None:
             text = f"it had not ended after {self.time_limit:g} s\n{_tail(output)}"
             return Outcome(verdict=HANGS, text=text)
-        if any(mark in output for mark in _NO_MEMORY) or code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        if code in _KILLED or (code != 0 and any(mark in output for mark in _NO_MEMORY)):
             return Outcome(verdict=OUT_OF_MEMORY, text=_tail(output))
         return self._judged(folder, code, output)
 
@@ -70,12 +78,12 @@ class Trials:
         config = emit.planned_config(self.workload, dict(candidate.axes))
         keys: dict[str, Any] = dict(
             max_steps=self.steps, output_dir=str(folder / "run"), save_interval=0, save_at_end=False, eval_interval=0,
-            verify_at_start=False, no_load=True, log_interval=1,
+            sample_every=0, core_metric_every=0, verify_at_start=False, no_load=True, log_interval=1,
             transformer_impl=self.workload.config.model.transformer_impl,
             data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
             nproc_per_node=self.workload.config.run.nproc_per_node or self.workload.world_size,
         )  # fmt: skip
-        emit.set_aside(config, ("save", "load", "finetune", "tensorboard_dir", "wandb_project", "csv_dir"))
+        emit.set_aside(config, (*_WRITES, *_ENDS_EARLY))
         emit.put(config, keys)
         config.deepspeed = {name: block for name, block in config.deepspeed.items() if name not in MONITORS}
         return config
@@ -85,13 +93,14 @@ class Trials:
         log = folder / "run" / "log.jsonl"
         steps = [each for each in journal.read(log) if each["kind"] == "train"] if log.exists() else []
         seconds = [float(each["seconds_per_step"]) for each in steps]
-        norms = [each.get("grad_norm") for each in steps]
+        norms = [_norm_of(each) for each in steps if not _finds_the_loss_scale(each)]
         seen: dict[str, Any] = dict(steps=seconds, grad_norms=norms)
-        if any(norm is None or not math.isfinite(norm) for norm in norms):
-            return Outcome(verdict=NOT_FINITE, text=f"gradient norms {norms}", **seen)
+        if None in norms or (steps and not norms):
+            text = f"gradient norms by step (None where the gradient was not finite): {norms}"
+            return Outcome(verdict=NOT_FINITE, text=text, **seen)
         if code != 0 or len(steps) < self.steps:
             return Outcome(verdict=FAILED, text=f"exit code {code}\n{_tail(output)}", **seen)
-        if problem := self._leaves_band([float(norm) for norm in norms if norm is not None]):
+        if problem := self._leaves_band([norm for norm in norms if norm is not None]):
             return Outcome(verdict=UNSTEADY, text=problem, **seen)
         (*_, receipt) = receipts.read_all(folder / "run")
         held = receipt["measured"]["memory"]
@@ -116,11 +125,22 @@ class Trials:
         return ""
 
 
+def _norm_of(step: Record) -> float | None:
+    """The norm of a step's gradient; None where it was not finite, also where `nonfinite` made it so."""
+    norm = step.get("grad_norm")
+    return None if norm is None or not math.isfinite(norm) or step.get("sanitized") else float(norm)
+
+
+def _finds_the_loss_scale(step: Record) -> bool:
+    """Whether an FP16 step overflowed and the loss scale could go down for it: no lane is worse for that."""
+    return bool("loss_scale" in step and step.get("skipped") and not step.get("note"))
+
+
 def _run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int | None, str]:
     """(exit code, what it printed); None for a command that was ended after `limit` seconds, with all of its ranks."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
-        start_new_session=True, errors="replace",
+        start_new_session=True, errors="replace", preexec_fn=partial(processes.end_with, os.getpid()),
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=limit)

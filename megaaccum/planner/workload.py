@@ -95,6 +95,7 @@ class Workload:
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.backend == "deepspeed",
+                in_runs=self.sharding.reproducible == "layout",
                 offloaded=self.sharding.offload_optimizer == "cpu",
                 barrier=not self.config.step.speculative_step,
             ),

@@ -172,6 +172,12 @@ class FollowsSplit(Protocol):
         """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
 
 
+def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: MicrobatchSums | None) -> list[torch.Tensor]:
+    """This rank's sums of a parameter's gradients that are about to cross ranks: `grad` and the others."""
+    others = [] if sums is None else sums.others(param)
+    return [each for each in (grad, *others) if each is not None]
+
+
 def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
     """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
     return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum import upstream
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, whole_frozen_pieces
-from megaaccum.sharding.reduction import average_in_order, rows_in_order
+from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, sums_of, whole_frozen_pieces
+from megaaccum.sharding.reduction import rows_in_order, sum_in_order
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ class DdpBackend(WholeOnEachRank):
             group["params"] = [self._masters.get(id(param), param) for param in group["params"]]
         owners = [self._owner(chunk) for chunk in chunks if _trainable(chunk)]
         self._ddp = [DistributedDataParallel(owner, process_group=groups.dp_cp) for owner in owners]
-        add_rows = rows_in_order(plan)
-        self._reduce_bucket = allreduce_hook if add_rows is None else partial(average_in_order, add_rows)
-        self.sums = MicrobatchSums.of(plan)
+        order, self.sums = rows_in_order(plan), MicrobatchSums.of(plan, groups)
+        self._reduce_bucket = allreduce_hook if order is None else partial(sum_in_order, order, self.sums)
         for param in self._compute_params():
             upstream.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums is not None else ():
@@ -58,7 +57,7 @@ class DdpBackend(WholeOnEachRank):
                 upstream.on_gradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
             ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
-        self.reduction_divisor = groups.dp_cp.size()
+        self.reduction_divisor = groups.dp_cp.size() if order is None else 1
         self.replica = groups.dp_cp.rank()
         self._syncing = False
         self._waiting: list[DistributedDataParallel] = []
@@ -155,7 +154,8 @@ class DdpBackend(WholeOnEachRank):
         self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                self.before_reduce(self._names[id(param)], grad)
+                for each in sums_of(param, grad, self.sums):
+                    self.before_reduce(self._names[id(param)], each)
         return self._reduce_bucket(group, bucket)
 
     def _begin_accumulation(self) -> None:

@@ -29,6 +29,7 @@ from megaaccum.sharding.base import (
     StatePiece,
     has_experts,
     kept_gradients,
+    sums_of,
     whole_frozen_pieces,
 )
 from megaaccum.sharding.cold_experts import ColdExperts
@@ -86,7 +87,7 @@ class DeepSpeedBackend:
             dist_init_required=False,
         )
         self._all_params = list(model.parameters())
-        self.sums = MicrobatchSums.of(plan)
+        self.sums = MicrobatchSums.of(plan, groups)
         self.parts = self._parts(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
@@ -101,13 +102,13 @@ class DeepSpeedBackend:
 
     def _parts(self, plan: Plan) -> upstream.Zero3 | upstream.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
-        sharding, self._add_rows = plan.config.sharding, rows_in_order(plan)
-        accumulate_in = gpt.DTYPES[sharding.grad_accum_dtype]
-        if self._add_rows is None:
+        sharding, order = plan.config.sharding, rows_in_order(plan)
+        accumulate_in, bucket = gpt.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
+        if order is None:
             return upstream.deepspeed_parts(self.engine, accumulate_in)
         if sharding.zero_stage == 3:
-            return InOrder(self.engine, PartitionReducer.of(plan, self._groups), sharding.reduce_bucket_size)
-        return RunsInOrder(self.engine, self._groups.dp_cp, accumulate_in, self._add_rows, sharding.reduce_bucket_size)
+            return InOrder(self.engine, PartitionReducer.of(plan, self._groups, self.sums), bucket)
+        return RunsInOrder(self.engine, self._groups.dp_cp, accumulate_in, order, self.sums, bucket)
 
     # --- Megatron's five hooks ---
 
@@ -245,8 +246,9 @@ class DeepSpeedBackend:
         self.parts.reduce(param)
 
     def _look_at(self, param: torch.nn.Parameter) -> None:
-        if self.before_reduce is not None and param.grad is not None:
-            self.before_reduce(self._names[id(param)], param.grad)
+        if self.before_reduce is not None:
+            for grad in sums_of(param, param.grad, self.sums):
+                self.before_reduce(self._names[id(param)], grad)
 
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it

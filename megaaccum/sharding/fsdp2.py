@@ -22,8 +22,15 @@ from megaaccum.errors import ConfigError
 from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.model.torch_chunk import layers_of
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, kept_gradients
-from megaaccum.sharding.reduction import ScatterInOrder, ScatterIntoTree, rows_in_order, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece, kept_gradients, sums_of
+from megaaccum.sharding.reduction import (
+    ScatterInOrder,
+    ScatterIntoTree,
+    fill,
+    rows_in_order,
+    sum_over_tp,
+    sum_tied_copies,
+)
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
@@ -51,11 +58,11 @@ class Fsdp2Backend:
         self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
-        self.reduction_divisor = groups.dp_cp.size()
         whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
         mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
-        self.sums = MicrobatchSums.of(plan)
+        self.sums = MicrobatchSums.of(plan, groups)
+        self.reduction_divisor = groups.dp_cp.size() if self.sums is None else 1
         self._trees: list[ScatterIntoTree] = []
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
         """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
@@ -100,16 +107,33 @@ class Fsdp2Backend:
         if sharding.deterministic:
             for module in chunk.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(self._scatter(plan))  # type: ignore[arg-type]  # its base is private
+                    module.set_custom_reduce_scatter(self._scatter(plan, module))  # type: ignore[arg-type]  # private base
+                    if self.sums is not None:  # sums: an average over three ranks is rounded
+                        module.set_force_sum_reduction_for_comms(True)
+                        module.set_gradient_divide_factor(1.0)
 
-    def _scatter(self, plan: Plan) -> ScatterInOrder:
-        """The reduce-scatter of one unit."""
+    def _scatter(self, plan: Plan, module: FSDPModule) -> ScatterInOrder:
+        """The reduce-scatter of the unit of `module`."""
         if self.sums is not None and self._streaming:
             self._trees.append(ScatterIntoTree(self.sums, partial(plan.batch.place, in_runs=False)))
             return self._trees[-1]
-        add_rows = rows_in_order(plan)
-        assert add_rows is not None
-        return ScatterInOrder(add_rows)
+        order = rows_in_order(plan)
+        assert order is not None
+        return ScatterInOrder(order) if self.sums is None else ScatterInOrder(order, partial(self._others, module))
+
+    def _others(self, module: FSDPModule, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's other partial sums of a unit, laid out as fully_shard has laid out the first in `flat`: of each
+        parameter a run of rows for each rank."""
+        assert self.sums is not None
+        ranks = self._groups.dp_cp.size()
+        found = [torch.zeros_like(flat) for _ in range(self.sums.num_parts - 1)]
+        params = upstream.fsdp2_reduced(module) if found else []
+        widths = [-(-param.shape[0] // ranks) * (param.numel() // param.shape[0]) for param in params]
+        for number, param in enumerate(params):
+            for other, part in zip(found, self.sums.take_others(param), strict=True):
+                if part is not None:
+                    fill(other.view(ranks, -1).split(widths, dim=1)[number], part.reshape(-1))
+        return found
 
     def _on_gradient(self, held: Any, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient from a whole parameter, and give the sum when the last has come."""
@@ -129,7 +153,8 @@ class Fsdp2Backend:
     def _show(self, held: Any, grad: torch.Tensor) -> None:
         """Show a whole gradient that is about to be reduced."""
         if self.before_reduce is not None:
-            self.before_reduce(self._names[id(held.sharded_param)], grad)
+            for each in sums_of(held._unsharded_param, grad, self.sums):
+                self.before_reduce(self._names[id(held.sharded_param)], each)
 
     @property
     def _roots(self) -> list[FSDPModule]:

@@ -19,8 +19,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megaaccum import upstream
 from megaaccum.distributed import cpu
 from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, whole_frozen_pieces
-from megaaccum.sharding.reduction import ScatterInOrder, in_tree_order
+from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, sums_of, whole_frozen_pieces
+from megaaccum.sharding.reduction import ScatterInOrder, others_like, rows_in_order
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class MegatronBackend(WholeOnEachRank):
         self._groups, self._chunks = groups, chunks
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
         sharding = plan.config.sharding
-        self.sums = MicrobatchSums.of(plan)
+        self.sums = MicrobatchSums.of(plan, groups)
         upstream.megatron_reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
@@ -62,8 +62,10 @@ class MegatronBackend(WholeOnEachRank):
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
-        if self.sums is not None:
-            upstream.megatron_reduce_scatter(ScatterInOrder(in_tree_order))  # after the optimizer, which sets it too
+        order = rows_in_order(plan)
+        if self.sums is not None and order is not None:
+            # After the optimizer, which sets it too.
+            upstream.megatron_reduce_scatter(ScatterInOrder(order, self._others))
             for param in self._trained():
                 param.grad_dtype = torch.float32
                 upstream.on_gradient(param, self._on_gradient)
@@ -125,10 +127,16 @@ class MegatronBackend(WholeOnEachRank):
             if ddp.ddp_config.overlap_grad_reduce:  # else `finish_grad_sync` does all of it
                 ddp.start_grad_sync()
 
+    def _others(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's other partial sums of a bucket, laid out as Megatron has laid out the first."""
+        params = upstream.megatron_params_of(self._ddp, flat)
+        return others_like(flat, params, [param.main_grad for param in params], self.sums)  # type: ignore[attr-defined]
+
     def _show(self, param: torch.nn.Parameter) -> None:
         """Show a whole gradient that is about to be reduced."""
         if self.before_reduce is not None:
-            self.before_reduce(self._names[id(param)], param.main_grad)  # type: ignore[attr-defined]
+            for grad in sums_of(param, param.main_grad, self.sums):  # type: ignore[attr-defined]
+                self.before_reduce(self._names[id(param)], grad)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""

@@ -2,13 +2,15 @@
 
 The micro-batches of the global batch, in its order, are the leaves of a binary tree: the first half of them, the second
 half, and so on. Its shape depends on their number alone. A data-parallel rank holds a run of them (resident), which is
-a subtree where the number of ranks is a power of two; or shards of all of them (streaming). Floating-point addition of
-two numbers does not depend on which comes first, so neither does a node on when its children arrive.
+a subtree where the number of ranks is a power of two, and else a few subtrees, of which each crosses ranks; or shards
+of all of them (streaming). Floating-point addition of two numbers does not depend on which comes first, so neither does
+a node on when its children arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Self
 
@@ -18,6 +20,7 @@ from megaaccum import upstream
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
 
 Node = tuple[int, int]
 """The leaves below it: from the first, up to the second."""
@@ -39,27 +42,74 @@ def _above(count: int) -> dict[Node, tuple[Node, Node]]:
     return dict(below((0, count)))
 
 
-def tree_sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of `parts` in a precision; sums of fewer than all are in that of `parts`. The first of each pair is
-    overwritten."""
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    middle, rounded = len(parts) // 2, parts[0].dtype
-    return tree_sum(parts[:middle], rounded).to(dtype).add_(tree_sum(parts[middle:], rounded))
+@cache
+def nodes_of(count: int, run: Node) -> tuple[Node, ...]:
+    """The largest nodes of the tree of `count` leaves that hold leaves of `run` alone, in order."""
+    start, stop = run
+
+    def inside(node: Node) -> Iterator[Node]:
+        first, last = node
+        if start <= first and last <= stop:
+            yield node
+        elif first < stop and start < last:
+            middle = (first + last) // 2
+            yield from inside((first, middle))
+            yield from inside((middle, last))
+
+    return tuple(inside((0, count)))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of `each` leaves that `ranks` ranks hold, one rank's after the other's."""
+
+    each: int
+    ranks: int
+
+    @property
+    def leaves(self) -> int:
+        """Of all ranks."""
+        return self.each * self.ranks
+
+    def of(self, rank: int) -> Node:
+        """The run of a rank."""
+        return rank * self.each, (rank + 1) * self.each
+
+    def nodes(self, rank: int) -> tuple[Node, ...]:
+        """The nodes that a rank's run comes to when all that can be added is."""
+        return nodes_of(self.leaves, self.of(rank))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many nodes each rank has."""
+        return tuple(len(self.nodes(rank)) for rank in range(self.ranks))
+
+    def add(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum, in a precision, of `rows` [nodes of all ranks, elements], one rank's after the other's, which are
+        overwritten. Sums of fewer than all are in the precision of the rows."""
+        tree = SumTree(self.leaves, None if rows.dtype is dtype else rows.dtype)
+        nodes = [node for rank in range(self.ranks) for node in self.nodes(rank)]
+        for node, row in zip(nodes, rows, strict=True):
+            tree.add(node, row)
+        total = tree.total()
+        assert total is not None
+        return total
 
 
 class SumTree:
-    """Adds up the tensors of `count` leaves, which may come in any order. rounded: the precision of leaves and of all
-    sums but the last, which is FP32; None is that of the tensors that come."""
+    """Adds up the tensors of `count` leaves, or those of a run of them, which may come in any order. rounded: the
+    precision of leaves and of all sums but that of all leaves, which is FP32; None is that of the tensors that come."""
 
-    def __init__(self, count: int, rounded: torch.dtype | None = None):
+    def __init__(self, count: int, rounded: torch.dtype | None = None, *, run: Node | None = None):
         self._above, self._root, self._rounded = _above(count), (0, count), rounded
+        self._run = nodes_of(count, run or self._root)
+        self._missing = set(self._run)
         self._nodes: dict[Node, torch.Tensor] = {}
 
-    def add(self, leaf: int, tensor: torch.Tensor, *, lent: bool = False) -> bool:
-        """Take the tensor of `leaf`, which is overwritten; lent: a copy of it, where it cannot be added at once.
-        Returns whether all are there."""
-        node, given = (leaf, leaf + 1), tensor
+    def add(self, place: int | Node, tensor: torch.Tensor, *, lent: bool = False) -> bool:
+        """Take the tensor of a leaf, or the sum of a node, which is overwritten; lent: a copy of it, where it cannot
+        be added at once. Returns whether all are there."""
+        node, given = (place, place + 1) if isinstance(place, int) else place, tensor
         if self._rounded is not None and node != self._root:
             tensor = tensor.to(self._rounded)
         while node != self._root:
@@ -69,12 +119,18 @@ class SumTree:
             tensor = self._in_precision_of(parent, self._nodes.pop(sibling)).add_(tensor)
             node = parent
         lent = lent and tensor is given
-        assert node not in self._nodes, f"leaf {leaf} came twice"
+        assert node not in self._nodes, f"{place} came twice"
         self._nodes[node] = tensor.clone() if lent else tensor
-        return node == self._root
+        self._missing.discard(node)
+        return not self._missing
 
     def total(self) -> torch.Tensor | None:
-        """The sum of what came, which is given away; None if nothing did."""
+        """The sum of what came, where the run is a subtree, which is given away; None if nothing did."""
+        (total,) = self.totals()
+        return total
+
+    def totals(self) -> list[torch.Tensor | None]:
+        """The same of each of the run's nodes."""
         nodes, self._nodes = self._nodes, {}
 
         def of(node: Node) -> torch.Tensor | None:
@@ -86,8 +142,8 @@ class SumTree:
                 return second if first is None else first
             return self._in_precision_of(node, first).add_(second)
 
-        total = of(self._root)
-        return None if total is None else self._in_precision_of(self._root, total)
+        sums = [(node, of(node)) for node in self._run]
+        return [None if total is None else self._in_precision_of(node, total) for node, total in sums]
 
     def _in_precision_of(self, node: Node, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in the precision of the sum of `node`."""
@@ -107,30 +163,44 @@ class MicrobatchSums:
     """The gradients of a rank's micro-batches, each parameter's in a tree of its own, until they are reduced.
 
     The micro-batch whose forward or backward begins is announced. A parameter's gradient is taken from it after each
-    backward, and given back as the sum when the last has come. rounded: as SumTree's.
+    backward, and given back as the sum when the last has come; where this rank's run is several subtrees, as that of
+    the first, and `others` has the rest. rounded: as SumTree's. rank, ranks: among those that each have a run.
     """
 
-    def __init__(self, rounded: torch.dtype | None = None) -> None:
+    def __init__(self, rounded: torch.dtype | None = None, *, rank: int = 0, ranks: int = 1) -> None:
         self.rounded = rounded
         self.count = 1
         """This rank's micro-batches of the step."""
+        self._rank, self._ranks = rank, ranks
         self._first = self._forward = self._backward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
+        self._others: dict[int, list[torch.Tensor | None]] = {}
 
     @classmethod
-    def of(cls, plan: Plan) -> Self | None:
+    def of(cls, plan: Plan, groups: Groups) -> Self | None:
         """Those of a plan that asks for one order in every layout; else None. With messages of 16 bits all that may
         have to cross ranks is rounded, also where it does not."""
         sharding = plan.config.sharding
         if sharding.reproducible != "layout":
             return None
-        return cls(torch.bfloat16 if sharding.grad_reduce_dtype == "bf16" else None)
+        rounded = torch.bfloat16 if sharding.grad_reduce_dtype == "bf16" else None
+        return cls(rounded, rank=groups.dp_cp.rank(), ranks=groups.dp_cp.size()) if plan.in_runs else cls(rounded)
+
+    @property
+    def _runs(self) -> Runs:
+        return Runs(self.count, self._ranks)
+
+    @property
+    def num_parts(self) -> int:
+        """Sums that this rank's run comes to."""
+        return len(self._runs.nodes(self._rank))
 
     def clear(self) -> None:
         """Drop what came, at the beginning of a step."""
         self._trees.clear()
         self._done.clear()
+        self._others.clear()
 
     def missing(self, count: int) -> str:
         """Why `count` micro-batches do not make the step's sums; empty where they do."""
@@ -179,20 +249,39 @@ class MicrobatchSums:
 
     def give_back(self, param: torch.nn.Parameter) -> None:
         """Put the sum of what came into `param.grad`; some micro-batches may have given it no gradient."""
-        if id(param) not in self._done:
-            param.grad = self.total(param)
+        if id(param) not in self._done and (total := self.total(param)) is not None:
+            param.grad = total.to(param.grad_dtype or param.dtype)
 
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> bool:
         """Add the current micro-batch's gradient, which is overwritten. Returns whether all are there."""
-        return self._trees.setdefault(id(param), SumTree(self.count, self.rounded)).add(self._backward, grad)
+        if id(param) not in self._trees:
+            runs = self._runs
+            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, run=runs.of(self._rank))
+        return self._trees[id(param)].add(self._rank * self.count + self._backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """The sum of what came, which is given away."""
+        """The sum of what came, which is given away; of a run that is several subtrees, that of the first."""
         self._done.add(id(param))
         tree = self._trees.pop(id(param), None)
-        return None if tree is None else tree.total()
+        if tree is None:
+            return None
+        first, *others = tree.totals()
+        if others:
+            self._others[id(param)] = others
+        return first
+
+    def others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
+        """The sums of this rank's other subtrees; None where no gradient came."""
+        return self._others.get(id(param), [None] * (self.num_parts - 1))
+
+    def take_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
+        """The same, and let go of them."""
+        others = self.others(param)
+        self._others.pop(id(param), None)
+        return others
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The partial sums that it holds."""
         for tree in self._trees.values():
             yield from tree.tensors()
+        yield from (each for others in self._others.values() for each in others if each is not None)

@@ -138,6 +138,13 @@ def fsdp2_on_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Param
             module.reshard()
 
 
+def fsdp2_reduced(module: Any) -> list[torch.nn.Parameter]:
+    """The whole parameters of a fully sharded module's own unit, in the order in which a reduction lays them out, once
+    FSDP2 has gathered them."""
+    params = [param for unit in _own_units(module) for param in unit.fsdp_params]
+    return [param._unsharded_param for param in params if param.sharded_param.requires_grad]
+
+
 def fsdp2_give(held: Any, grad: torch.Tensor | None) -> None:
     """Let the next reduction take `grad`, in the precision of the reduction, as the sum of all backwards."""
     held.unsharded_accumulated_grad = grad

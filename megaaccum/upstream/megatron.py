@@ -151,6 +151,13 @@ def megatron_before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> N
         watch(group)
 
 
+def megatron_params_of(ddps, flat: torch.Tensor) -> list[torch.nn.Parameter]:
+    """The parameters of the bucket whose whole gradients `flat` is."""
+    groups = [group for ddp in ddps for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    return next(bucket.params_list for bucket in buckets if bucket.grad_data.data_ptr() == flat.data_ptr())
+
+
 def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
     """[start, stop) of the flattened parameter that this rank's distributed optimizer owns; empty if it owns none."""
     if param not in optimizer.model_param_gbuf_map:

@@ -170,14 +170,15 @@ _COLLECTIVES = {
     "recv": ("recv", 0),
 }
 """Methods of torch's ProcessGroup, through which torch.distributed and deepspeed.comm pass: the collective's name and
-the argument that holds the elements of all ranks."""
+the argument that holds the elements of all ranks (of an all-to-all, those that come)."""
 
 
 @contextlib.contextmanager
 def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
     """Inside, `note(collective, group, dtype, num_bytes, seconds, calls=1)` hears of each tensor that a collective over
-    more than one rank is given; then, with calls=0, of the seconds that the host waited for it. torch has no public
-    place where all of them pass (a dispatch mode sees every operator, and slows each one down)."""
+    more than one rank is given (of an all-to-all, of the bytes in it that other ranks send); then, with calls=0, of the
+    seconds that the host waited for it. torch has no public place where all of them pass (a dispatch mode sees every
+    operator, and slows each one down)."""
     from torch.distributed import ProcessGroup, Work
 
     waited: dict[int, tuple] = {}
@@ -217,7 +218,11 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
         if group.size() == 1:
             return method(group, *args, **kwargs)
         # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
-        heard = [(collective, group, tensor.dtype, tensor.nbytes) for tensor in _flatten(args[position])]
+        tensors = list(_flatten(args[position]))
+        sizes = [tensor.nbytes for tensor in tensors]
+        if collective == "all_to_all":
+            sizes = _from_others(sizes, group, args[2] if len(tensors) == 1 else None)
+        heard = [(collective, group, tensor.dtype, size) for tensor, size in zip(tensors, sizes, strict=True)]
         start = time.perf_counter()
         work = method(group, *args, **kwargs)
         seconds = time.perf_counter() - start
@@ -229,6 +234,16 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
         return work
 
     return call
+
+
+def _from_others(sizes: list[int], group, splits) -> list[int]:
+    """Of the bytes of what an all-to-all fills, those that other ranks send. splits: rows that each rank sends into the
+    one tensor, empty where all send as many; None: a tensor per rank."""
+    own = group.rank()
+    if splits is None:
+        return [0 if rank == own else size for rank, size in enumerate(sizes)]
+    splits = splits or [1] * group.size()
+    return [size * (sum(splits) - splits[own]) // max(sum(splits), 1) for size in sizes]
 
 
 def _flatten(tensors) -> Iterator[torch.Tensor]:

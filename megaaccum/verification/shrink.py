@@ -18,8 +18,8 @@ _SETTLED: Keys = {
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "adam_eps": 1e-2, "lr": 1e-2, "min_lr": 1e-3,
     "lr_decay_style": "linear", "lr_decay_iters": 10, "train_iters": 20, "data_path": ["none"],
 }  # fmt: skip
-"""Of every case. Dropout is drawn per rank, so no two layouts have the same. An epsilon far above the gradients makes
-Adam's update nearly linear in them, so that rounding of small ones stays small."""
+"""Of every case. Masks of dropout belong to a micro-batch, so the one big batch has others. An epsilon far above the
+gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
 _KEPT_SECTIONS = ("model", "parallel", "batch", "sharding", "step", "optimizer")
 _LEFT_OUT = frozenset(
     {
@@ -69,7 +69,7 @@ def settle(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) ->
         keys |= {"micro_batch_size": plan.batch.micro_batch_size, "pp_microbatches": plan.batch.pp_microbatches}
         keys |= {"grad_accum_steps": plan.batch.grad_accum_steps}
     if any(keys.get(name) for name in ("attention_dropout", "hidden_dropout")) or not given(config, "hidden_dropout"):
-        notes.append("dropout is 0: its masks are drawn per rank, so no two layouts have the same")
+        notes.append("dropout is 0: its masks belong to a micro-batch, so the one big batch has others")
     return Shrunk(Case(keys=keys | _SETTLED, megatron=_own_fields(config, notes), world_size=world_size), notes)
 
 

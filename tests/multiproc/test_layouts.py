@@ -47,6 +47,18 @@ ROWS = [
     row(4, "--pp_microbatches 4 ", EXPERTS),
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
 ]
+THREE = [
+    row(3, "--pp_microbatches 4 ", TWELVE),
+    row(3, "--pp_microbatches 4 --sync streaming ", TWELVE),
+    row(3, "--pp_microbatches 2 --grad_accum_steps 2 --zero_stage 1 ", TWELVE + BF16),
+    row(3, "--pp_microbatches 4 ", TWELVE + HALF),
+    row(3, "--pp_microbatches 4 --backend fsdp2 ", TWELVE),
+    row(3, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", TWELVE + BF16),
+    row(3, "--pp_microbatches 4 --backend megatron ", TWELVE + BF16),
+    row(3, "--pp_microbatches 4 --backend ddp ", TWELVE + BF16),
+    row(3, "--pp_microbatches 4 ", TWELVE + EXPERTS),
+]
+"""The runs of three ranks are no subtrees."""
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -54,9 +66,27 @@ ROWS = [
 
 def ranks_one_by_one() -> Iterator[None]:
     """What ranks have is added in rank order."""
-    from megaaccum.sharding import reduction
+    from megaaccum.sharding.reduction import in_rank_order
+    from megaaccum.sharding.sum_tree import Runs
 
-    with patch.object(reduction, "in_tree_order", reduction.in_rank_order):
+    with patch.object(Runs, "add", lambda self, rows, dtype: in_rank_order(rows, dtype)):
+        yield
+
+
+def averages() -> Iterator[None]:
+    """torch DDP's hook averages; the step takes the division back."""
+    from megaaccum.sharding import ddp
+
+    summed, init = ddp.sum_in_order, ddp.DdpBackend.__init__
+
+    def average(order, sums, group, bucket):
+        return summed(order, sums, group, bucket).then(lambda done: done.value() / group.size())
+
+    def divided(self, *args, **keys):
+        init(self, *args, **keys)
+        self.reduction_divisor = self._groups.dp_cp.size()
+
+    with patch.object(ddp, "sum_in_order", average), patch.object(ddp.DdpBackend, "__init__", divided):
         yield
 
 
@@ -78,7 +108,10 @@ def rounded_once() -> Iterator[None]:
     """What a rank has is rounded on its way alone."""
     from megaaccum.sharding.sum_tree import MicrobatchSums
 
-    with patch.object(MicrobatchSums, "of", classmethod(lambda cls, plan: cls())):
+    def unrounded(cls, plan, groups):
+        return cls(rank=groups.dp_cp.rank(), ranks=groups.dp_cp.size())
+
+    with patch.object(MicrobatchSums, "of", classmethod(unrounded)):
         yield
 
 
@@ -151,10 +184,13 @@ def one_process(model: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Outcome]:
-    return dict(zip(ROWS, run_ranks(outcomes, 4, ROWS, STEPS, timeout=150)[0], strict=True))
+    found: dict[Case, Outcome] = {}
+    for ranks, rows in ((4, ROWS), (3, THREE)):
+        found |= zip(rows, run_ranks(outcomes, ranks, rows, STEPS, timeout=150)[0], strict=True)
+    return found
 
 
-@pytest.mark.parametrize("case", ROWS, ids=str)
+@pytest.mark.parametrize("case", ROWS + THREE, ids=str)
 def test_every_layout_is_one_process_to_the_bit(case, measured):
     assert measured[case] == one_process(case.model)
 
@@ -163,6 +199,8 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
     ("mistake", "case", "what"),
     [
         (ranks_one_by_one, ROWS[0], "gradient"),
+        (ranks_one_by_one, THREE[0], "gradient"),
+        (averages, row(3, "--pp_microbatches 4 --backend ddp ", TWELVE), "gradient"),
         (rounded_once, row(4, "--pp_microbatches 4 ", HALF), "gradient"),
         (as_they_come, ROWS[0], "gradient"),
         (turns, ROWS[0], "gradient"),
@@ -176,15 +214,14 @@ def test_a_mistake_is_seen(mistake, case, what):
     assert getattr(seen, what) != getattr(one_process(case.model), what)
 
 
-def test_three_ranks_that_stream_are_one_process_to_the_bit():
-    """Their turns are no subtrees."""
-    case = row(3, "--pp_microbatches 4 --sync streaming ", TWELVE)
-    assert run_ranks(run, 3, case)[0] == one_process(case.model)
+def test_six_ranks_in_two_stages_are_one_process_to_the_bit():
+    case = row(6, PP + "--schedule zbv --pp_microbatches 4 ", TWELVE)
+    assert run_ranks(run, 6, case)[0] == one_process(case.model)
 
 
 def test_ranks_that_come_late_change_no_bit():
-    """With sums of the rank's own, and with those of all ranks' micro-batches."""
-    for case in ROWS[:2]:
+    """With sums of the rank's own, one or several, and with those of all ranks' micro-batches."""
+    for case in (*ROWS[:2], THREE[0]):
         assert run_ranks(run, case.world_size, case, late)[0] == one_process(case.model)
 
 

@@ -4,7 +4,8 @@ what it makes of Megatron's own objects."""
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+import io
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 from unittest.mock import patch
 
@@ -262,6 +263,20 @@ def wrapped(keys: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def printed_at_start(case: Case) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        ByHand(case, ours=True)
+    return printed.getvalue()
+
+
+def test_what_the_loop_does_not_get_is_printed_once_at_start():
+    first, second = run_ranks(printed_at_start, 2, CELLS["ddp"], timeout=60)
+    for words in ("its micro-batches are not run again", "none is dropped", "hang in the schedule before it"):
+        assert first.count(words) == 1
+    assert second == ""
 
 
 def test_a_step_that_begins_before_the_verdict_is_refused():

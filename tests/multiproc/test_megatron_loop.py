@@ -18,7 +18,8 @@ TP2 = "--tensor_model_parallel_size 2 --sequence_parallel --pp_microbatches 8 "
 
 def _loops() -> dict[str, Loop]:
     loops = {f"1f1b-{name}": Loop(Case(4, PP2 + backend)) for name, backend in BACKENDS.items()}
-    loops |= {name: Loop(Case(4, SCHEDULES[name])) for name in SCHEDULES if name not in ("1f1b", "zb-h1")}
+    loops["1f1b-zero2"] = Loop(Case(4, PP2 + "--zero_stage 2 "))
+    loops |= {name: Loop(Case(4, SCHEDULES[name])) for name in SCHEDULES if name != "1f1b"}
     loops["dualpipev-streaming"] = Loop(Case(4, SCHEDULES["dualpipev"] + BACKENDS["streaming"]))
     # Embedding and head are one weight on two stages, which Megatron's own would sum too; and so would it over tp.
     theirs = {name: PP2 + BACKENDS[name] for name in ("zero3", "megatron", "ddp")}

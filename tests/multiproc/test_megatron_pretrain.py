@@ -13,27 +13,30 @@ ROUNDING = 1e-5
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory) -> dict[str, list[str]]:
     """The lines of each run, of 6 steps with evaluation, or of the last 3 steps after a load."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs", "interleaved")}
     save = {name: f"--save {folder} --save-interval 3 " for name, folder in folders.items()}
     load = {name: f"--load {folder} --ckpt-step 3 " for name, folder in folders.items()}
     zbv, fsdp2 = dict(schedule="zbv"), dict(backend="fsdp2")
     runs = {
         "theirs": Run(save["theirs"], ours=False),
         "ours": Run(save["ours"]),
-        "interleaved": Run(INTERLEAVED),
+        "interleaved": Run(save["interleaved"] + INTERLEAVED),
         "by a provider": Run(provider=True),
         "zbv": Run(INTERLEAVED, keys=zbv),
         "zbv by a provider": Run(INTERLEAVED, keys=zbv, provider=True),
         "dualpipev": Run(INTERLEAVED, keys=dict(schedule="dualpipev")),
         "theirs, resumed": Run(load["theirs"], ours=False),
         "ours, resumed": Run(load["ours"]),
+        "interleaved, resumed": Run(load["interleaved"] + INTERLEAVED),
         "resumed under zbv": Run(load["ours"] + INTERLEAVED, keys=zbv),
         "resumed with fsdp2": Run(f"{load['ours']} --save {folders['ours']} --save-interval 5 ", keys=fsdp2),
         "theirs, with our weights": Run(load["ours"] + "--no-load-optim --no-load-rng ", ours=False),
     }
     found = dict(zip(runs, run_ranks(pretrained, 4, list(runs.values()), timeout=200)[-1], strict=True))
     two = {
+        "theirs, resumed at dp 1": Run(load["theirs"], ours=False),
         "resumed at dp 1": Run(load["ours"]),
+        "interleaved, resumed at dp 1": Run(load["interleaved"] + INTERLEAVED),
         "resumed at dp 1 from fsdp2": Run(f"--load {folders['ours']} --ckpt-step 5 "),
     }
     return found | dict(zip(two, run_ranks(pretrained, 2, list(two.values()), timeout=60)[-1], strict=True))
@@ -50,8 +53,15 @@ def test_a_v_within_rounding(printed, name):
     assert numbers(printed[name]) == pytest.approx(numbers(printed["theirs"]), rel=ROUNDING)
 
 
-def test_resumed_as_megatrons_own(printed):
-    assert printed["ours, resumed"] == printed["theirs, resumed"]
+@pytest.mark.parametrize("name", ["ours, resumed", "interleaved, resumed"])
+def test_resumed_as_megatrons_own(printed, name):
+    assert printed[name] == printed["theirs, resumed"]
+
+
+@pytest.mark.parametrize("name", ["resumed at dp 1", "interleaved, resumed at dp 1"])
+def test_resumed_at_another_dp_as_megatrons_own(printed, name):
+    assert len(printed["theirs, resumed at dp 1"]) > 3
+    assert printed[name] == printed["theirs, resumed at dp 1"]
 
 
 @pytest.mark.parametrize("name", ["resumed at dp 1", "resumed under zbv", "resumed with fsdp2"])

@@ -1,6 +1,7 @@
 """How a start begins and ends: by interval, from weights alone, with another schedule, on samples that are made up."""
 
 import json
+import os
 
 import pytest
 
@@ -9,6 +10,7 @@ from megaaccum.interop.load import load
 from megaaccum.metrics import receipts
 from megaaccum.testing import run_ranks
 from tests.multiproc.test_train import losses
+from tests.support.whole_runs import LAUNCHER
 
 RUN = (
     "--num_layers 2 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 6 --num_threads 1 "
@@ -25,7 +27,9 @@ def started(*starts: str) -> list[str]:
     refusals = []
     for flags in starts:
         try:
-            loop.train(config.resolve(load(None, flags.split()), world_size=1))
+            words = flags.split()
+            path = None if words[0].startswith("-") else words.pop(0)
+            loop.train(config.resolve(load(path, words), world_size=1))
             refusals.append("")
         except (CheckpointError, ConfigError) as error:
             refusals.append(str(error))
@@ -93,3 +97,31 @@ def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path
     }
     assert noted == "override data: seed: 1234 in the checkpoint, 5 here"
     assert steps[3]["lr"] == pytest.approx(5e-3 * (1 - 8 / 40)), "the new schedule, at the samples of the old one"
+
+
+SCRIPT = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-2 "
+    "--train-iters 2 --micro-batch-size 1 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0 --log-interval 1 --num-workers 0 --mock-data --vocab-size 64 --tokenizer-type NullTokenizer "
+)
+
+
+def recorded_and_flags(folder) -> tuple[int, dict, dict]:
+    """Exit code and losses of `train --record` of a script, and the losses of a run by its flags."""
+    from megaaccum import cli
+
+    for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
+        os.environ.pop(name, None)
+    os.chdir(folder)
+    code = cli.main(["train", "--record", "--output_dir", f"{folder}/script", "--", "bash", "train.sh"])
+    return code, losses(folder / "script"), losses(folder / "flags")
+
+
+def test_a_recorded_script_trains_what_its_flags_train(tmp_path):
+    (tmp_path / "train.sh").write_text(f"ARGS=({SCRIPT})\ntorchrun --nproc_per_node 1 pretrain_gpt.py ${{ARGS[@]}}\n")
+    (tmp_path / "flags.txt").write_text(SCRIPT)
+    assert start(f"{tmp_path}/flags.txt --output_dir {tmp_path}/flags") == [""]
+    ((code, script, flags),) = run_ranks(recorded_and_flags, 1, tmp_path, init=False, timeout=120)
+    assert code == 0
+    assert script == flags
+    assert sorted(script) == [("train", 1), ("train", 2)]

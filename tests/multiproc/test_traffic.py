@@ -25,3 +25,20 @@ def test_the_meter_counts_what_passes_inside_it():
         "reduce_scatter/world/float32": (1, 0.5 * 24, True),
     }
     assert run_ranks(one_of_each, 2) == [expected, expected]
+
+
+def unequal_parts():
+    """Rank r sends r + 1 numbers to each, and a tensor of its own to each."""
+    import torch
+    import torch.distributed as dist
+
+    rank, meter = dist.get_rank(), Meter()
+    with meter.counting() as traffic:
+        sent = torch.ones(2 * (rank + 1))
+        dist.all_to_all_single(torch.empty(3), sent, [1, 2], [rank + 1, rank + 1])
+        dist.all_to_all_single(torch.empty(4), torch.ones(4))
+    return traffic["all_to_all/world/float32"].num_bytes
+
+
+def test_of_an_all_to_all_what_other_ranks_send_is_counted():
+    assert run_ranks(unequal_parts, 2) == [4 * 2 + 4 * 2, 4 * 1 + 4 * 2]

@@ -144,7 +144,7 @@ def as_a_rank(argv: list[str], without_agent: bool = False) -> None:
 
     if without_agent:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    with patch.object(cli, "GRACE_SECONDS", 0.5):  # the harness ends, 3 s after the first, whoever still waits
+    with patch.object(cli, "GRACE_SECONDS", 0.5):  # 3 s after the first the harness ends ranks that still wait
         sys.exit(cli.main(["train", *argv]))
 
 

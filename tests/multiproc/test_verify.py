@@ -13,6 +13,7 @@ import pytest
 import megaaccum
 from megaaccum import Plan, cli
 from megaaccum.config import resolve
+from megaaccum.interop.load import load
 from megaaccum.planner import auto_schedule
 from megaaccum.verification import borders
 from megaaccum.verification.case import OwnModel
@@ -34,16 +35,16 @@ def plan_of(ranks: int, *, micro_batch_size: int = own_models.ROWS, **layout) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        dict(pp=2),
-        dict(pp=2, vpp=2, schedule="interleaved"),
-        dict(pp=2, schedule="zbv"),
-        dict(pp=2, schedule="dualpipev"),
-    ],
-    ids=lambda layout: layout.get("schedule", "1f1b"),
-)
+SCHEDULES = [
+    dict(pp=2),
+    dict(pp=2, vpp=2, schedule="interleaved"),
+    dict(pp=2, schedule="zbv"),
+    dict(pp=2, schedule="dualpipev"),
+]
+under_each_schedule = pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: layout.get("schedule", "1f1b"))
+
+
+@under_each_schedule
 def test_a_gpt_with_another_attention(layout):
     verdict = megaaccum.verify(
         plan_of(4, **layout), own_models.Stage, own_models.forward_step, own_models.batches, verbose=False
@@ -53,10 +54,11 @@ def test_a_gpt_with_another_attention(layout):
     assert verdict.comparisons[0].largest < 1e-12
 
 
-def test_a_loss_as_that_of_grpo_on_packed_documents():
+@under_each_schedule
+def test_a_loss_as_that_of_grpo_on_packed_documents(layout):
     verdict = megaaccum.verify(
-        plan_of(4, pp=2, schedule="zbv", micro_batch_size=1), own_models.packed_stage, own_models.clipped,
-        own_models.packed, verbose=False,
+        plan_of(4, micro_batch_size=1, **layout), own_models.packed_stage, own_models.clipped, own_models.packed,
+        verbose=False,
     )  # fmt: skip
     assert verdict.ok, verdict
 
@@ -67,10 +69,11 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def test_a_hybrid_model_of_megatrons_builder():
+@under_each_schedule
+def test_a_hybrid_model_of_megatrons_builder(layout):
     """Mamba's mixer casts parameters to FP32, also in a float64 model, which holds its float64 to that."""
     verdict = megaaccum.verify(
-        plan_of(2, pp=2, schedule="dualpipev"), hybrid.stage, hybrid.forward_step, own_models.batches, verbose=False
+        plan_of(2, **layout), hybrid.stage, hybrid.forward_step, own_models.batches, verbose=False
     )
     assert verdict.ok, verdict
     assert any("the model computes in part in FP32, first in decoder.layers.0.mixer" in note for note in verdict.notes)
@@ -78,8 +81,13 @@ def test_a_hybrid_model_of_megatrons_builder():
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2), dict(schedule="zbv")],
-    ids=lambda layout: layout["schedule"],
+    [
+        dict(),
+        dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2),
+        dict(schedule="zbv"),
+        dict(schedule="dualpipev"),
+    ],
+    ids=lambda layout: layout.get("schedule", "1f1b"),
 )
 def test_experts_with_latent_attention_and_prediction(layout):
     keys = SMALL | dict(
@@ -131,6 +139,18 @@ def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
     truth = verifier.truths(case, ["fp64"], keep_parts=True)["fp64"]
     seen = verifier.observe(replace(case, mistake=mistake), at_borders=True)
     assert words in borders.first_wrong(seen, truth, CLOSE["fp64"])
+
+
+def test_the_shipped_llama_in_its_layout():
+    """8 B parameters on 128 ranks, shrunk to 8 ranks with the same axes."""
+    config, seen = load("configs/llama3_8b.yaml"), []
+    shrunk = settle(config, resolve(config, world_size=128), shrink=True)
+    verdict = Verifier(progress=seen.append).verify(shrunk.case)
+    assert verdict.ok, verdict
+    assert verdict.comparisons[0].largest < 1e-12
+    assert seen == ["one process in fp64, fp32, bf16"] + [
+        f"8 ranks, {lane}" for lane in ("fp64 over ddp", "fp32 over deepspeed", "bf16 over deepspeed")
+    ]
 
 
 def test_a_plain_module():

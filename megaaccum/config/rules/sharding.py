@@ -94,21 +94,13 @@ def reproducible(subject: Subject) -> Iterator[str]:
             yield f"reproducible layout cannot be with {what}. Change that, or leave reproducible out."
 
 
-def runs_of_microbatches(subject: Subject) -> Iterator[str]:
-    """A rank's run of micro-batches is a subtree of the global batch's where the ranks halve it."""
+def streaming_alone(subject: Subject) -> Iterator[str]:
+    """Backend fsdp2 calls what adds up in one order where there is something to reduce."""
     sharding, parallel = subject.sharding, subject.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    dp, rest = divmod(subject.world_size, max(model_ranks, 1))
-    if sharding.reproducible != "layout" or rest or dp < 1:
+    if sharding.reproducible != "layout" or subject.world_size != model_ranks:
         return
-    if dp & (dp - 1) and not (sharding.backend == "deepspeed" and sharding.sync == "streaming"):
-        below = 1 << (dp.bit_length() - 1)
-        yield (
-            f"reproducible layout needs a power of two of data-parallel ranks, and there are {dp}, whose sums are not"
-            f" parts of one tree: take {below * model_ranks} or {2 * below * model_ranks} ranks, or sync streaming of"
-            " backend deepspeed."
-        )
-    if dp == 1 and sharding.backend == "fsdp2" and sharding.sync == "streaming":
+    if sharding.backend == "fsdp2" and sharding.sync == "streaming":
         yield (
             "reproducible layout: backend fsdp2 reduces nothing over one data-parallel rank, and adds micro-batches as"
             " they come with sync streaming: set sync to resident."
@@ -189,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     live_parameters,
     deterministic,
     reproducible,
-    runs_of_microbatches,
+    streaming_alone,
     replicas,
     experts_boundary,
     cold_experts,

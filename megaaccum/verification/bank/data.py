@@ -121,7 +121,7 @@ def gate_cut_as_one(plan: Plan) -> Iterator[None]:
 
 @mistake(
     "stages draw their weights from seeds of their own: the model changes with the pipeline",
-    "https://github.com/Modalities/modalities/pull/426",
+    "https://github.com/pytorch/pytorch/issues/139304",
     base="pipeline", axes="pp", parameter=r"decoder\.layers\.2\..+",
 )  # fmt: skip
 def weights_by_stage(plan: Plan) -> Iterator[None]:

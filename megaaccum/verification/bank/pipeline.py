@@ -151,8 +151,8 @@ def gradient_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "messages between two stages are matched in another order, here activations of two micro-batches",
-    "https://github.com/NVIDIA/Megatron-LM/issues/1450",
+    "a stage's input is another micro-batch's, as where receives share a buffer; here one activation is sent twice",
+    "https://github.com/NVIDIA/Megatron-LM/pull/5876",
     base="dualpipev", axes="schedule, pp",
 )  # fmt: skip
 def activation_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:

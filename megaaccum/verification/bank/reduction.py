@@ -215,8 +215,8 @@ def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
 
 
 @mistake(
-    "the gradient of a shared weight counts twice, here by a second sum over the two copies of the embedding",
-    "https://github.com/pytorch/pytorch/pull/181365",
+    "under a pipeline a gradient is summed over ranks more than once, here over the two copies of the embedding",
+    "https://github.com/PaddlePaddle/Paddle/pull/30437",
     base="pipeline, tied", axes="pp, tied embedding",
 )  # fmt: skip
 def tied_copy_summed_twice(plan: Plan) -> Iterator[None]:

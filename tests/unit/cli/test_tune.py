@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,20 +14,23 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaaccum import cli
 from megaaccum.cli import train, tune
+from megaaccum.errors import ConfigError
 from megaaccum.interop.load import load
-from megaaccum.planner.hardware import load_hardware
-from megaaccum.planner.ladder import MEASURED, NOT_FINITE, OUT_OF_MEMORY
+from megaaccum.planner.hardware import Hardware, load_hardware
+from megaaccum.planner.ladder import HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.planner.search import search
-from megaaccum.planner.workload import make_workload
+from megaaccum.planner.workload import Workload, make_workload
 
 TOP = 6
 MODEL = dict(
     num_layers=8, hidden_size=64, num_attention_heads=4, seq_length=64, global_batch_size=16, lr=1e-3, train_iters=100,
     vocab_size=512,
 )  # fmt: skip
+WRITTEN = ("--write", "best.yaml", "--calibrate", "hardware.yaml")
 RUN = """
-import json, os, pathlib, resource, sys, yaml
+import json, os, pathlib, resource, sys, time, yaml
 row = int(pathlib.Path(sys.argv[1]).parent.name.removeprefix("row_"))
 with open("rows", "a") as file:
     print(row, file=file)
@@ -37,7 +41,8 @@ if turn == 1:
     numpy.ones(2**31)
 if turn == 4:
     os.kill(os.getppid(), 9)
-    sys.exit()
+    time.sleep(1)
+    open("outlived", "w")
 folder = yaml.safe_load(open(sys.argv[1]))["run"]["output_dir"]
 os.makedirs(folder + "/receipts")
 with open(folder + "/log.jsonl", "w") as log:
@@ -47,22 +52,29 @@ with open(folder + "/log.jsonl", "w") as log:
 receipt = dict(schema="megaaccum receipt", version=1, number=1, measured=dict(memory=dict(parameters=3)))
 json.dump(receipt, open(folder + "/receipts/start_1.json", "w"))
 """
+HANGS_WITH_A_CHILD = """
+import subprocess, sys, time
+print("waiting", flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3); open('outlived', 'w')"])
+time.sleep(60)
+"""
 TUNE = """
 import sys
+from megaaccum import cli
 from megaaccum.cli import tune
 tune._start = lambda args: [sys.executable, "run.py"]
-sys.exit(tune.main(["model.yaml", "--gpus", "4", "--top", sys.argv[1], "--output", "tune", "--write", "best.yaml"]))
+sys.exit(cli.main(["tune", "model.yaml", "--gpus", "4", "--output", "tune", *sys.argv[1:]]))
 """
 
 
-def started(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", TUNE, str(TOP)]
+def started(folder: Path, *words: str, run: str = RUN) -> subprocess.CompletedProcess[str]:
+    (folder / "run.py").write_text(run)
+    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL))
+    command = [sys.executable, "-c", TUNE, *(words or ("--top", str(TOP), *WRITTEN))]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
 
 
 def test_faults_and_a_kill_in_the_middle(tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text(RUN)
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL))
     assert started(tmp_path).returncode == -signal.SIGKILL
     ended = started(tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -87,9 +99,59 @@ def test_faults_and_a_kill_in_the_middle(tmp_path: Path) -> None:
     best = max(seconds)
     assert f"{seconds[best]:.4g} s per step" in (tmp_path / "best.yaml").read_text()
     assert f"row {done[0]} was dropped: out of memory" in ended.stdout
+    assert not (tmp_path / "outlived").exists()  # the killed tuning's run, which the second start takes again
+
+    table = {int(cells[0]): cells for cells in map(_cells, ended.stdout.splitlines()) if cells[0].isdecimal()}
+    for row in done[2:]:
+        predicted, measured, ratio = map(float, table[row][2:5])
+        assert measured == pytest.approx(seconds[row], rel=1e-3)
+        assert ratio == pytest.approx(measured / predicted, rel=1e-2)
+    assert table[best][-1] == "best"
+    assert [table[row][-1] for row in done[:2]] == [OUT_OF_MEMORY, NOT_FINITE]
+    assert all(Path(tmp_path, outcomes[ranked[row].name]["receipt"]).exists() for row in done[2:])
+
+    # The next plan predicts, on the whole, what was measured.
+    hardware = load_hardware("h100_tuned", file=tmp_path / "hardware.yaml")
+    again = {each.name: each for each in tune.candidates_of(search(replace_hardware(workload, hardware)))}
+    ratios = [seconds[row] / again[ranked[row].name].seconds for row in seconds]
+    assert statistics.geometric_mean(ratios) == pytest.approx(1, rel=1e-3)
 
 
-def test_hosts_start_each_layout_by_their_launcher() -> None:
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("\u2502").split("\u2502")]
+
+
+def replace_hardware(workload: Workload, hardware: Hardware) -> Workload:
+    return make_workload(workload.config, world_size=workload.world_size, hardware=hardware)
+
+
+def test_layouts_that_hang_are_ended_with_their_ranks_and_named(tmp_path: Path) -> None:
+    words = ("--top", "1", "--fix", "pp=1,tp=1,mbs=1,recompute=none,sync=resident", "--time-limit", "1")
+    ended = started(tmp_path, *words, run=HANGS_WITH_A_CHILD)
+    assert ended.returncode == 2, ended.stderr
+    assert f"row 1 was dropped: {HANGS}: it had not ended after 1 s (waiting)" in ended.stdout
+    outcomes = json.loads((tmp_path / "tune" / "results.json").read_text())["outcomes"]
+    assert f"none of the {len(outcomes)} layouts that were tried could be measured: see tune." in ended.stderr
+    assert "Traceback" not in ended.stderr
+    again = started(tmp_path, *words, run=HANGS_WITH_A_CHILD)
+    assert again.returncode == 2
+    assert "row 1: " in ended.stderr
+    assert "row 1: " not in again.stderr
+    assert not (tmp_path / "outlived").exists()
+
+
+def test_an_unknown_knob_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL))
+    argv = ["tune", str(tmp_path / "model.yaml"), "--gpus", "4", "--output", str(tmp_path / "tune")]
+    assert cli.main([*argv, "--knob", "mbs,recompte"]) == 2
+    assert "--knob recompte (did you mean recompute?)" in capsys.readouterr().err
+    assert not (tmp_path / "tune").exists()
+
+
+def test_hosts_start_each_layout_by_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     command = tune._start(argparse.Namespace(hostfile="hosts"))
     assert command == ["deepspeed", "--hostfile", "hosts", "--module", "megaaccum.train", "--config"]
     assert train._config_path([command[-1], "row_1/config.yaml"]) == ("row_1/config.yaml", [])
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="`deepspeed`, which is not on PATH"):
+        tune._start(argparse.Namespace(hostfile="hosts"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -106,6 +107,33 @@ def test_documents_are_where_they_begin_and_nothing_of_length_squared():
     assert first["document_starts"].tolist() == [[True, False, False, True], [True, False, True, False]]
     assert second["document_starts"].tolist() == [[True, True, False, False], [True, False, False, False]]
     assert sum(each.nbytes for each in first.values()) <= 2 * SEQ * (3 * 8 + 4 + 1) + 8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_tensor_is_pinned_for_the_gpu_of_its_rank(monkeypatch, workers):
+    """By stand-ins, without a GPU: pinning needs the current device of the thread that reads."""
+    current, pinned = threading.local(), []
+
+    @contextmanager
+    def device(of):
+        current.is_in = of
+        yield
+        current.is_in = None
+
+    def pin_memory(tensor):
+        assert current.is_in == torch.device("cuda", 1)
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    with open_loader(document_end=2, num_workers=workers, pin_for=torch.device("cuda", 1)) as loader:
+        batch = loader.next_step()[0]
+        assert all(any(each is one for one in pinned) for each in batch.values())
+    with open_loader(num_workers=workers) as loader:
+        pinned.clear()
+        loader.next_step()
+        assert not pinned
 
 
 def test_a_whole_step_is_ready_when_the_one_before_took_longer():

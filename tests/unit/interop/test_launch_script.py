@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megaaccum import cli
 from megaaccum.cli import convert
 from megaaccum.cli.arguments import asked, split_command
 from megaaccum.config import resolve
@@ -151,13 +152,33 @@ def test_the_command_stands_after_two_dashes():
         split_command(["--record", "bash", "t.sh"])
 
 
+WHOLE = (
+    f"echo '{{\"steps_per_print\": 3}}' > ds.json\n{LAUNCH}"
+    " --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3"
+    " --global-batch-size 16 --train-samples 170 --vocab-size 128 --tokenizer-type NullTokenizer --mock-data"
+    " --position-embedding-type rope --use-rope-scaling --pipeline-model-parallel-size 2 --deepspeed_config ds.json"
+)
+"""A script that can be trained."""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["check"], "loss_norm: microbatch"),
+        (["plan", "--gpus", "4", "--gpu", "h100"], "h100"),
+        (["convert"], "# Converted from train.sh, which starts 4 ranks."),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_every_command_takes_a_recorded_script(script, capsys, command, words):
+    with script(WHOLE):
+        pass
+    assert cli.main([*command, "--record", "--", "bash", "train.sh"]) == 0
+    assert words in capsys.readouterr().out
+
+
 def test_a_recorded_script_and_its_conversion_make_the_same_plan(script, tmp_path):
-    flags = (
-        " --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3"
-        " --global-batch-size 16 --train-samples 170 --vocab-size 128 --tokenizer-type NullTokenizer --mock-data"
-        " --position-embedding-type rope --use-rope-scaling --pipeline-model-parallel-size 2 --deepspeed_config ds.json"
-    )
-    with script(f"echo '{{\"steps_per_print\": 3}}' > ds.json\n{LAUNCH}{flags}"):
+    with script(WHOLE):
         pass
     with asked(None, ["--lr", "2e-3"], ["bash", "train.sh"]) as found:
         first = resolve(found.checked(), world_size=4)

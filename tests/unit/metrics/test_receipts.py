@@ -81,6 +81,24 @@ def test_steps_events_and_the_end_are_in_it(tmp_path):
     assert found["outcome"] == {"text": "Stopped", "step": 4, "time": 8.0}
 
 
+def test_what_a_step_left_out_is_in_it(tmp_path):
+    log = opened(tmp_path)
+    log.step(step(1))
+    log.step(step(2, sanitized=1, note="not finite: micro-batch 3 of data-parallel rank 0"))
+    log.close()
+    (event,) = written(tmp_path)["events"]
+    assert event == {"kind": "drop", "step": 2, "text": "not finite: micro-batch 3 of data-parallel rank 0"}
+
+
+def test_the_command_that_started_a_rank_is_in_it_and_a_shell_is_none(tmp_path):
+    code = "from megaaccum.metrics.receipts import _launcher; print(_launcher())"
+    by_python = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
+    told = subprocess.run(by_python, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == str(by_python)
+    by_a_shell = ["sh", "-c", f'{sys.executable} -c "{code}"; true']
+    assert subprocess.run(by_a_shell, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
 def test_a_killed_start_leaves_its_first_steps_and_what_was_written_each_minute(tmp_path):
     clock = Clock()
     log = opened(tmp_path, clock=clock)

@@ -5,17 +5,33 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megaaccum.planner.partial_sums import Passes, Waiting
+from megaaccum.planner.partial_sums import Passes, Waiting, sums_of_runs
 
 
 def passes(schedule: str, *, vpp: int = 2, rank: int = 0, flushes: int = 1) -> Passes:
     return Passes(schedule=schedule, pp=2, vpp=vpp, rank=rank, flushes=flushes)
 
 
-def most(order: Passes, microbatches: int, *, totals: float = 0.0, ranks: int = 1) -> float:
+def most(order: Passes, microbatches: int, *, totals: float = 0.0, ranks: int = 1, in_runs: bool = False) -> float:
     """Partial sums of chunks of one element, of one byte each."""
     waiting = Waiting(sizes=[np.ones(1)] * order.vpp, units=[[(0.0, 0.0)]] * order.vpp, per_sum=1.0, totals=totals)
-    return float(waiting.most(order.changes(microbatches, ranks))[0])
+    return float(waiting.most(order.changes(microbatches, ranks, in_runs=in_runs))[0])
+
+
+@pytest.mark.parametrize(
+    ("each", "ranks", "sums"),
+    [(4, 1, (1,)), (4, 4, (1, 1, 1, 1)), (4, 3, (2, 3, 2)), (16, 3, (3, 5, 3)), (4, 6, (2, 3, 2, 2, 3, 2))],
+)
+def test_sums_of_a_run(each, ranks, sums):
+    """One where ranks are a power of two; both halves of six ranks are like three."""
+    assert sums_of_runs(each, ranks) == sums
+
+
+def test_the_rank_with_the_most_sums_is_predicted():
+    """Of three ranks with four micro-batches each the second one ends with three sums, the first of them in FP32."""
+    order = passes("1f1b", vpp=1)
+    assert most(order, 4, ranks=3, in_runs=True) == 3  # of the third, before its last micro-batch
+    assert most(order, 4, ranks=3, in_runs=True, totals=np.inf) == 4 + 2
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from megaaccum.planner.partial_sums import partial_sums
-from megaaccum.sharding.sum_tree import MicrobatchSums, SumTree, tree_sum
+from megaaccum.planner.partial_sums import partial_sums, sums_of_runs
+from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree
 
 COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
 
@@ -28,6 +28,19 @@ def summed(parts: list[torch.Tensor], order: list[int], *, lent: bool = False) -
     return total
 
 
+def rows_of(runs: Runs, parts: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """What each rank has of its run, in the precision of its messages."""
+    rows: list[torch.Tensor] = []
+    for rank in range(runs.ranks):
+        start, stop = runs.of(rank)
+        mine = SumTree(runs.leaves, dtype, run=(start, stop))
+        order = random.Random(rank).sample(range(start, stop), runs.each)
+        done = [mine.add(leaf, parts[leaf].clone()) for leaf in order]
+        assert done == [False] * (runs.each - 1) + [True]
+        rows += [each for each in mine.totals() if each is not None]
+    return rows
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_order_of_arrival_does_not_matter(count):
     parts = leaves(count)
@@ -36,7 +49,7 @@ def test_the_order_of_arrival_does_not_matter(count):
     for seed in range(5):
         order = random.Random(seed).sample(range(count), count)
         assert torch.equal(summed(parts, order, lent=bool(seed % 2)), first)
-    assert torch.equal(tree_sum([part.clone() for part in parts], torch.float32), first)
+    assert torch.equal(Runs(1, count).add(torch.stack(parts), torch.float32), first)
 
 
 def test_one_and_two_threads_make_one_sum():
@@ -47,30 +60,25 @@ def test_one_and_two_threads_make_one_sum():
         for count in (1, 2):
             torch.set_num_threads(count)
             order = random.Random(count).sample(range(12), 12)
-            sums += [summed(parts, order), tree_sum([part.clone() for part in parts], torch.float32)]
+            sums += [summed(parts, order), Runs(1, 12).add(torch.stack(parts), torch.float32)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(each, sums[0]) for each in sums)
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (12, 2), (12, 4), (20, 4), (16, 1)])
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (12, 2), (12, 4), (20, 4), (16, 1), (12, 3), (18, 6), (7, 7)])
 def test_sums_of_16_bits_are_the_same_whatever_crosses_ranks(count, ranks):
     """Messages of 16 bits: what a rank has is rounded on its way, and so is every sum but the last where it stays."""
-    parts, run, half = leaves(count), count // ranks, torch.bfloat16
+    parts, half = leaves(count), torch.bfloat16
     whole = SumTree(count, half)
     for leaf, part in enumerate(parts):
         whole.add(leaf, part.clone())
     total = whole.total()
     assert total is not None and total.dtype is torch.float32 and not torch.equal(total, total.to(half).float())
-    rows = []
-    for start in range(0, count, run):
-        mine = SumTree(run, half)
-        for leaf, part in enumerate(parts[start : start + run]):
-            mine.add(leaf, part.clone())
-        rows.append(mine.total())
-    if ranks > 1:
-        rows = [row.to(half) for row in rows]
-    assert torch.equal(tree_sum(rows, torch.float32), total)
+    runs = Runs(count // ranks, ranks)
+    rows = torch.stack(rows_of(runs, parts, half))
+    assert ranks == 1 or rows.dtype is half
+    assert torch.equal(runs.add(rows, torch.float32), total)
     exact, largest = torch.stack(parts).double().sum(0), torch.stack(parts).abs().sum(0)
     assert ((total.double() - exact).abs() <= 2.0**-9 * math.ceil(math.log2(count) + 1) * largest).all()
     assert not torch.equal(total, summed(parts, list(range(count))))
@@ -89,7 +97,35 @@ def test_an_order_that_is_another_trees_is_seen():
 def test_the_run_of_a_rank_is_a_subtree(count, ranks):
     parts, run = leaves(count), count // ranks
     rows = [summed(parts[start : start + run], list(range(run))) for start in range(0, count, run)]
-    assert torch.equal(tree_sum(rows, torch.float32), summed(parts, list(range(count))))
+    assert torch.equal(Runs(run, ranks).add(torch.stack(rows), torch.float32), summed(parts, list(range(count))))
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(12, 3), (12, 6), (20, 5), (48, 3), (18, 6), (14, 7), (36, 12), (33, 3)])
+def test_the_runs_of_any_number_of_ranks_make_one_tree(count, ranks):
+    parts, runs = leaves(count), Runs(count // ranks, ranks)
+    whole, rows = summed(parts, list(range(count))), torch.stack(rows_of(runs, parts))
+    assert torch.equal(runs.add(rows.clone(), torch.float32), whole)
+    assert runs.counts == sums_of_runs(runs.each, ranks) and sum(runs.counts) == len(rows) > ranks
+    one_by_one = rows[0].clone()
+    for row in rows[1:]:
+        one_by_one += row
+    assert not torch.equal(one_by_one, whole), "the order of the rows is seen"
+
+
+def test_a_rank_whose_run_is_no_subtree_gives_its_sums_apart():
+    """Rank 1 of three, with four micro-batches each: of twelve, 4 and 5 have a node, 6 and 7 are in two others."""
+    sums, param, parts = MicrobatchSums(rank=1, ranks=3), torch.nn.Parameter(torch.zeros(7)), leaves(12)
+    sums.count = 4
+    for index in (2, 0, 3, 1):
+        sums.begin_backward(index)
+        param.grad = parts[4 + index].clone()
+        sums.take(param)
+    assert param.grad is not None and torch.equal(param.grad, parts[4] + parts[5])
+    first, second = sums.others(param)
+    assert first is not None and second is not None
+    assert torch.equal(first, parts[6]) and torch.equal(second, parts[7]) and len(list(sums.tensors())) == 2
+    assert sums.take_others(param) == [first, second] and not list(sums.tensors())
+    assert sums.take_others(param) == [None, None], "of a parameter that none came of"
 
 
 @pytest.mark.parametrize("count", COUNTS)

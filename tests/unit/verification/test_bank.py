@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
 
 from megaaccum.testing import run_ranks
 
@@ -40,3 +45,24 @@ def test_none_is_caught_in_a_case_that_is_wrong_without_it():
     ((caught, how),) = run_ranks(outcome_in_a_wrong_case, 1, init=False)
     assert not caught
     assert "fails without the mistake" in how
+
+
+def the_command(missed: str) -> tuple[int, str]:
+    """Exit code and output of `megaaccum verify --bank` where one of two mistakes is missed."""
+    from megaaccum import cli
+    from megaaccum.verification import self_test
+    from megaaccum.verification.bank import BANK
+
+    names = ("norms decay", "nothing decays")
+    ends = [self_test.Outcome(BANK[name], caught=name != missed, found=True, axes=["dp"]) for name in names]
+    printed = io.StringIO()
+    with patch.object(self_test, "outcomes", lambda verifier: iter(ends)), redirect_stdout(printed):
+        return cli.main(["verify", "--bank"]), printed.getvalue()
+
+
+@pytest.mark.parametrize(("missed", "code", "words"), [("", 0, "2 caught, 2 localised"), ("norms decay", 1, "missed")])
+def test_the_command_prints_each_and_fails_where_one_is_missed(missed, code, words):
+    ((ended, printed),) = run_ranks(the_command, 1, missed, init=False)
+    assert ended == code
+    assert words in printed
+    assert "norms decay" in printed
