@@ -125,7 +125,7 @@ def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.Mon
 
 
 def noted(nbytes: int) -> tuple[Mail, list[str]]:
-    """A rank that takes 4 activations of so many bytes and hands them on, and what it does."""
+    """A rank that takes 4 activations of `nbytes` each and hands them on, and what it does in order."""
     events: list[str] = []
 
     def noting(way: str):
