@@ -17,7 +17,7 @@ from megaaccum.planner.gather_units import Units, pieces, units_of
 from megaaccum.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.planner.partial_sums import Passes, Waiting, odd_part, sums_of_runs
 from megaaccum.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
-from megaaccum.planner.weights import Elements, rank_parameters
+from megaaccum.planner.weights import Elements, rank_parameters, with_input_grad
 
 StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""
@@ -226,8 +226,8 @@ class MemoryModel:
             rows = (at.num_microbatches == count) & (ranks == together)
             part = at.take(rows)
             waiting = Waiting(
-                sizes=[self._waits(part, per, chunk) for chunk in chunks],
-                units=[self._in_turn(part, per, chunk) for chunk in chunks],
+                sizes=[self._waits(part, per, *half) for half in _halves(passes, chunks)],
+                units=[self._in_turn(part, per, *half) for half in _halves(passes, chunks)],
                 per_sum=per.waiting + per.waiting_shard,
                 totals=per.waiting_totals,
                 per_total=per.waiting_total,
@@ -235,19 +235,34 @@ class MemoryModel:
             out[rows] = waiting.most(passes.changes(count, together, in_runs=not per.waiting_shard))
         return out
 
-    def _waits(self, at: Layouts, per: StateBytes, chunk: Stage) -> Any:
-        """Elements of a piece of the model, or of its shards, whichever are added up."""
-        elements = self._parameters(at, [chunk])
+    def _waits(self, at: Layouts, per: StateBytes, piece: Stage, half: str) -> Any:
+        """Elements of a half of a piece of the model, or of its shards, whichever are added up."""
+        elements = self._half(at, per, piece, half)
         return self._shard(at, elements) if per.waiting_shard else elements.total + np.zeros(len(at))
 
-    def _in_turn(self, at: Layouts, per: StateBytes, chunk: Stage) -> list[tuple[Any, Any]]:
-        """Units of a chunk in the order of a backward: bytes of their gradients, elements that went before."""
-        if not per.unit_grad or self.joined_units:
-            return [(per.unit_grad * self.units(at, [chunk]).grads if per.unit_grad else 0.0, 0.0)]
+    def _half(self, at: Layouts, per: StateBytes, piece: Stage, half: str) -> Elements:
+        """Parameters of a half of a piece. FSDP2 keeps all that an I brings for its W where it streams."""
+        if self.joined_units and per.unit_grad:
+            half = {"in W": "whole", "in I": "none"}.get(half, half)
+        if half == "none":
+            return Elements(0, 0)
+        whole = self._parameters(at, [piece])
+        if half == "whole":
+            return whole
+        in_i = with_input_grad(self.model, [piece], self.vocab_size)
+        return in_i if half == "in I" else Elements(whole.plain - in_i.plain, whole.expert - in_i.expert)
+
+    def _in_turn(self, at: Layouts, per: StateBytes, chunk: Stage, half: str) -> list[tuple[Any, Any]]:
+        """Units of a half of a chunk in the order of a backward: bytes of their gradients, elements that went
+        before."""
+        if half == "none" or not per.unit_grad:
+            return [(0.0, 0.0)]
+        if self.joined_units:
+            return [(0.0 if half == "in I" else per.unit_grad * self.units(at, [chunk]).grads, 0.0)]
         turns, gone = [], np.zeros(len(at))
         for piece in reversed(list(pieces(chunk))):
-            turns.append((per.unit_grad * self._parameters(at, [piece]).total, gone))
-            gone = gone + self._waits(at, per, piece)
+            turns.append((per.unit_grad * self._half(at, per, piece, half).total, gone))
+            gone = gone + self._waits(at, per, piece, half)
         return turns
 
     def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
@@ -279,6 +294,13 @@ class MemoryModel:
         heads = sum(chunk.head + chunk.prediction for chunk in chunks)
         rows = padded_rows(self.model, self.vocab_size, at.tp)
         return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
+
+
+def _halves(passes: Passes, chunks: list[Stage]) -> Iterator[tuple[Stage, str]]:
+    """Each chunk with what its later gradients are of, and then each with what the others are of: matrices, in W, and
+    the rest, in I, where the backward is split; else all and nothing."""
+    for half in ("in W", "in I") if pipeline.splits(passes.schedule) else ("whole", "none"):
+        yield from ((chunk, half) for chunk in chunks)
 
 
 def _merged(chunks: list[Stage], held: list[Any]) -> dict[Stage, Any]:

@@ -4,6 +4,7 @@ trees are those of sharding/sum_tree.py."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +16,10 @@ from megaaccum.planner import pipeline
 from megaaccum.planner.gather_units import max_of
 
 Moment = tuple[tuple[int, bool], ...]
-"""Of each chunk of a rank, how many sums there are, and whether they are the sum of all micro-batches."""
-Change = tuple[Moment, Moment]
-"""Before and after a micro-batch brings a chunk its gradients."""
+"""Of the matrices of each chunk of a rank, and then of the rest of each, how many sums there are, and whether all
+micro-batches are in them."""
+Change = tuple[Moment, Moment, tuple[bool, ...]]
+"""Before and after a micro-batch brings gradients, and to which entries it does."""
 
 
 @cache
@@ -59,7 +61,7 @@ class Passes:
         return _changes(self, microbatches, ranks, in_runs)
 
     def done(self, microbatches: int) -> Iterator[tuple[int, ...]]:
-        """Micro-batches that each chunk has the gradients of, from none to all."""
+        """Micro-batches that each chunk has the gradients of, from none to all, as pipeline.gradients_done has them."""
         flush = pipeline.gradients_done(
             self.schedule, pp=self.pp, vpp=self.vpp, rank=self.rank, microbatches=microbatches
         )
@@ -75,17 +77,18 @@ def _changes(passes: Passes, microbatches: int, ranks: int, in_runs: bool) -> se
     found: set[Change] = set()
     for start, step in runs:
         sums = [partial_sums(count * ranks, start, start + done * step) for done in range(count + 1)]
-        moments = [tuple((sums[done], done == count) for done in counts) for counts in passes.done(microbatches)]
-        found.update(itertools.pairwise(moments))
+        for before, after in itertools.pairwise(passes.done(microbatches)):
+            old, new = (tuple((sums[done], done == count) for done in counts) for counts in (before, after))
+            found.add((old, new, tuple(map(operator.lt, before, after))))
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Sums that wait. sizes: elements of each chunk. units: of each chunk, (bytes of whole gradients, elements of the
-    chunk before it) of its units in the order of a backward; one of nothing where all come at once. per_sum: bytes of
-    an element of a partial sum. totals: elements whose finished sums stay. per_total: bytes of an element of the first
-    of them."""
+    """Sums that wait. sizes: elements of the matrices of each chunk, and of the rest of each. units: of each of these,
+    (bytes of whole gradients, elements before it) of its units in the order of a backward; one of nothing where all
+    come at once. per_sum: bytes of an element of a partial sum. totals: elements whose finished sums stay. per_total:
+    bytes of an element of the first of them."""
 
     sizes: Sequence[Any]
     units: Sequence[Sequence[tuple[Any, Any]]]
@@ -97,13 +100,13 @@ class Waiting:
         """Bytes when they are most."""
         return max_of(each for change in changes for each in self._through(*change))
 
-    def _through(self, before: Moment, after: Moment) -> Iterator[Any]:
+    def _through(self, before: Moment, after: Moment, brought: tuple[bool, ...]) -> Iterator[Any]:
         """From one moment to the next: a unit's sums change when its gradients go."""
         yield self._at(after)
-        for chunk, (old, new) in enumerate(zip(before, after, strict=True)):
-            if old != new:
+        for old, new, units, comes in zip(before, after, self.units, brought, strict=True):
+            if comes:
                 change = self._per_element(new) - self._per_element(old)
-                yield from (unit + self._at(before) + change * gone for unit, gone in self.units[chunk])
+                yield from (unit + self._at(before) + change * gone for unit, gone in units)
 
     def _at(self, moment: Moment) -> Any:
         sums = list(zip(moment, self.sizes, strict=True))

@@ -53,26 +53,33 @@ def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> 
 def owed(name: str, *, pp: int, rank: int, microbatches: Any) -> Any:
     """Passes through a chunk of rank `rank` whose weight gradient is not computed yet, at most; one per entry of
     `microbatches`. Counted in the schedule's table, where more than 4 pp micro-batches owe no more; zb-h2 has none."""
-    if not by_executor(name) or name == "zb-h2":
+    if not splits(name):
         return np.zeros(len(microbatches))
     m = np.minimum(np.asarray(microbatches), 4 * pp).astype(int)
     most = {count: _owed(name, pp, int(count))[rank] for count in np.unique(m)}
     return np.array([most[count] for count in m])
 
 
+def splits(name: str) -> bool:
+    """Whether the schedule's table has backwards in two parts (zb-h2 has no table)."""
+    return by_executor(name) and name != "zb-h2"
+
+
 @cache
 def gradients_done(name: str, *, pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of a flush that each chunk of rank `rank` has all gradients of, before the first and after each
-    backward, or weight gradient, of the schedule's table."""
-    if vpp == 1:
-        return tuple((count,) for count in range(microbatches + 1))
-    done = [0] * vpp
-    steps = [tuple(done)]
+    """Micro-batches of a flush that each chunk of rank `rank` has the gradients of, before the first and after each
+    part of a backward of the schedule's table: those of matrices, and then, of each chunk, the others, which come with
+    an input gradient."""
+    if vpp == 1 and not splits(name):
+        return tuple((count, count) for count in range(microbatches + 1))
+    matrices, others = [0] * vpp, [0] * vpp
+    steps = [(*matrices, *others)]
     schedule = build(name, pp=pp, num_microbatches=microbatches, chunks=vpp, short=True)
     for kind, chunk, _ in schedule.actions(rank):
-        if kind in "BW":
-            done[chunk] += 1
-            steps.append(tuple(done))
+        matrices[chunk] += kind in "BW"
+        others[chunk] += kind in "BI"
+        if kind != "F":
+            steps.append((*matrices, *others))
     return tuple(steps)
 
 

@@ -72,7 +72,9 @@ CASES = {
     "fsdp2, split": Case(4, V + "--backend fsdp2", UNTIED),
     "fsdp2 streaming, split": Case(4, V + "--backend fsdp2 --sync streaming --num_layers 8", UNTIED),
     "megatron, split": Case(4, V + "--backend megatron", UNTIED),
-    "zero-3 in one order, zbv": Case(4, ZBV + SAME + "--pp_microbatches 8 --grad_accum_steps 1"),
+    "zero-3 in one order, zbv": Case(4, ZBV + SAME + "--pp_microbatches 14 --grad_accum_steps 1"),
+    "zero-3 in one order, zbv, 16 bits": Case(4, ZBV + SAME + HALF + "--pp_microbatches 4"),
+    "zero-3 streaming in one order, zbv, 16 bits": Case(4, ZBV + SAME + HALF + "--pp_microbatches 4 --sync streaming"),
     "zero-3 in one order, interleaved by rounds": Case(
         4, INTERLEAVED + SAME + "--pp_microbatches 4 --flush per_round", UNTIED
     ),

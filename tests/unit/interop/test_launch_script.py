@@ -164,7 +164,7 @@ WHOLE = (
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["check"], "pp 2"),
+        (["check"], "loss_norm: microbatch"),
         (["plan", "--gpus", "4", "--gpu", "h100"], "h100"),
         (["convert"], "# Converted from train.sh, which starts 4 ranks."),
     ],

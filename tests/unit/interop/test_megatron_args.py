@@ -139,6 +139,7 @@ def test_a_flag_sets_its_key(text, expected):
         ("--tokenizer-type BertWordPieceCase", ["megaaccum reads GPT2BPETokenizer"]),
         ("--deepspeed --num-experts 64 --moe-loss-coeff 0.01", ["DeepSpeed's own MoE layer"]),
         ("--use-distributed-optimizer --backend ddp --grad-accum-steps", ["needs a value"]),
+        ("--lr-decay-tokens 640", ["--global-batch-size and --seq-length must be given"]),
         ("--train-samples 640", ["--global-batch-size must be given"]),
         ("--deepspeed_config none.json", ["No such file"]),
         ("--spec a b", ["layers of one's own"]),
@@ -188,6 +189,8 @@ def test_lengths_in_samples_and_tokens_become_whole_steps():
     assert any("whole batches of 64" in note for note in reading.notes)
     reading = some("--train-tokens 2048 --train-samples 960 --global-batch-size 16 --seq-length 4")
     assert reading.values["train_iters"] == 32
+    reading = some("--lr-decay-tokens 1280 --lr-warmup-tokens 640 --global-batch-size 16 --seq-length 4")
+    assert [reading.values[key] for key in ("lr_decay_iters", "lr_warmup_iters")] == [20, 10]
 
 
 def test_a_ramp_s_lengths_are_the_steps_that_it_takes():

@@ -7,8 +7,10 @@ import torch
 
 from megaaccum.config import Plan, resolve
 from megaaccum.errors import ConfigError
+from megaaccum.interop.load import load
 from megaaccum.model import gpt, layers
 from megaaccum.model.local_norm import Norm
+from megaaccum.testing import run_ranks
 from megaaccum.training import lr_schedule, optimizer
 from tests.support.configs import make
 
@@ -104,3 +106,35 @@ def test_windows_and_offsets_of_the_softmax_keep_megatrons_own_attention():
     assert layers.choose(plan_with({}).config, has_te=False, on_gpu=True).fused_attention
     for fields in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
         assert not layers.choose(plan_with(fields).config, has_te=False, on_gpu=True).fused_attention
+
+
+def layers_of_a_hybrid() -> tuple[str, list[str]]:
+    """The model that --hybrid-layer-pattern is built as, and its layers, with torch in place of the kernels."""
+    from unittest.mock import patch
+
+    from megatron.training.models import hybrid as theirs
+
+    from megaaccum.distributed import groups
+    from tests.support import hybrid
+
+    flags = f"--hybrid-layer-pattern {hybrid.PATTERN} --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2"
+    config = load(None, f"{HYBRID} {flags}".split())
+    plan = resolve(config, world_size=1)
+    built = groups.build(plan.layout, timeout_minutes=1)
+    gpt.seed_dropout(built, seed=1)
+    with patch.object(theirs, "default_hybrid_stack_spec", hybrid.stack_spec()):
+        chunk = gpt.build_chunk(plan, built, gpt.transformer_config(plan), 64, 0)
+    return type(chunk).__name__, [type(layer).__name__ for layer in chunk.decoder.layers]
+
+
+HYBRID = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --lr 1e-3"
+    " --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --vocab-size 64 --tokenizer-type NullTokenizer"
+    " --mock-data --disable-bias-linear --transformer_impl local"
+)
+
+
+def test_a_pattern_of_layers_is_built_by_megatrons_hybrid_builder():
+    ((model, names),) = run_ranks(layers_of_a_hybrid, 1)
+    assert model == "HybridModel"
+    assert names == ["MambaLayer", "TransformerLayer", "MLPLayer", "MambaLayer"]

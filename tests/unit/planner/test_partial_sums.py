@@ -14,7 +14,8 @@ def passes(schedule: str, *, vpp: int = 2, rank: int = 0, flushes: int = 1) -> P
 
 def most(order: Passes, microbatches: int, *, totals: float = 0.0, ranks: int = 1, in_runs: bool = False) -> float:
     """Partial sums of chunks of one element, of one byte each."""
-    waiting = Waiting(sizes=[np.ones(1)] * order.vpp, units=[[(0.0, 0.0)]] * order.vpp, per_sum=1.0, totals=totals)
+    sizes = [np.ones(1)] * order.vpp + [np.zeros(1)] * order.vpp
+    waiting = Waiting(sizes=sizes, units=[[(0.0, 0.0)]] * 2 * order.vpp, per_sum=1.0, totals=totals)
     return float(waiting.most(order.changes(microbatches, ranks, in_runs=in_runs))[0])
 
 
@@ -61,4 +62,4 @@ def test_sums_of_a_unit_change_when_its_gradients_go() -> None:
     units = [[(0.0, 0.0), (10.0, 0.5)]]
     waiting = Waiting(sizes=[np.ones(1)], units=units, per_sum=1.0, totals=0.0)
     before, after = ((2, False),), ((1, False),)
-    assert waiting.most({(before, after)}) == 10 + 0.5 * 1 + 0.5 * 2
+    assert waiting.most({(before, after, (True,))}) == 10 + 0.5 * 1 + 0.5 * 2
