@@ -16,12 +16,13 @@ BY_NAME = (
     "fuzz",
     "restarts",
     "tune",
+    "tune_faults",
     "verify",
     "libraries",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, verify, libraries
-and megatron_train measure no speed."""
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, tune_faults, verify,
+libraries and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

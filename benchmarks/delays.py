@@ -23,34 +23,35 @@ SEQ, BATCH, HIDDEN = 4, 1, 16
 Spans = Callable[[], list[tuple[float, float]]]
 
 
-def exactly(seconds: float) -> None:
-    """Wait `seconds`, no longer: the system wakes a sleeper about 0.1 ms late, which over the hundred passes of a flush
-    would count as the runtime's."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - 0.0002))
+def until(end: float) -> None:
+    """Wait for `end` of time.perf_counter, no longer: the system wakes a sleeper about 0.1 ms late, which over the
+    hundred passes of a flush would count as the runtime's."""
+    time.sleep(max(0.0, end - time.perf_counter() - 0.0002))
     while time.perf_counter() < end:
         pass
 
 
 class _Wait(torch.autograd.Function):
-    """Waits F in the forward and I in the backward; W is put off where the schedule splits the backward."""
+    """Waits I in the backward; W is put off where the schedule splits the backward."""
 
     @staticmethod
     def forward(ctx, x, stage):
-        exactly(stage.seconds[0])
         ctx.stage = stage
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        exactly(ctx.stage.seconds[1])
         if ctx.stage.wait_for_weights:
             defer(ctx.stage.weight, ctx.stage.weight_grad)
-        return grad.clone(), None
+        end = time.perf_counter() + ctx.stage.seconds[1]
+        grad_input = grad.clone()
+        until(end)
+        return grad_input, None
 
 
 class Stage(torch.nn.Module):
-    """One chunk. seconds: of its forward, input gradient and weight gradient; one number is for all three."""
+    """One chunk. seconds: of its forward, input gradient and weight gradient, what it does itself included; one number
+    is for all three."""
 
     def __init__(self, seconds: float | tuple[float, float, float], *, wait_for_weights: bool = True):
         super().__init__()
@@ -62,16 +63,19 @@ class Stage(torch.nn.Module):
         self.vp_stage: int | None = None
 
     def weight_grad(self) -> torch.Tensor:
-        exactly(self.seconds[2])
+        until(time.perf_counter() + self.seconds[2])
         return self._zero
 
     def set_input_tensor(self, tensors) -> None:
         self.received = tensors[0]
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        end = time.perf_counter() + self.seconds[0]
         if x is None:
             x = torch.zeros(SEQ, BATCH, HIDDEN, requires_grad=True) if self.received is None else self.received
-        return _Wait.apply(x, self)
+        output = _Wait.apply(x, self)
+        until(end)
+        return output
 
 
 def megaaccum(setup: Setup) -> tuple[Callable[[], object], Spans]:

@@ -81,7 +81,7 @@ class Trials:
             sample_every=0, core_metric_every=0, verify_at_start=False, no_load=True, log_interval=1,
             transformer_impl=self.workload.config.model.transformer_impl,
             data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
-            nproc_per_node=self.workload.config.run.nproc_per_node or self.workload.world_size,
+            nproc_per_node=self.workload.world_size,
         )  # fmt: skip
         emit.set_aside(config, (*_WRITES, *_ENDS_EARLY))
         emit.put(config, keys)

@@ -20,7 +20,17 @@ from megaaccum.errors import FlushError
 from megaaccum.schedule.actions import Action, Item, Pair, Schedule
 from megaaccum.schedule.hooks import Hooks
 from megaaccum.schedule.p2p import Mail
-from megaaccum.schedule.passes import Backward, Call, Forward, Forwarded, FusedPass, ModulePasses, PlanPasses, Saved
+from megaaccum.schedule.passes import (
+    Backward,
+    Call,
+    Forward,
+    Forwarded,
+    FusedPass,
+    ModulePasses,
+    PlanPasses,
+    Saved,
+    announce,
+)
 from megaaccum.schedule.wgrad import WeightGrads, put_aside
 
 
@@ -141,17 +151,19 @@ class Flush:
         if first:
             self._hooks.before_first_forward(chunk)
             self._started.add(chunk)
+        announce(self.call, chunk, microbatch, first=first)  # before waiting, when there may be time
         received = None if stage == 0 else self._arrived("F", stage - 1, microbatch)
         if received is not None and not self.call.forward_only:
             received.requires_grad_()
         return Forward(
-            chunk=chunk, microbatch=microbatch, received=received, first=first, last_stage=stage == self._last,
+            chunk=chunk, microbatch=microbatch, received=received, last_stage=stage == self._last,
             send=lambda output: self._pass_on("F", stage, microbatch, output, to=stage + 1),
         )  # fmt: skip
 
     def _forward_done(self, at: Forward, forwarded: Forwarded) -> None:
         saved, num_tokens = forwarded
         if at.last_stage:
+            assert num_tokens is not None
             self.num_tokens += num_tokens.to(self.num_tokens.device)
         if self.call.forward_only:
             return

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -28,6 +28,10 @@ AHEAD = 2
 AHEAD_ON_NCCL = 1
 """The same over NCCL. A second one would wait on the device for the first, and where streams share a hardware queue
 everything launched later would wait for both, among it the send that the first one's sender waits for."""
+
+SMALL = 1 << 20
+"""Bytes, over gloo, up to which receives of a channel are posted ahead whatever their number, and sends are kept
+whether they have left or not: less than it costs in time to look after each message."""
 
 QUEUES_BY_DEFAULT = 8
 """Hardware queues of a GPU that CUDA uses where CUDA_DEVICE_MAX_CONNECTIONS is not set."""
@@ -76,43 +80,47 @@ class Mail:
         self._channels, self.new_buffer = channels, new_buffer
         self._rank, self.members = channels.rank, channels.members
         incoming = receives(schedule, self._rank)
-        self._due = {at: iter(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
+        self._due = {at: deque(due) for at, due in incoming.items() if at[2] == "F" or not forward_only}
         self._posted: dict[Channel, deque[tuple[Message, dist.Work, torch.Tensor]]] = {at: deque() for at in self._due}
         self._kept: dict[tuple[Channel, Message], tuple[dist.Work, torch.Tensor]] = {}
         self._outbox = _Outbox(polls=channels.on_nccl)
-        self._ahead = AHEAD_ON_NCCL if channels.on_nccl else AHEAD
+        self._ahead, self._small = (AHEAD_ON_NCCL, 0) if channels.on_nccl else (AHEAD, SMALL)
         self._stream = torch.cuda.current_stream() if channels.on_nccl else None
-        self._closed = set(self._due)
+        self._closed = list(self._due)
+        self._to_fill: set[Channel] = set()  # after the next send
 
     def _open(self, kinds: str) -> None:
         """Post the first receives of these kinds, if that has not been done."""
-        for channel in [at for at in self._due if at in self._closed and at[2] in kinds]:
+        for channel in [at for at in self._closed if at[2] in kinds]:
             self._closed.remove(channel)
-            self._post(channel, self._ahead)
+            self._fill(channel)
 
-    def _post(self, channel: Channel, count: int) -> None:
-        """Post receives in the stream that the flush computes in, where they are used: Megatron's schedule plans send
-        from a stream of their own, whose pool would give a buffer away again while compute reads it."""
+    def _fill(self, channel: Channel) -> None:
+        """Post receives ahead, in the stream that the flush computes in, where they are used: Megatron's schedule plans
+        send from a stream of their own, whose pool would give a buffer away again while compute reads it."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            self._receive_ahead(channel, count)
+            self._receive_ahead(channel)
 
-    def _receive_ahead(self, channel: Channel, count: int) -> None:
-        source, _, kind = channel
-        due: Iterator[Message] = self._due[channel]
-        # The range first: at its end zip must not have taken a message already.
-        for _, message in zip(range(count), due, strict=False):
-            buffer = self.new_buffer(message)
-            work = self._channels.receive(buffer, source, kind)
-            self._posted[channel].append((message, work, buffer))
+    def _receive_ahead(self, channel: Channel) -> None:
+        (source, _, kind), due, posted = channel, self._due[channel], self._posted[channel]
+        nbytes = sum(buffer.nbytes for _, _, buffer in posted)
+        while due and (len(posted) < self._ahead or nbytes < self._small):
+            buffer = self.new_buffer(message := due.popleft())
+            posted.append((message, self._channels.receive(buffer, source, kind), buffer))
+            nbytes += buffer.nbytes
 
     def receive(self, source: int, kind: str, message: Message) -> torch.Tensor:
         """The content of `message` from rank `source` of the pipeline, once it is there."""
         self._open("F")  # a gradient that is due answers an activation that was sent, so its channel is open
         channel = (source, self._rank, kind)
+        posted = self._posted[channel]
         while (channel, message) not in self._kept:  # what was sent before it is asked for later
-            sent, work, buffer = self._posted[channel].popleft()
+            sent, work, buffer = posted.popleft()
             self._kept[channel, sent] = work, buffer
-            self._post(channel, 1)  # before waiting: it takes a while, and the message may still be on its way
+            if not posted:  # before waiting: it takes a while, and the message may still be on its way
+                self._fill(channel)
+        if len(posted) < self._ahead and self._due[channel]:
+            self._to_fill.add(channel)
         work, buffer = self._kept.pop((channel, message))
         work.wait()
         return buffer
@@ -120,7 +128,10 @@ class Mail:
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> None:
         """Begin to send; `tensor` must not change any more, and is let go once it has left."""
         self._outbox.put(self._channels.send(tensor, target, kind), tensor)
-        self._open("FB")  # not before: others wait for what this rank sends first
+        # Not before: others wait for what this rank sends first.
+        self._open("FB")
+        while self._to_fill:
+            self._fill(self._to_fill.pop())
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
@@ -130,45 +141,51 @@ class Mail:
 class _Outbox:
     """Holds what is on its way out, and lets go of it when it has left.
 
-    NCCL says without waiting whether a message has left. gloo only says so to one who waits, so a thread does.
+    NCCL says without waiting whether a message has left. gloo only says so to one who waits, so a thread does; it is
+    woken when more than SMALL bytes have come together.
     """
 
     def __init__(self, *, polls: bool):
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._nbytes = 0  # of what the thread has not been given
         self._queue: queue.SimpleQueue | None = None if polls else queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def put(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._sent.append((work, tensor))
         if self._queue is None:
-            self._sent.append((work, tensor))
             while self._sent and self._sent[0][0].is_completed():
                 self._sent.popleft()
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_each, name="megaaccum-sends", daemon=True)
-            self._thread.start()
         if self._error is not None:
             raise self._error
-        self._queue.put((work, tensor))
+        self._nbytes += tensor.nbytes
+        if self._nbytes > SMALL:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait_for_each, name="megaaccum-sends", daemon=True)
+                self._thread.start()
+            self._queue.put(self._sent)
+            self._sent, self._nbytes = deque(), 0
 
     def _wait_for_each(self) -> None:
         assert self._queue is not None
         if sys.platform == "linux":  # there threads have priorities; to let go of memory must not hold up a pass
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        while (entry := self._queue.get()) is not None:
-            try:
-                entry[0].wait()
-            except Exception as error:
-                self._error = error
-                return
-            del entry
+        while (batch := self._queue.get()) is not None:
+            while batch:
+                try:
+                    batch[0][0].wait()
+                except Exception as error:
+                    self._error = error
+                    return
+                batch.popleft()
 
     def close(self) -> None:
-        while self._sent:
-            self._sent.popleft()[0].wait()
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             if self._error is not None:
                 raise self._error
+        while self._sent:
+            self._sent.popleft()[0].wait()

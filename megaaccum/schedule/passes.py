@@ -8,6 +8,7 @@ of a pair interleave layer by layer, and the all-to-all of experts of one runs u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -15,13 +16,13 @@ import torch
 from megatron.core.pipeline_parallel.schedules import (
     check_first_val_step,
     custom_backward,
-    forward_step,
     forward_step_calc_loss,
     set_current_microbatch,
 )
 from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comp_stream, set_streams
 from megatron.core.utils import get_attr_wrapped_model
 
+from megaaccum import upstream
 from megaaccum.errors import ConfigError
 
 FusedPass = Callable[[Callable[[], None], Callable[[], None]], None]
@@ -57,13 +58,12 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Forward:
-    """A forward that can start. received: the stage's input, None on the first. first: the chunk's first in the flush.
-    last_stage: its output is the loss, which is not sent."""
+    """A forward that can start. received: the stage's input, None on the first. last_stage: its output is the loss,
+    which is not sent."""
 
     chunk: int
     microbatch: int
     received: torch.Tensor | None
-    first: bool
     last_stage: bool
     send: Send
 
@@ -96,8 +96,8 @@ class Backward:
             self.send(torch.zeros_like(received) if grad is None else grad)
 
 
-Forwarded = tuple[Saved, torch.Tensor]
-"""What a forward leaves, and its number of tokens (0 but on the last stage)."""
+Forwarded = tuple[Saved, torch.Tensor | None]
+"""What a forward leaves, and its number of tokens, which only the last stage counts."""
 
 
 class Passes(Protocol):
@@ -113,21 +113,21 @@ class ModulePasses:
 
     def __init__(self, call: Call):
         self._call = call
+        self._side_losses = upstream.megatron_scales_side_losses(call.config)
 
     def forward(self, at: Forward) -> Forwarded:
+        """Megatron's forward_step (megatron-core 0.19), but that the output leaves before anything else is done."""
         call, model = self._call, self._call.model[at.chunk]
-
-        def step(data_iterator: Iterator | None, model: torch.nn.Module):
-            output, loss_func = call.forward_step_func(data_iterator, model)
-            if not at.last_stage:
-                at.send(output.detach())
-            return output, loss_func
-
-        output, num_tokens = forward_step(
-            step, call.data_iterator[at.chunk], model, call.num_microbatches, at.received,
-            call.reports, call.config, call.cp_group_size, call.collect_non_loss_data, None, _is_first(call, at),
-            current_microbatch=at.microbatch, vp_stage=getattr(model, "vp_stage", None), is_last_stage=at.last_stage,
-        )  # fmt: skip
+        if call.config.timers is not None:
+            call.config.timers("forward-compute", log_level=2).start()
+        get_attr_wrapped_model(model, "set_input_tensor")([at.received])
+        with _autocast(call.config):
+            output, loss_func = call.forward_step_func(call.data_iterator[at.chunk], model)
+        if not at.last_stage:
+            at.send(output.detach())
+        num_tokens = None
+        if at.last_stage or self._side_losses or call.config.timers is not None:
+            output, num_tokens = _calc_loss(call, at, output, loss_func)
         return Saved(received=at.received, output=output), num_tokens
 
     def backward(self, at: Backward) -> None:
@@ -189,20 +189,13 @@ class PlanPasses:
     def _plan(self, at: Forward):
         """The micro-batch's forward as a plan, and its loss function."""
         call, model = self._call, cast(Any, self._call.model[at.chunk])
-        if _is_first(call, at) and hasattr(model, "set_is_first_microbatch"):
-            model.set_is_first_microbatch()
-        set_current_microbatch(model, at.microbatch)
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
         return call.forward_step_func(call.data_iterator[at.chunk], _unwrapped(model), return_schedule_plan=True)
 
     def _output(self, at: Forward, plan: Any, loss_func: Callable, output: torch.Tensor) -> Forwarded:
-        call, model = self._call, self._call.model[at.chunk]
         # A node of its own: a plan's backward starts at the output of its last node, and does not know the loss.
         node = ScheduleNode(loss_func, get_comp_stream, plan.event, name="loss_func")
-        result, num_tokens = forward_step_calc_loss(
-            model, output, node.forward, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
-            call.num_microbatches, call.reports, call.cp_group_size, at.last_stage,
-        )  # fmt: skip
+        result, num_tokens = _calc_loss(self._call, at, output, node.forward)
         return Saved(received=at.received, output=result, plan=plan, loss=node), num_tokens
 
     def _grad(self, at: Backward) -> torch.Tensor:
@@ -214,8 +207,27 @@ class PlanPasses:
         return at.saved.loss.get_grad()
 
 
-def _is_first(call: Call, at: Forward) -> bool | None:
-    return check_first_val_step(call.first_val_step, call.forward_only, at.first)
+def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
+    """Tell a chunk which micro-batch comes; its input need not be there yet. first: in the flush."""
+    model: Any = call.model[chunk]
+    if check_first_val_step(call.first_val_step, call.forward_only, first) and hasattr(
+        model, "set_is_first_microbatch"
+    ):
+        model.set_is_first_microbatch()
+    set_current_microbatch(model, microbatch)
+
+
+def _calc_loss(call: Call, at: Forward, output: torch.Tensor, loss_func: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss on the last stage, where it is reported, and its tokens; the scales of side losses on every one."""
+    model = call.model[at.chunk]
+    return forward_step_calc_loss(
+        model, output, loss_func, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
+        call.num_microbatches, call.reports, call.cp_group_size, at.last_stage,
+    )  # fmt: skip
+
+
+def _autocast(config: Any) -> AbstractContextManager:
+    return torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
 
 
 def _unwrapped(model: Any) -> Any:

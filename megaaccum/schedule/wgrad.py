@@ -125,7 +125,7 @@ def put_aside(into: WeightGrads) -> Iterator[None]:
     try:
         yield
         # In the order in which ranks built the model: gradients are handed on in it, and reduced together.
-        for module in list(_delaying):
+        for module in list(_delaying) if _delaying else ():
             if (left := te.take_delayed(module)) is not None:
                 into.add_left(module, left)
         if not _deferring:

@@ -101,6 +101,14 @@ def sum_rotated_key(attention: torch.nn.Module) -> None:
     attention._qkv_down_projection = down_projection  # type: ignore[assignment]
 
 
+def megatron_scales_side_losses(config) -> bool:
+    """Whether a forward has to scale losses that are differentiated on the side, also on a stage that has none of its
+    own: Megatron does so after each (megatron-core 0.19: `forward_step_calc_loss`)."""
+    attention = "experimental_attention_variant"
+    keys = ("num_moe_experts", "mtp_num_layers", attention, f"{attention}_loss_scale_func")
+    return any(getattr(config, key, None) is not None for key in keys)
+
+
 def megatron_reduce_scatter(reduce_scatter: Callable | None = None) -> None:
     """Have Megatron's DDPs use torch's reduce-scatter, or `reduce_scatter` (of the same arguments).
 

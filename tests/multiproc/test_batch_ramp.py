@@ -66,6 +66,25 @@ def test_a_divisor_of_the_whole_batch_would_be_seen(walked):
     assert max(relative_error(wrong[name], gradient) for name, gradient in exact[0].items()) > 1e-2
 
 
+def proven(case: Case) -> tuple[list[int], list[int]]:
+    """Micro-batches of the flushes that a ramp takes, and of those whose schedule is proven before the first step."""
+    from unittest.mock import patch
+
+    from megaaccum.schedule import entry
+    from tests.support.engines import engine_of
+
+    with patch.object(entry, "validate", wraps=entry.validate) as validate:
+        engine = engine_of(case)
+    assert engine.step == 0
+    return engine.plan.ramp.flush_sizes(), sorted(call.args[0].num_microbatches for call in validate.call_args_list)
+
+
+def test_the_schedule_of_every_batch_is_proven_before_the_first_step():
+    for wanted, found in run_ranks(proven, 4, RAMPS[2], timeout=60):
+        assert len(wanted) > 2
+        assert found == wanted
+
+
 def part_of_a_static_step() -> list[str]:
     """What an engine with a static graph says of part of a step, and of all of it."""
     from megaaccum.errors import ConfigError

@@ -62,9 +62,12 @@ def test_outputs_that_are_views(name, chunks, placement):
     assert max(run_ranks(toy.of_views, 2, name, 4, chunks, placement)) < 1e-14
 
 
-def test_an_output_leaves_as_soon_as_the_models_step_returns():
-    first, last = run_ranks(toy.departures, 2, "gpipe", 4)
-    assert first == ["send", "calc"] * 4  # forwards alone: the first stage sends no gradients
+@pytest.mark.parametrize(("experts", "after"), [(None, []), (2, ["calc"])])
+def test_an_output_leaves_as_soon_as_the_models_step_returns(experts, after):
+    """Megatron's work after it scales the losses of experts, and is left out where a stage has neither these nor the
+    loss."""
+    first, last = run_ranks(toy.departures, 2, "gpipe", 4, experts)
+    assert first == ["send", *after] * 4  # forwards alone: the first stage sends no gradients
     assert last == ["calc"] * 4 + ["send"] * 4
 
 

@@ -14,6 +14,9 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.p2p import Mail
@@ -87,7 +90,8 @@ def stream_of(channel: tuple[int, int, str]) -> Hashable:
 def launched(schedule: Schedule, rank: int) -> list[Kernel]:
     """What `rank` launches in one flush, in order."""
     on = Launched(rank, list(range(schedule.pp)))
-    mail = Mail(schedule, on, lambda _message: object())  # type: ignore[arg-type]
+    with patch.object(torch.cuda, "current_stream", lambda: None):  # there is no GPU
+        mail = Mail(schedule, on, lambda _message: torch.empty(0))  # type: ignore[arg-type]
     owner, last = schedule.rank_of_stage, schedule.num_stages - 1
     for action in schedule.actions(rank):
         stage, kind = schedule.stage(rank, action), "F" if action.kind == "F" else "B"
@@ -97,7 +101,7 @@ def launched(schedule: Schedule, rank: int) -> list[Kernel]:
             mail.receive(owner[before], kind, (before, action.microbatch))
         on.compute(f"rank {rank}: {action}")
         if travels and 0 <= after <= last and owner[after] != rank:
-            mail.send(object(), owner[after], kind)  # type: ignore[arg-type]
+            mail.send(torch.empty(0), owner[after], kind)
     mail.finish()
     return on.kernels
 

@@ -317,25 +317,25 @@ def of_views(name: str, m: int, chunks: int, placement: str) -> float:
     return worst_error(model, chunks * torch.distributed.get_world_size(), m)
 
 
-def departures(name: str, m: int) -> list[str]:
+def departures(name: str, m: int, experts: int | None) -> list[str]:
     """`send` when a message leaves, `calc` when Megatron-core's own work after a forward begins, in order."""
     from unittest import mock
 
-    from megatron.core.pipeline_parallel import schedules
-
     from megaaccum import get_forward_backward_func
+    from megaaccum.schedule import passes
     from megaaccum.schedule.p2p import Mail
 
     events: list[str] = []
-    send, calc = Mail.send, schedules.forward_step_calc_loss
+    send, calc = Mail.send, passes.forward_step_calc_loss
 
     def noted(event, function):
         return lambda *args, **keys: (events.append(event), function(*args, **keys))[1]
 
     _, model, _, groups = pipeline(name, chunks=1, placement="loop")
+    model[0].config.num_moe_experts = experts
     with (
         mock.patch.object(Mail, "send", noted("send", send)),
-        mock.patch.object(schedules, "forward_step_calc_loss", noted("calc", calc)),
+        mock.patch.object(passes, "forward_step_calc_loss", noted("calc", calc)),
     ):
         run(get_forward_backward_func(name, own=True), model, groups, m)
     return events
