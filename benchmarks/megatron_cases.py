@@ -78,6 +78,7 @@ class Score:
 
 
 def score(cases: list[dict]) -> Score:
+    """Of cases as FILE has them."""
     found = Score()
     for case in cases:
         problems, notes = check(case)
