@@ -42,23 +42,31 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of each loop")
+    parser.add_argument("--starts", type=int, default=4, help="times that the ranks are started")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of each loop in each of them")
     parser.add_argument("--steps", type=int, default=4, help="steps in a block")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args, overrides = parser.parse_known_args(argv)
-    figures = measure(args.config, [*UNTIED, *overrides], blocks=args.blocks, steps=args.steps)
+    figures = measure(args.config, [*UNTIED, *overrides], starts=args.starts, blocks=args.blocks, steps=args.steps)
     print(report(figures))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict:
-    """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio."""
+def measure(path: str, overrides: list[str], *, starts: int, blocks: int, steps: int) -> dict:
+    """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio.
+
+    Ranks are started several times: the ratio differs by some percent from one start to the next, and stays what it is
+    until they end."""
     config = load(path, overrides)
     world_size, other = config.run.nproc_per_node or 1, other_of(config)
     with tempfile.TemporaryDirectory() as folder:
         request = (path, [*overrides, "--output_dir", folder])
-        blocks_of_rank0 = run_ranks(in_turns, world_size, *request, blocks, steps, timeout=60 + 20 * blocks * steps)[0]
+        timeout = 60 + 20 * blocks * steps
+        of_starts = [
+            run_ranks(in_turns, world_size, *request, blocks, steps, timeout=timeout)[0] for _ in range(starts)
+        ]
+        blocks_of_rank0 = {name: [each for start in of_starts for each in start[name]] for name in of_starts[0]}
         told = run_ranks(phases, world_size, *request, 2 + steps * blocks // 2, timeout=60 + 10 * blocks * steps)
         without = (
             run_ranks(phases, world_size, *request, 3, by_default=True, timeout=120) if other == "default" else told
@@ -70,6 +78,7 @@ def measure(path: str, overrides: list[str], *, blocks: int, steps: int) -> dict
         "other": other,
         "bytes_ratio": moved_bytes(told) / moved_bytes(without),
         "ranks": world_size,
+        "starts": starts,
         "steps_per_block": steps,
         "seconds_per_step": {name: [s / steps for s in seconds] for name, seconds in blocks_of_rank0.items()},
         "step_time_ratio": statistics.median(ratios),

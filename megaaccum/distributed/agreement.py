@@ -36,30 +36,30 @@ def check_agreement(
     problem: MegaaccumError | None = None,
     **facts: int,
 ) -> Agreed:
-    """Compare `digest` (of the plan) and `facts` over all ranks: one all-reduce of a few integers, however many ranks
-    there are. `tell` is sent too, but not compared, and neither is `stop`, since a signal may reach ranks in different
-    steps. Every rank's numbers are gathered where facts differ, and where one of `tell` is not what `usual` says on
-    every rank; `told` is empty elsewhere.
+    """Compare `digest` (of the plan) and `facts` over all ranks: one all-reduce of two integers, however many facts and
+    ranks there are. `tell` is not compared, and neither is `stop`, since a signal may reach ranks in different steps.
+    Every rank's numbers are gathered where ranks do not all say the same, and where one of `tell` is not what `usual`
+    says on every rank; `told` is empty elsewhere.
 
     Raises RankDisagreement on every rank, naming each fact that differs and who says what. Where the digests differ,
     `details` (what they are made of) is asked for, and the keys that differ are named. If any rank comes with a
     `problem`, every rank raises that.
     """
-    facts = {"plan": _digest(digest), **facts}
-    told = dict(tell or {})
+    facts, told = {"plan": _digest(digest), **facts}, dict(tell or {})
     numbers = facts | told | {"stop": int(stop), "problem": int(problem is not None)}
-    limits = dict(zip(numbers, _limits(list(numbers.values())), strict=True))
-    if limits["problem"][1]:
-        _raise_each(problem)
-    differing = [name for name in facts if limits[name][0] != limits[name][1]]
-    is_usual = all(limits[name] == (value, value) for name, value in (usual or dict.fromkeys(told)).items())
-    if is_usual and not differing:
-        return Agreed(bool(limits["stop"][1]), {})
+    expected: Mapping[str, int | None] = dict.fromkeys(told) if usual is None else usual
+    compared = [number for name, number in numbers.items() if name in expected or name not in told]
+    ((lowest, highest),) = _limits([_digest(str(compared))])
+    if lowest == highest and problem is None and all(told[name] == value for name, value in expected.items()):
+        return Agreed(stop, {})
     columns = dict(zip(numbers, _everyones(list(numbers.values())), strict=True))
-    if differing:
+    if any(columns["problem"]):
+        _raise_each(problem)
+    if differing := [name for name in facts if len(set(columns[name])) > 1]:
         texts = [_disagreement(name, columns[name], details) for name in differing]
         raise printed_once(RankDisagreement("; ".join(texts)))
-    return Agreed(bool(limits["stop"][1]), {name: columns[name] for name in told})
+    is_usual = all(set(columns[name]) == {value} for name, value in expected.items())
+    return Agreed(any(columns["stop"]), {} if is_usual else {name: columns[name] for name in told})
 
 
 def _limits(numbers: list[int]) -> list[tuple[int, int]]:

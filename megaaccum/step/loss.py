@@ -172,11 +172,18 @@ class Tally:
         return row.sum() if self.places is None else self.places.spread(row)
 
     def sums(self) -> list[torch.Tensor]:
-        """[total of the losses, total of the weights, weights that are negative or not numbers, 1 where there is a
-        problem], float64."""
-        bad = self.total([torch.logical_not(weight >= 0) for weight in self.weights])
-        problem = torch.full((), float(self.problem is not None), dtype=torch.float64, device=cpu.device())
-        return [self.total(self.losses), self.total(self.weights), bad, problem]
+        """[total of the losses, total of the weights], float64."""
+        return [self.total(self.losses), self.total(self.weights)]
+
+    def faults(self) -> list[torch.Tensor]:
+        """[weights that are negative or not numbers, 1 where there is a problem], float64 scalars."""
+        bad = [torch.logical_not(weight >= 0) for weight in self.weights]
+        count = torch.stack(bad).sum(dtype=torch.float64) if bad else _flag(False)
+        return [count, _flag(self.problem is not None)]
+
+
+def _flag(value: bool) -> torch.Tensor:
+    return torch.full((), float(value), dtype=torch.float64, device=cpu.device())
 
 
 def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
@@ -216,8 +223,7 @@ class ReportReducer:
 
     def news(self, tally: Tally) -> torch.Tensor:
         """1 where this rank has reports whose names other ranks do not know yet, else 0; float64 scalar."""
-        known = set(self._reduced(tally)) <= set(self._names)
-        return torch.full((), float(not known), dtype=torch.float64, device=cpu.device())
+        return _flag(not set(self._reduced(tally)) <= set(self._names))
 
     def learn(self, tally: Tally) -> None:
         """Make the names known to all ranks; collective over the world."""

@@ -129,7 +129,7 @@ class Speculation:
         updates = self._is_free(of_stage**0.5 * factor)
         batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
         facts = [_scalar(stop), _scalar(not is_ready), _scalar(not updates)]
-        wait = post_sums([square, *facts, *of._along(opened)], groups.host, device=torch.device("cpu"))
+        wait = post_sums([square, *facts, *of._totals.own(opened.tally)], groups.host, device=torch.device("cpu"))
         of.observer.phase("optimizer")
         undo = Undo(backend, of.num_updates)
         if updates:
@@ -137,9 +137,10 @@ class Speculation:
         of.observer.end_early()
         begun = Begun(self._begin(opened.step + 1, batch, divisor, is_ready), batch, upcoming)
         of.observer.phase("verdict")
-        total, stops, not_ready, held_back, *totals = wait()
+        total, stops, not_ready, held_back, *sums = wait()
+        totals, is_unusual = of._totals.read(sums)
         attempt = of._attempt(opened, total**0.5, totals)
-        if not any((held_back, *totals[2:4])) and self._is_confirmed(attempt):
+        if not (held_back or is_unusual) and self._is_confirmed(attempt):
             if not_ready:
                 self._drop(begun)
             else:

@@ -41,6 +41,7 @@ from megaaccum.step.recovery import Attempt, Recovery, Verdict
 from megaaccum.step.result import StepResult
 from megaaccum.step.side_losses import SideLosses
 from megaaccum.step.speculation import Speculation
+from megaaccum.step.totals import StepTotals, Totals
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -85,6 +86,7 @@ class TrainStep:
         self._seeds = rng.SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self._reports = ReportReducer(reports)
+        self._totals = StepTotals(groups, self._reports, self._recovery.zero)
         self._probe: Probe | None = None
         self._last_weight = 0.0
         self._open: OpenStep | None = None
@@ -359,12 +361,8 @@ class TrainStep:
         any rank is raised on every rank."""
         self._agreement.on_call("evaluate", num_microbatches=len(microbatches), **self._since(problem))
         tally = self.forward(self.batch_of(microbatches))
-        total, weight, *_ = sums_over_ranks(self._counted(tally.sums()))
+        total, weight = sums_over_ranks(self._totals.counted(tally.sums()))
         return total / (weight or 1.0), weight
-
-    def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
-        return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     # --- the micro-batches ---
 
@@ -417,43 +415,30 @@ class TrainStep:
 
     def _measure(self, opened: OpenStep) -> Attempt:
         self.observer.phase("norm")
-        norm, totals = grad_norm.global_norm(
-            self._backend, self._groups, along=self._along(opened), overflow=self._fp8.overflow()
+        norm, sums = grad_norm.global_norm(
+            self._backend, self._groups, along=self._totals.own(opened.tally), overflow=self._fp8.overflow()
         )
         self.observer.phase("verdict")
-        bad, problem = totals[2:4]
-        if bad or problem:
-            self._drop(opened)
-            raise_together(opened.tally.problem)
-            text = f"{bad:.0f} micro-batches have a weight that is negative or not a number: fix the loss function"
-            raise printed_once(StepError(text))
+        totals, is_unusual = self._totals.read(sums)
+        if is_unusual:
+            try:
+                totals = self._totals.in_full(opened.tally, totals)
+            except MegaaccumError:
+                self._drop(opened)
+                raise
         return self._attempt(opened, norm, totals)
 
-    def _along(self, opened: OpenStep) -> list[torch.Tensor]:
-        """The sums of this rank that are added up over the world with the squares of the norm."""
-        tally, zero = opened.tally, self._recovery.zero
-        along = self._counted([*tally.sums(), self._reports.news(tally), *self._reports.sums(tally)])
-        return along + ([] if zero is None else [zero.total()])
-
-    def _attempt(self, opened: OpenStep, norm: float, totals: Sequence[float]) -> Attempt:
-        """The attempt that has this norm, and over all ranks these totals of `_along`."""
-        total, weight, _, _, news, *reported = totals
-        zeroed = 0 if self._recovery.zero is None else int(reported.pop())
-        weight = weight if opened.divisor.total is None else opened.divisor.total
+    def _attempt(self, opened: OpenStep, norm: float, totals: Totals) -> Attempt:
+        weight = totals.weight if opened.divisor.total is None else opened.divisor.total
         factor = opened.divisor.at_end(weight) / self._backend.loss_scale
         return Attempt(
-            loss=total / (weight or 1.0),
+            loss=totals.loss / (weight or 1.0),
             weight=weight,
             norm=norm * factor,
             factor=factor,
-            num_zeroed=zeroed,
-            reports=self._reports.reduced(self._sums_of_news(opened.tally) if news else reported),
+            num_zeroed=totals.num_zeroed,
+            reports=totals.reports,
         )
-
-    def _sums_of_news(self, tally: Tally) -> list[float]:
-        """Sums of all reports, where some have names that other ranks have not heard of yet: in the first step."""
-        self._reports.learn(tally)
-        return sums_over_ranks(self._counted(self._reports.sums(tally)))
 
     def gradient(
         self, microbatches: Sequence[Any], *, step: int = 1, place: Callable[[int], int] | None = None

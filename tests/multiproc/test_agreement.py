@@ -79,6 +79,28 @@ def test_ranks_that_agree_gather_nothing():
     assert run_ranks(agree_without_a_gather, 2) == [(0, [4, 3])] * 2
 
 
+def what_ranks_tell() -> list[tuple[bool, dict[str, list[int]]]]:
+    """One rank wishes to stop; all have as few micro-batches; all wish to stop; a number that is always told."""
+    import torch.distributed as dist
+
+    from megaaccum.distributed.agreement import check_agreement
+
+    rank = dist.get_rank()
+    given = {"tell": {"given": 3, "dp_rank": rank}, "usual": {"given": 4}}
+    agreed = [
+        check_agreement("plan", tell={"given": 4}, usual={"given": 4}, stop=rank == 1),
+        check_agreement("plan", **given),
+        check_agreement("plan", stop=True),
+        check_agreement("plan", tell={"rank": rank}),
+    ]
+    return [(each.stop, each.told) for each in agreed]
+
+
+def test_what_only_some_ranks_say_and_what_all_say():
+    of_rank = [(True, {}), (False, {"given": [3, 3], "dp_rank": [0, 1]}), (True, {}), (False, {"rank": [0, 1]})]
+    assert run_ranks(what_ranks_tell, 2) == [of_rank] * 2
+
+
 def train_with_own_flags(flags: list[str], folder: str) -> None:
     """`megaaccum train`, each rank with flags of its own."""
     import os
