@@ -154,15 +154,20 @@ def test_the_floor_ends_the_run_and_says_what_overflowed_where():
 
 def a_verdict_for_each_rank() -> list[bool]:
     """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
-    from megaaccum.step import grad_norm
+    from megaaccum.step import grad_norm, totals
+
+    def own(sums: list[torch.Tensor]) -> list[float]:
+        return [float(each) for each in sums]
 
     rig = Rig.of(Case(4, PIPELINE, FP16 + UNTIED))
+    rig.train(step=1)  # ranks learn the names of reports
 
     with (
-        patch.object(grad_norm, "sums_over_ranks", lambda mine: [float(each) for each in mine]),
+        patch.object(grad_norm, "sums_over_ranks", own),
+        patch.object(totals, "sums_over_ranks", own),
         injected([Fault(0, 5)], rig.chunks),
     ):
-        return [rig.train().skipped]
+        return [rig.train(step=2).skipped]
 
 
 def test_a_verdict_for_each_rank_would_be_seen():
