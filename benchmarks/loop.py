@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 def measure(path: str, overrides: list[str], *, starts: int, blocks: int, steps: int) -> dict:
     """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio.
 
-    Ranks are started several times: the ratio differs by some percent from one start to the next, and stays what it is
-    until they end."""
+    Ranks are started several times: the ratio differs by some percent from one start to the next."""
     config = load(path, overrides)
     world_size, other = config.run.nproc_per_node or 1, other_of(config)
     with tempfile.TemporaryDirectory() as folder:

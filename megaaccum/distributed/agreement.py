@@ -49,7 +49,7 @@ def check_agreement(
     numbers = facts | told | {"stop": int(stop), "problem": int(problem is not None)}
     expected: Mapping[str, int | None] = dict.fromkeys(told) if usual is None else usual
     compared = [number for name, number in numbers.items() if name in expected or name not in told]
-    ((lowest, highest),) = _limits([_digest(str(compared))])
+    lowest, highest = _limits(_digest(str(compared)))
     if lowest == highest and problem is None and all(told[name] == value for name, value in expected.items()):
         return Agreed(stop, {})
     columns = dict(zip(numbers, _everyones(list(numbers.values())), strict=True))
@@ -62,12 +62,12 @@ def check_agreement(
     return Agreed(any(columns["stop"]), {} if is_usual else {name: columns[name] for name in told})
 
 
-def _limits(numbers: list[int]) -> list[tuple[int, int]]:
-    """(lowest, highest) of each number over the world."""
-    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64).to(cpu.device())
+def _limits(number: int) -> tuple[int, int]:
+    """(lowest, highest) over the world."""
+    both = torch.tensor([-number, number], dtype=torch.int64).to(cpu.device())
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    highest = both.tolist()
-    return [(-low, high) for high, low in zip(highest[: len(numbers)], highest[len(numbers) :], strict=True)]
+    lowest, highest = both.tolist()
+    return -lowest, highest
 
 
 def _everyones(numbers: list[int]) -> list[list[int]]:
@@ -85,7 +85,7 @@ def _digest(text: str) -> int:
 def assert_same_on_ranks(what: str, value: str) -> None:
     """Raise RankDisagreement on every rank, saying who has which, unless all ranks have the same `value`; collective
     over the world."""
-    ((lowest, highest),) = _limits([_digest(value)])
+    lowest, highest = _limits(_digest(value))
     if lowest == highest:
         return
     everyone: list = [None] * dist.get_world_size()
@@ -112,7 +112,7 @@ def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: 
 def raise_together(problem: BaseException | None) -> None:
     """Raise on every rank what any rank brings as `problem`; return if none brings one. Collective over the world: one
     integer where none does."""
-    ((_, some),) = _limits([int(problem is not None)])
+    _, some = _limits(int(problem is not None))
     if some:
         _raise_each(problem)
 

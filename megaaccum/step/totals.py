@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +50,7 @@ class StepTotals:
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
     def _unusual(self, tally: Tally) -> list[torch.Tensor]:
-        zeroed = torch.zeros(()) if self._zero is None else self._zero.total()
+        zeroed = torch.zeros((), device=cpu.device()) if self._zero is None else self._zero.total()
         parts = [*self.counted([*tally.faults(), self._reports.news(tally)]), zeroed]
         return [part.to(cpu.device(), torch.float64) for part in parts]
 
@@ -73,4 +73,4 @@ class StepTotals:
         if news:
             self._reports.learn(tally)
             reports = self._reports.reduced(sums_over_ranks(self.counted(self._reports.sums(tally))))
-        return Totals(totals.loss, totals.weight, reports, int(zeroed))
+        return replace(totals, reports=reports, num_zeroed=int(zeroed))
