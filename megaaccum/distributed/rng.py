@@ -53,8 +53,8 @@ def restore(states: dict[str, torch.Tensor]) -> None:
 class SampleSeeds:
     """Seeds the forwards of a flush by sample, where `rng` is `sample`; does nothing where it is `megatron`.
 
-    A forward is seeded where it begins, and again at its embedding and at each layer, so that what a layer draws does
-    not depend on which layers its stage holds. Streams are those of Megatron's tracker: the default and
+    A forward is seeded where it begins, and again at its embedding and at each layer that may draw, so that what a layer
+    draws does not depend on which layers its stage holds. Streams are those of Megatron's tracker: the default and
     `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of a cp group,
     which hold parts of one sample, all differ.
     """
@@ -73,7 +73,7 @@ class SampleSeeds:
             # recomputes them outside.
             config: Any = chunk.config
             stream = "model-parallel-rng" if getattr(config, "sequence_parallel", False) else "default"
-            for name, module in _seeded_modules(chunk):
+            for name, module in _seeded_modules(chunk, config):
                 module.register_forward_pre_hook(lambda *_, at=(name, stream): self._seed_at(*at))
 
     @contextmanager
@@ -121,18 +121,47 @@ class SampleSeeds:
         _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
 
 
-def _seeded_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name in the whole model, module) of what a stage may begin with: the embedding, the attention of each
-    transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole), and
-    every layer of another kind."""
+def _seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """(name in the whole model, module) of what a stage may begin with and what may draw: the embedding, the attention
+    of each transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole),
+    and every layer of another kind."""
     predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
     layers = {id(layer) for layer in (*layers_of(chunk), *(layer.mtp_model_layer for layer in predicting))}
     for name, module in chunk.named_modules():
-        if name == "embedding":
+        if name == "embedding" and _may_draw(module, config):
             yield name, module
-        elif id(module) in layers:
+        elif id(module) in layers and _may_draw(module, config):
             inner = getattr(module, "self_attention", module)
             yield over_stages(chunk, f"{name}.forward"), inner
+
+
+_DRAW_NOTHING = (
+    "megaaccum.model.",
+    "megatron.core.fusions.",
+    "megatron.core.models.common.embeddings.",
+    "megatron.core.tensor_parallel.",
+    "megatron.core.transformer.",
+    "torch.nn.modules.container",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.normalization",
+    "torch.nn.modules.sparse",
+)
+"""Modules whose classes draw nothing in a forward where dropout is 0."""
+
+
+def _may_draw(module: torch.nn.Module, config: Any) -> bool:
+    """Whether a forward of `module` may draw: with dropout, in a mixture of experts (routers may), in a class that is
+    not known, as a user's own, or in a function that was put in a forward's place."""
+    every = list(module.modules())
+    names = ("hidden_dropout", "attention_dropout", "p")
+    rates = [getattr(each, name, 0.0) for each in (config, *every) for name in names]
+    kinds = {type(each).__module__ for each in every}
+    return (
+        any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+        or any(not kind.startswith(_DRAW_NOTHING) or ".moe." in kind for kind in kinds)
+        or any("forward" in vars(each) for each in every)
+    )
 
 
 def _set_states(key: str, current: str, names: Sequence[str], *, tp_rank: int) -> None:

@@ -76,7 +76,7 @@ class HighWater:
 
     def look(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
         """Note the storages of these tensors, by kind; one that two kinds share counts for the first."""
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         self._now |= {kind: _storage_bytes(tensors, seen) for kind, tensors in held.items()}
         for kind in held:
             self.note(kind, self._now[kind])
@@ -93,15 +93,12 @@ class HighWater:
         return {kind: peaks[kind] for kind in KINDS if kind in peaks}
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if size and (key := storage.data_ptr()) not in seen:
-            seen.add(key)
-            total += size
-    return total
+def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) -> int:
+    """Of the storages that are not `seen`, which then are. Each is its address and its bytes: empty ones share one."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    found = {(storage.data_ptr(), storage.nbytes()) for storage in storages} - seen
+    seen |= found
+    return sum(size for _, size in found)
 
 
 def smallest_device() -> float | None:

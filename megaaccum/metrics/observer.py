@@ -54,7 +54,6 @@ class Observer:
             yield
         self.stopwatch.enter("between")
         self._add(traffic)
-        self.note_held()
         self._backend.memory.note("p2p", self._meter.most_receiving)
 
     def _add(self, traffic: Traffic) -> None:

@@ -140,6 +140,10 @@ class ColdExperts:
         layers = _layers(chunks, sharding.cold_expert_steps) if sharding.cold_expert_offload else []
         return cls(layers, fewer_than=sharding.cold_expert_tokens)
 
+    def __bool__(self) -> bool:
+        """Whether some expert is cold in this step."""
+        return bool(self._cold)
+
     def begin_step(self) -> None:
         """Find the cold experts by the steps before this one, whose counts the device has long finished, and drop what
         an attempt that was given up has left."""

@@ -229,7 +229,8 @@ class DeepSpeedBackend:
         sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        self._cold.take(param)
+        if self._cold:
+            self._cold.take(param)
         if self.sums is not None and not self.sums.take(param):
             return
         if not self._syncing:

@@ -218,7 +218,7 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
         if group.size() == 1:
             return method(group, *args, **kwargs)
         # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
-        tensors = list(_flatten(args[position]))
+        tensors = _flat(args[position])
         sizes = [tensor.nbytes for tensor in tensors]
         if collective == "all_to_all":
             sizes = _from_others(sizes, group, args[2] if len(tensors) == 1 else None)
@@ -246,9 +246,5 @@ def _from_others(sizes: list[int], group, splits) -> list[int]:
     return [size * (sum(splits) - splits[own]) // max(sum(splits), 1) for size in sizes]
 
 
-def _flatten(tensors) -> Iterator[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        yield tensors
-    else:
-        for each in tensors:
-            yield from _flatten(each)
+def _flat(tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else [tensor for each in tensors for tensor in _flat(each)]

@@ -73,7 +73,7 @@ def by_chunk() -> Iterator[None]:
     """A chunk's layers draw on from where its first one began."""
     from megaaccum.distributed import rng
 
-    with patch.object(rng, "_seeded_modules", lambda chunk: ()):
+    with patch.object(rng, "_seeded_modules", lambda chunk, config: ()):
         yield
 
 
@@ -97,6 +97,34 @@ def again(case: Case) -> dict[str, Gradient]:
     assert torch.equal(before, torch.get_rng_state())
     torch.rand(3)
     return seen | {"later": rig.watched(step=7)[0], "another step": rig.watched(step=8)[0]}
+
+
+def draws(case: Case) -> tuple[int, int]:
+    """In a step of `case`: how often its forwards were seeded, and how often one had then drawn from some stream."""
+    import torch
+
+    from megaaccum.distributed import rng
+
+    given: list[dict[str, torch.Tensor]] = []
+    drawn: list[bool] = []
+
+    def look() -> None:
+        now = rng.snapshot()
+        drawn.extend(any(not torch.equal(now[name], state) for name, state in each.items()) for each in given[-1:])
+
+    def set_states(*args, set_states=rng._set_states, **kwargs) -> None:
+        look()
+        set_states(*args, **kwargs)
+        given.append(rng.snapshot())
+
+    def restore(states, restore=rng.restore) -> None:
+        look()
+        restore(states)
+
+    rig = Rig.of(case)
+    with patch.object(rng, "_set_states", set_states), patch.object(rng, "restore", restore):
+        rig.watched(step=7)
+    return len(given), sum(drawn)
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -154,3 +182,16 @@ def test_under_tp_the_masks_are_those_of_the_sample_too():
         exact = by_rank[rank][0]
         stages = [each for _, each in by_rank if each.tp_rank == exact.tp_rank]
         assert error(stages, exact) < EXACT
+
+
+SILENT = "--attention_dropout 0 --hidden_dropout 0 --normalization RMSNorm --swiglu "
+EXPERTS = SILENT + "--num_experts 4 --disable-bias-linear --moe_input_jitter_eps 0.1 "
+
+
+@pytest.mark.parametrize("layout", [PP + "--pp_microbatches 4 ", PP + "--schedule zb-h1 --pp_microbatches 4 " + FULL])
+def test_only_layers_that_may_draw_are_seeded(layout):
+    """4 forwards of each stage: seeded where they begin, and again at layers with dropout or experts."""
+    assert run_ranks(draws, 4, fp64(layout, SILENT)) == [(4, 0)] * 4
+    for model in ("", EXPERTS):
+        for seeded, drawn in run_ranks(draws, 4, fp64(layout, model)):
+            assert seeded >= 4 + 8 and drawn

@@ -70,3 +70,31 @@ def test_the_states_of_the_process_are_left_alone():
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     of = seeds("megatron")
     assert draws(of) != draws(of), "Megatron's states draw on"
+
+
+class _OfAUser(torch.nn.Linear):
+    pass
+
+
+def _replaced() -> torch.nn.Module:
+    linear = torch.nn.Linear(1, 1)
+    linear.forward = lambda x: x * torch.rand(())
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "may"),
+    [
+        (torch.nn.Linear(1, 1), {}, False),
+        (torch.nn.Sequential(torch.nn.Embedding(1, 1), torch.nn.Dropout(0.0)), {"hidden_dropout": 0.0}, False),
+        (torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.1)), {}, True),
+        (torch.nn.Linear(1, 1), {"hidden_dropout": 0.1}, True),
+        (torch.nn.Linear(1, 1), {"attention_dropout": 1}, True),
+        (torch.nn.Sequential(_OfAUser(1, 1)), {}, True),
+        (torch.nn.RReLU(), {}, True),
+        (_replaced(), {}, True),
+    ],
+    ids=["linear", "dropout-0", "dropout", "hidden", "attention", "own", "unknown", "replaced"],
+)
+def test_what_may_draw(module, config, may):
+    assert rng._may_draw(module, SimpleNamespace(**config)) is may
