@@ -52,8 +52,18 @@ quick-long: setup
 quick-rest: setup
 	$(BIN)/python -m pytest -q tests/unit $(LONG:%=--ignore %) tests/multiproc/test_backend_table.py::test_one_cell_per_backend
 
+# Every test, in parts, two at a time: one alone leaves a core idle wherever a rank waits or there is one rank only.
+# Each part reports at its end. `python -m pytest` is the same in one process.
+PARTS := e-l s-z m-r a-d rest
+
 test: setup te
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync $(PARTS:%=test-%)
+
+test-rest: setup
+	$(BIN)/python -m pytest --ignore tests/multiproc
+
+test-%: setup
+	$(BIN)/python -m pytest tests/multiproc/test_[$*]*.py
 
 lint: setup
 	$(BIN)/ruff check

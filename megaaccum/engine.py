@@ -169,7 +169,7 @@ class Engine:
     @property
     def trace(self) -> Trace:
         """This rank's notes on what it is doing, for a watchdog."""
-        return self.train_steps.trace
+        return self.observer.trace
 
     @property
     def observer(self) -> Observer:
@@ -300,7 +300,7 @@ class Engine:
             place: the number in the global batch of each, where it is not the planned one.
         """
         with self._guarded():
-            self.train_steps.batch = batch or self.batch
+            self.train_steps.attempts.batch = batch or self.batch
             before = rng.snapshot()
             with self.observer.watching():
                 attempt = self.train_steps.gradient(microbatches, step=self.step + 1, place=place)
@@ -322,7 +322,8 @@ class Engine:
                 " start again"
                 " from a checkpoint"
             )
-        self.train_steps.batch, self.train_steps.num_updates = self.batch, self._transaction.num_updates
+        attempts = self.train_steps.attempts
+        attempts.batch, attempts.num_updates = self.batch, self._transaction.num_updates
         try:
             yield
         except _HARMLESS:
@@ -336,7 +337,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
-        steps = {"train_step": self.train_steps.state_dict(), "verified": self.verified}
+        steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
         return self._transaction.state_dict() | steps
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
@@ -397,7 +398,7 @@ class Engine:
         self._transaction.load_state_dict(
             progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples
         )
-        self.train_steps.load_state_dict(progress.transaction.get("train_step", {}))
+        self.train_steps.recovery.load_state_dict(progress.transaction.get("train_step", {}))
         self.verified = progress.transaction.get("verified", "")
 
 

@@ -171,8 +171,13 @@ def _set_states(key: str, current: str, names: Sequence[str], *, tp_rank: int) -
 
     if names:
         get_cuda_rng_tracker().set_states(_Streams(names, key, tp_rank))
-    seed = _number(key, current, tp_rank)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed is slow where there is no GPU
+    seed_generators(_number(key, current, tp_rank))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generator of the CPU and of this rank's device. torch.manual_seed formats the stack for each kind of
+    device that is not there, in milliseconds."""
+    torch.default_generator.manual_seed(seed)
     if cpu.has_accelerator():
         torch.cuda.manual_seed(seed)
 

@@ -309,7 +309,7 @@ class LoopOptimizer(MegatronOptimizer):
 
     def get_loss_scale(self) -> torch.Tensor:
         """Of the next backward, shape [1]; 1 without FP16."""
-        return torch.full((1,), self._step.train_steps.loss_scale, device=cpu.device())
+        return torch.full((1,), self._step.train_steps.recovery.loss_scale, device=cpu.device())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that a backward starts from."""
@@ -349,7 +349,7 @@ class LoopOptimizer(MegatronOptimizer):
         transaction.load_state_dict(
             counters["transaction"], step=counters["step"], consumed_samples=counters["consumed_samples"]
         )
-        self._step.train_steps.load_state_dict(counters["train_step"])
+        self._step.train_steps.recovery.load_state_dict(counters["train_step"])
         self._step.adopt()
 
     def _counters(self) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class LoopOptimizer(MegatronOptimizer):
             "step": of.step,
             "consumed_samples": of.consumed_samples,
             "transaction": of.state_dict(),
-            "train_step": self._step.train_steps.state_dict(),
+            "train_step": self._step.train_steps.recovery.state_dict(),
         }
 
     # --- parts of a step that `step` takes as one ---

@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.config.rules.model import cannot_pack
-from megaaccum.distributed import cpu, determinism
+from megaaccum.distributed import cpu, determinism, rng
 from megaaccum.errors import ConfigError
 from megaaccum.model import layer_specs, layers, recompute
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
@@ -435,7 +435,7 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        rng.seed_generators(int.from_bytes(digest[:8], "little") >> 1)
         init(full)
     return full
 

@@ -108,8 +108,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
     if len(chunks) != plan.layout.vpp:
         return [
             f"the model is {len(chunks)} chunks on this rank, and schedule {plan.layout.schedule} has"
-            f" {plan.layout.vpp}:"
-            " give as many, in the order of the schedule"
+            f" {plan.layout.vpp}: give as many, in the order of the schedule"
         ]
     problems = []
     last = plan.layout.pp * plan.layout.vpp - 1
@@ -119,8 +118,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
             if getattr(chunk, name, expected) != expected:
                 problems.append(
                     f"chunk {number} of pipeline rank {groups.pp.rank()} is stage {stage} of {last + 1}, and it"
-                    " was built"
-                    f" with {name}={not expected}: it is a chunk of another stage"
+                    f" was built with {name}={not expected}: it is a chunk of another stage"
                 )
         if not hasattr(chunk, "set_input_tensor"):
             problems.append(
@@ -153,8 +151,7 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
     if getattr(config, "gradient_accumulation_fusion", False):
         problems.append(
             "gradient_accumulation_fusion adds weight gradients to main_grad, which no sharding backend reads:"
-            " build the"
-            " chunks with gradient_accumulation_fusion=False"
+            " build the chunks with gradient_accumulation_fusion=False"
         )
     sizes = {
         "tensor_model_parallel_size": plan.layout.tp,

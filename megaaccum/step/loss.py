@@ -47,18 +47,21 @@ class Divisor:
     """The factor on one step's sums, and where it is applied.
 
     in_loss: before the backward, in every micro-batch. total: N, None while it is not known. reduction_divisor: by how
-    much the backend's reduction divides the sum over ranks.
+    much the backend's reduction divides the sum over ranks. num_microbatches: of the step over all ranks, without
+    dummies; 0 where not known.
     """
 
     in_loss: float
     total: float | None
     reduction_divisor: int
+    num_microbatches: int = 0
 
     @classmethod
-    def known(cls, total: float, *, reduction_divisor: int) -> Divisor:
+    def known(cls, total: float, num_microbatches: int = 0, *, reduction_divisor: int) -> Divisor:
         """N is `total`. A step without any weight has no gradient; its divisor is 1, so that it is zero rather than
         not a number."""
-        return cls(in_loss=reduction_divisor / (total or 1), total=total, reduction_divisor=reduction_divisor)
+        in_loss = reduction_divisor / (total or 1)
+        return cls(in_loss=in_loss, total=total, reduction_divisor=reduction_divisor, num_microbatches=num_microbatches)
 
     @classmethod
     def at_commit(cls, *, reduction_divisor: int, nominal: float | None = None) -> Divisor:

@@ -109,10 +109,10 @@ def read_batch(
     *,
     varies: bool,
     first: int,
-    count: int | None,
-    weights: Sequence[float] | None,
-    expected: float | None,
-    lengths: Sequence[int] | None,
+    count: int | None = None,
+    weights: Sequence[float] | None = None,
+    expected: float | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Microbatches:
     """`data` as a step of `plan` takes it; the other fields as in Microbatches. What is known of the micro-batches in
     advance is asked of the forward step function where it has `weights` and `token_weights`. varies: whether their

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import StepError
 from megaaccum.precision import loss_scaler, nonfinite
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.schema import StepConfig
     from megaaccum.precision.fp8 import Fp8
-    from megaaccum.precision.nonfinite import Findings
     from megaaccum.sharding import ShardingBackend
+    from megaaccum.step.again import Again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +54,6 @@ class Verdict:
     overflow: bool = False
     bad: bool = False
     note: str = ""
-
-
-class Again(Protocol):
-    """The step's micro-batches once more, from the random states of before; collective over the world."""
-
-    def look(self) -> Findings | None:
-        """Run them unreduced and look at each; leaves no gradient. None where they cannot be run again."""
-
-    def without(self, findings: Findings) -> Attempt:
-        """The gradient of those that `findings` does not name, divided by their weight."""
 
 
 class Recovery:

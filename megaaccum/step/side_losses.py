@@ -37,10 +37,10 @@ class SideLosses:
         self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
         self._scalars: dict[tuple[float, torch.device], torch.Tensor] = {}
 
-    def begin_attempt(self, divisor: Divisor, loss_scale: float, num_microbatches: int) -> None:
-        """divisor: of the step. num_microbatches: of the step over all ranks, without dummies; 0 where not known."""
+    def begin_attempt(self, divisor: Divisor, loss_scale: float) -> None:
+        """divisor: of the step."""
         self._divisor, self._loss_scale = divisor, loss_scale
-        self._mean_weight = (divisor.total or 1.0) / max(num_microbatches, 1)
+        self._mean_weight = (divisor.total or 1.0) / max(divisor.num_microbatches, 1)
         self._scalars.clear()
         # Megatron keeps the first scale that it is ever given, and copies later ones into it.
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, dtype=torch.float64, device=cpu.device())

@@ -13,23 +13,22 @@ rounds; here weights and moments are copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaaccum.step import grad_norm
-from megaaccum.step.loss import Divisor, post_sums, sums_over_ranks
+from megaaccum.step.loss import Divisor, sums_over_ranks
 from megaaccum.step.microbatches import Microbatches, shapes_of
-from megaaccum.step.open_step import Before, OpenStep
 
 if TYPE_CHECKING:
+    from megaaccum.config import Plan
     from megaaccum.errors import MegaaccumError
-    from megaaccum.schedule.entry import ForwardBackward
     from megaaccum.sharding import ShardingBackend
-    from megaaccum.step.recovery import Attempt, Verdict
-    from megaaccum.step.train_step import TrainStep
+    from megaaccum.step.attempts import Attempts, OpenStep
+    from megaaccum.step.recovery import Attempt, Recovery, Verdict
 
 
 class Undo:
@@ -62,10 +61,12 @@ class Begun:
 
 
 class Speculation:
-    """Ends steps of `of` before their verdict, and begins those that come after them, where `speculative_step` is."""
+    """Ends steps before their verdict, and begins those that come after them, where `speculative_step` is. read: the
+    micro-batches of a list."""
 
-    def __init__(self, of: TrainStep):
-        self._of, self._is_on = of, of._plan.config.step.speculative_step
+    def __init__(self, plan: Plan, attempts: Attempts, recovery: Recovery, read: Callable[[Any], Microbatches]):
+        self._is_on, self._clip_grad = plan.config.step.speculative_step, plan.config.optimizer.clip_grad
+        self._attempts, self._recovery, self._read = attempts, recovery, read
         self._begun: Begun | None = None
         self._last_confirmed = False
         """Whether the last verdict was to update without clipping, as the next one then is likely to be."""
@@ -78,13 +79,13 @@ class Speculation:
             self.drop()
         return self._begun is not None
 
-    def go_on(self) -> None:
-        """The flush of the step that has begun, from its first backward on."""
-        of, begun = self._of, self._take()
-        of._open, tally = begun.opened, begun.opened.tally
-        of._begin_attempt(begun.opened, lambda: begun.opened.divisor)
+    def go_on(self) -> tuple[OpenStep, Microbatches]:
+        """The step that has begun, and its micro-batches: its flush goes on when they are added."""
+        begun = self._take()
+        tally = begun.opened.tally
+        self._attempts.begin(begun.opened, lambda: begun.opened.divisor)
         begun.opened.tally = tally
-        of._run(begun.batch, step=begun.opened.step, last=True)
+        return begun.opened, begun.batch
 
     def _take(self) -> Begun:
         begun, self._begun = self._begun, None
@@ -94,15 +95,7 @@ class Speculation:
     def drop(self) -> None:
         """End the step that has begun, if any, without a gradient. Collective over the pipeline."""
         if self._begun is not None:
-            self._drop(self._take())
-
-    @property
-    def _schedule(self) -> ForwardBackward:
-        return cast("ForwardBackward", self._of._schedule)  # a rule says so
-
-    def _drop(self, begun: Begun) -> None:
-        self._schedule.drain()
-        begun.opened.before.restore(self._of._fp8)
+            self._attempts.drop_early(self._take().opened)
 
     # --- the step that ends ---
 
@@ -116,81 +109,63 @@ class Speculation:
 
     def end(
         self, opened: OpenStep, upcoming: Sequence[Any], *, stop: bool, problem: MegaaccumError | None = None
-    ) -> tuple[Verdict, bool]:
-        """Update, begin the step on `upcoming`, then judge. stop, problem: of this rank, which then begins nothing.
-        Returns the verdict, carried out, and whether some rank asked to stop. Collective over the world."""
-        of, backend, groups = self._of, self._of._backend, self._of._groups
-        of.observer.phase("reduce")
+    ) -> tuple[Attempt, bool, bool]:
+        """Update, and begin the step on `upcoming`. stop, problem: of this rank, which then begins nothing. Returns the
+        attempt, which is still to be judged, whether the update by it stays, and whether some rank asked to stop.
+        Collective over the world."""
+        attempts, backend = self._attempts, self._attempts.backend
+        attempts.observer.phase("reduce")
         backend.finish_reduction()
-        of.observer.phase("norm")
-        square = grad_norm.own_square(backend, groups)
-        (of_stage,) = sums_over_ranks([square], groups.dp_cp)
+        attempts.observer.phase("norm")
+        square = grad_norm.own_square(backend, attempts.groups)
+        (of_stage,) = sums_over_ranks([square], attempts.groups.dp_cp)
         factor = 1.0 / backend.loss_scale  # N is in the loss
         updates = self._is_free(of_stage**0.5 * factor)
-        batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
-        facts = [_scalar(stop), _scalar(not is_ready), _scalar(not updates)]
-        wait = post_sums([square, *facts, *of._totals.own(opened.tally)], groups.host, device=torch.device("cpu"))
-        of.observer.phase("optimizer")
-        undo = Undo(backend, of.num_updates)
+        batch, divisor, is_ready = self._next(opened, upcoming, wanted=not stop and problem is None)
+        wait = attempts.post(opened, square, [_scalar(stop), _scalar(not is_ready), _scalar(not updates)])
+        attempts.observer.phase("optimizer")
+        undo = Undo(backend, attempts.num_updates)
         if updates:
-            of._update_weights(0.0, factor)
-        of.observer.end_early()
-        begun = Begun(self._begin(opened.step + 1, batch, divisor, is_ready), batch, upcoming)
-        of.observer.phase("verdict")
-        total, stops, not_ready, held_back, *sums = wait()
-        totals, is_unusual = of._totals.read(sums)
-        attempt = of._attempt(opened, total**0.5, totals)
+            attempts.update(0.0, factor)
+        attempts.observer.end_early()
+        begun = Begun(attempts.begin_early(opened.step + 1, batch, divisor, is_ready=is_ready), batch, upcoming)
+        attempts.observer.phase("verdict")
+        attempt, is_unusual, (stops, not_ready, held_back) = wait()
         if not (held_back or is_unusual) and self._is_confirmed(attempt):
             if not_ready:
-                self._drop(begun)
+                attempts.drop_early(begun.opened)
             else:
                 self._begun = begun
-            return of._settle(opened, attempt, updated=True), bool(stops)
-        of.observer.take_back()
-        self._drop(begun)
+            return attempt, True, bool(stops)
+        attempts.observer.take_back()
+        attempts.drop_early(begun.opened)
         undo.restore()  # where there was no update too: what the dropped forwards gathered must not outlive the next
         del undo
         self._last_confirmed = False
         opened.short = "the update before the verdict was taken back"
-        return of._settle(opened, of._measure(opened)), bool(stops)
+        return attempts.measure(opened), False, bool(stops)
 
     def _is_confirmed(self, attempt: Attempt) -> bool:
         """Whether the verdict on `attempt` is to update without clipping."""
-        return self._of._recovery.lets_pass(attempt) and self._is_free(attempt.norm)
+        return self._recovery.lets_pass(attempt) and self._is_free(attempt.norm)
 
     def _is_free(self, norm: float) -> bool:
         """Whether a gradient of that norm is not clipped."""
-        return math.isfinite(norm) and grad_norm.clip_coefficient(norm, self._of._plan.config.optimizer.clip_grad) >= 1
+        return math.isfinite(norm) and grad_norm.clip_coefficient(norm, self._clip_grad) >= 1
 
-    def _read(self, opened: OpenStep, upcoming: Sequence[Any], *, wanted: bool) -> tuple[Microbatches, Divisor, bool]:
+    def _next(self, opened: OpenStep, upcoming: Sequence[Any], *, wanted: bool) -> tuple[Microbatches, Divisor, bool]:
         """The micro-batches of `upcoming`, their divisor, and whether the ranks of this stage can all run them. If not,
         the step with the barrier finds out why; those of `opened`, which no rank runs, are then in their place.
         Collective over the ranks of this stage."""
-        of, current = self._of, opened.calls[-1]
-        planned = (of.batch.micro_batch_size, of.batch.seq_length)
+        plan, current = self._attempts.batch, opened.calls[-1]
         batch = replace(current, weights=[math.nan] * len(current))
-        if wanted and len(upcoming) == of.batch.num_microbatches and {*shapes_of(upcoming)} <= {planned}:
-            read = of.batch_of(upcoming)
+        planned = (plan.micro_batch_size, plan.seq_length)
+        if wanted and len(upcoming) == plan.num_microbatches and {*shapes_of(upcoming)} <= {planned}:
+            read = self._read(upcoming)
             batch = batch if read.weights is None else read
-        divisor = of._divisor([batch], None, alone=True)()
-        (unread,) = sums_over_ranks([_scalar(math.isnan(divisor.in_loss))], of._groups.tp)
+        divisor = self._attempts.divisor([batch], None, alone=True)()
+        (unread,) = sums_over_ranks([_scalar(math.isnan(divisor.in_loss))], self._attempts.groups.tp)
         return batch, divisor, not unread
-
-    def _begin(self, step: int, batch: Microbatches, divisor: Divisor, is_ready: bool) -> OpenStep:
-        """Begin step `step`, and run its forwards up to the first backward where that is possible."""
-        of = self._of
-        opened = OpenStep(step, Before.of(of._fp8), begun=True)
-        opened.divisor = divisor
-        of._side_losses.begin_attempt(divisor, of.loss_scale, of._num_microbatches)
-        with of.observer.flushing(), of._seeds.flush(step):
-            if is_ready:
-                of.observer.phase("gather")
-                of._backend.gather()
-            of.observer.phase("forward_backward")
-            of._flush(batch, divisor, opened.tally, begin_only=True)
-            if is_ready:
-                self._schedule.warm_up()
-        return opened
 
 
 def _scalar(flag: bool) -> torch.Tensor:

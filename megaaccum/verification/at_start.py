@@ -147,7 +147,7 @@ class Sketch:
 
 def _gradient(engine: Engine, microbatches: list[Any], batch: BatchPlan, place: Any = None) -> Sketch | None:
     """None where it is not finite, in FP16 at any loss scale."""
-    scaler = engine.train_steps.scaler
+    scaler = engine.train_steps.recovery.scaler
     before = None if scaler is None else scaler.state_dict()
     try:
         while True:

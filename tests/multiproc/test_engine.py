@@ -3,12 +3,14 @@ the whole batch, whatever the calls that bring it, and whenever its divisor is k
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from megaaccum.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.engines import Calls, all_in_calls
-from tests.support.parity import Case
+from tests.support.parity import Case, Rig
 
 BACKENDS = {
     "zero1": "--zero_stage 1 ",
@@ -95,3 +97,23 @@ def test_fp16_at_four_million_tokens():
     """Sums of millions of tokens would drive the loss scale to its floor; a power of two near 1 / N stops that."""
     calls = Calls((3, 5), known="expected", unit=4e6 / 140)
     check([(Case(4, SCHEDULES[schedule], lane="fp16"), calls) for schedule in ("none", "1f1b", "zbv")])
+
+
+def frames_before_the_schedule(case: Case) -> list[str]:
+    """Names of the functions from TrainStep.train to the one that calls the schedule."""
+    rig = Rig.of(case)
+    attempts, found = rig.train_step.attempts, []
+    schedule = attempts.schedule
+
+    def noting(**keys):
+        found.extend(frame.name for frame in traceback.extract_stack()[:-1])
+        return schedule(**keys)
+
+    attempts.schedule = noting
+    rig.train_step.train(rig.microbatches(), step=1)
+    return found[found.index("train") :]
+
+
+def test_at_most_four_frames_from_the_step_to_the_schedule():
+    (frames,) = run_ranks(frames_before_the_schedule, 1, Case(1, "--pp_microbatches 2"))
+    assert len(frames) <= 4, frames

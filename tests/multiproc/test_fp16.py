@@ -77,12 +77,14 @@ def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
     rig.train(step=0)
     before, problems = state(rig), []
     for number, fault in enumerate(faults, start=1):
-        scale = rig.train_step.scaler.scale
+        scale = rig.train_step.recovery.scaler.scale
         with injected([fault], rig.chunks):
             result = rig.train(step=number, first=size)
         where = f"{layout} {fault}"
         problems += [] if result.skipped else [f"{where}: not skipped"]
-        problems += [] if rig.train_step.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
+        problems += (
+            [] if rig.train_step.recovery.scaler.scale == scale / 2 == result.loss_scale / 2 else [f"{where}: scale"]
+        )
         problems += [f"{where}: {what} differs" for what in state(rig).differences(before)]
     return problems
 
@@ -137,7 +139,7 @@ def to_the_floor() -> list[tuple[float, str]]:
                 result = rig.train(step=number)
                 seen.append((result.loss_scale, result.note))
             except StepError as error:
-                seen.append((rig.train_step.scaler.scale, str(error)))
+                seen.append((rig.train_step.recovery.scaler.scale, str(error)))
                 break
     return seen
 

@@ -58,6 +58,24 @@ def test_ranks_start_with_the_libraries_and_the_cpu_lane():
     assert run_ranks(imported, 1, init=False) == [(True, True, "cpu")]
 
 
+def imported_after_a_step(layout):
+    import sys
+
+    from tests.support.parity import Case, gradient
+
+    gradient(Case(1, layout))
+    return set(sys.modules)
+
+
+def test_the_ranks_of_a_test_import_little_but_the_test():
+    (before,) = run_ranks(eval, 1, "set(__import__('sys').modules)", init=False)
+    (after,) = run_ranks(imported_after_a_step, 1, "--num_layers 1")
+    ours = ("megaaccum.", "deepspeed.module_inject.", "deepspeed.runtime.", "_pytest.")
+    new = [name for name in after - before if name.startswith(ours)]
+    assert not new, sorted(new)
+    assert "tests.support.parity" in after - before
+
+
 def tensors():
     import torch
 

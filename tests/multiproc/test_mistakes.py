@@ -58,8 +58,8 @@ def _with_factor(factor: float) -> Iterator[None]:
 
     known = Divisor.known
 
-    def with_another(total, *, reduction_divisor):
-        right = known(total, reduction_divisor=reduction_divisor)
+    def with_another(*args, **keys):
+        right = known(*args, **keys)
         return replace(right, in_loss=right.in_loss * factor)
 
     with patch.object(Divisor, "known", with_another):
@@ -77,12 +77,12 @@ def mean_of_means() -> Iterator[None]:
 
 def mean_over_own_tokens() -> Iterator[None]:
     """Each rank divides by the tokens that it has itself, and the ranks are averaged."""
-    from megaaccum.step import train_step
+    from megaaccum.step import attempts
 
     def own(weights, count, groups, places):
         return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
 
-    with patch.object(train_step, "post_total_weight", own):
+    with patch.object(attempts, "post_total_weight", own):
         yield
 
 

@@ -84,7 +84,7 @@ def test_where_the_backward_is_split():
 
 def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
-    from megaaccum.step import train_step
+    from megaaccum.step.loss import post_total_weight
 
     whole: list[tuple[float, int]] = []
 
@@ -92,8 +92,7 @@ def without_correction(case: Case) -> Gradient:
         whole.append(post_total_weight(*args)())
         return lambda: whole[0]
 
-    post_total_weight = train_step.post_total_weight
-    with patch.object(train_step, "post_total_weight", keeping_tokens):
+    with patch("megaaccum.step.attempts.post_total_weight", keeping_tokens):
         return attempt(Rig.of(case), DROPPED)[0]
 
 

@@ -34,7 +34,7 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
 
     def with_fault(self, microbatches, *, step, **more):
         fault = left.pop(step, None)
-        with injected([fault], self._chunks) if fault else nullcontext():
+        with injected([fault], self.attempts.chunks) if fault else nullcontext():
             return real(self, microbatches, step=step, **more)
 
     with patch.object(TrainStep, "train", with_fault):

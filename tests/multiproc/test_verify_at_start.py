@@ -66,7 +66,7 @@ def made(name: str, case: Case) -> Iterator[None]:
     """A mistake of the bank (megaaccum/verification/bank), or one of these."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from megaaccum.step.train_step import ForwardStep
+    from megaaccum.step.forward_step import ForwardStep
     from megaaccum.verification import bank
 
     if name == "buffer left over":

@@ -150,7 +150,7 @@ def spoiled(loop: Loop, *, alone: bool = False) -> tuple[int, bool, int, bool]:
     """(whether the step was skipped, whether weights changed) of a train_step in which the loss of data-parallel rank 1
     is not a number, and of the next one. alone: rank 1 makes its own verdict, by mistake."""
     rig = LoopRig.of_loop(loop)
-    recovery = rig.train_step._recovery
+    recovery = rig.train_step.recovery
     if alone and torch.distributed.get_rank() == 1:
         judge = recovery._verdict
         recovery._verdict = lambda *args: replace(judge(*args), skip=True)  # type: ignore[method-assign]

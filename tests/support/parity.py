@@ -184,7 +184,7 @@ class Rig:
 
         params = dict(gpt.named_parameters(self.chunks))
         mine = [
-            (name, start, flat.detach().clone().cpu(), gpt.is_expert(param))
+            (name, start, flat.detach().cpu().double().numpy(), gpt.is_expert(param))  # arrays are pickled faster
             for name, param, start, flat in parts
             if flat.numel()
         ]
@@ -200,7 +200,7 @@ class Rig:
             for name, start, grad, is_expert in pieces:
                 # Other ranks of tp hold other parts of a dense parameter, and parts of the same expert.
                 if name in whole and (is_expert or tp_rank == self.groups.tp.rank()):
-                    whole[name][start : start + grad.numel()] = grad.double().view(-1)
+                    whole[name][start : start + grad.size] = torch.from_numpy(grad).view(-1)
         return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 

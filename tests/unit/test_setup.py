@@ -1,5 +1,6 @@
 """make setup says in one line what a machine lacks; pins and ranges agree."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -58,6 +59,25 @@ def test_an_old_python_is_not_taken(bare_machine):
 def test_a_python_without_venv_is_one_clear_line(bare_machine):
     answer = bare_machine(cxx="exit 0", python3_12='test "$1" = -c')
     assert "python3.12 could not make .venv" in complaint(answer)
+
+
+def multiproc_files_run_by_make_test(*variables: str) -> list[Path]:
+    make = shutil.which("make")
+    assert make, "these tests need make"
+    env = {"PATH": os.environ["PATH"]}  # under `make test` there is more, of the make above
+    ran = subprocess.run(
+        [make, "-n", "test", *variables], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert "pytest --ignore tests/multiproc\n" in ran.stdout
+    parts = re.findall(r"pytest (tests/multiproc/\S+)", ran.stdout)
+    return sorted(file for part in parts for file in ROOT.glob(part))
+
+
+def test_the_parts_of_make_test_have_every_file_once():
+    files = sorted((ROOT / "tests" / "multiproc").glob("test_*.py"))
+    assert multiproc_files_run_by_make_test() == files
+    assert multiproc_files_run_by_make_test("PARTS=a-d f-z rest") != files
+    assert multiproc_files_run_by_make_test("PARTS=a-e e-z rest") != files
 
 
 def pins():

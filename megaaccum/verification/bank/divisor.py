@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megaaccum.config import Plan
 from megaaccum.model.gpt_forward import GptForwardStep
-from megaaccum.step import train_step
+from megaaccum.step import attempts
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor
 from megaaccum.verification.bank.mistake import mistake, replaced, wrapped
@@ -22,8 +22,8 @@ def _times(factor: float) -> AbstractContextManager[None]:
     """Another factor in the loss."""
     known = Divisor.known
 
-    def another(total: float, *, reduction_divisor: int) -> Divisor:
-        right = known(total, reduction_divisor=reduction_divisor)
+    def another(*args: Any, **keys: Any) -> Divisor:
+        right = known(*args, **keys)
         return replace(right, in_loss=right.in_loss * factor)
 
     return replaced(Divisor, "known", another)
@@ -73,9 +73,9 @@ def division_per_chunk(plan: Plan) -> Iterator[None]:
 def pipeline_not_divided(plan: Plan) -> Iterator[None]:
     known = Divisor.known
 
-    def undivided(total: float, *, reduction_divisor: int) -> Divisor:
-        right = known(total, reduction_divisor=reduction_divisor)
-        return replace(right, in_loss=float(reduction_divisor)) if plan.layout.pp > 1 else right
+    def undivided(*args: Any, **keys: Any) -> Divisor:
+        right = known(*args, **keys)
+        return replace(right, in_loss=float(right.reduction_divisor)) if plan.layout.pp > 1 else right
 
     with replaced(Divisor, "known", undivided):
         yield
@@ -168,7 +168,7 @@ def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
     def own(weights: list[float], count: int, groups: Any, places: Any = None) -> Callable[[], tuple[float, int]]:
         return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
 
-    with replaced(train_step, "post_total_weight", own):
+    with replaced(attempts, "post_total_weight", own):
         yield
 
 
@@ -242,10 +242,10 @@ def _at_end(factor: Any) -> AbstractContextManager[None]:
 
     def measured(original: Any, self: Any, opened: Any) -> Any:
         attempt = original(self, opened)
-        by = factor(self._backend.loss_scale)
+        by = factor(self.backend.loss_scale)
         return replace(attempt, factor=attempt.factor * by, norm=attempt.norm * by)
 
-    return wrapped(train_step.TrainStep, "_reduce_and_measure", measured)
+    return wrapped(attempts.Attempts, "reduce_and_measure", measured)
 
 
 @mistake(

@@ -14,8 +14,9 @@ from megaaccum.distributed.rng import SampleSeeds
 from megaaccum.model import gpt
 from megaaccum.schedule.executor import Flush
 from megaaccum.schedule.wgrad import WeightGrads
-from megaaccum.step import train_step
+from megaaccum.step.attempts import Attempts
 from megaaccum.step.microbatches import Microbatches
+from megaaccum.step.train_step import TrainStep
 from megaaccum.verification.bank import models
 from megaaccum.verification.bank.mistake import mistake, replaced, wrapped
 
@@ -29,15 +30,15 @@ MATRIX = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
     base="interleaved", axes="schedule, pp", parameter=r".+",
 )  # fmt: skip
 def batched_messages_at_two_stages(plan: Plan) -> Iterator[None]:
-    flush = train_step.TrainStep._flush
+    flush = Attempts._flush
 
     def batched(self: Any, *args: Any, **keys: Any) -> None:
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if plan.layout.schedule == "interleaved":
                 chunk.config.overlap_p2p_comm, chunk.config.batch_p2p_comm = False, True
         flush(self, *args, **keys)
 
-    with replaced(train_step.TrainStep, "_flush", batched):
+    with replaced(Attempts, "_flush", batched):
         yield
 
 
@@ -242,7 +243,7 @@ def amax_of_a_chunk_lost(plan: Plan) -> Iterator[None]:
     base="own, quantized", axes="", parameter=r"embedding\.weight",
 )  # fmt: skip
 def amax_of_an_evaluation_kept(plan: Plan) -> Iterator[None]:
-    def train(original: Any, self: train_step.TrainStep, microbatches: Any, **keys: Any) -> Any:
+    def train(original: Any, self: TrainStep, microbatches: Any, **keys: Any) -> Any:
         self.evaluate(microbatches)
         return original(self, microbatches, **keys)
 
@@ -250,5 +251,5 @@ def amax_of_an_evaluation_kept(plan: Plan) -> Iterator[None]:
         if torch.is_grad_enabled():
             original(self)
 
-    with wrapped(train_step.TrainStep, "train", train), wrapped(models.Stage, "end_forward", end):
+    with wrapped(TrainStep, "train", train), wrapped(models.Stage, "end_forward", end):
         yield

@@ -63,6 +63,13 @@ def test_ranks_of_a_tp_group_share_what_megatron_lets_them_share():
     assert {name for name in first if first[name] == second[name]} == {"default", "data-parallel-rng"}
 
 
+def test_a_seed_is_torchs():
+    rng.seed_generators(5)
+    here = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(here, torch.rand(3))
+
+
 def test_the_states_of_the_process_are_left_alone():
     before = rng.snapshot()
     draws(seeds())

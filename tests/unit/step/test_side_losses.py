@@ -18,7 +18,7 @@ def test_a_scale_that_comes_back_is_what_it_was(monkeypatch):
     sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
     weights = [3.0, 1.0, 3.0]
     batch = Microbatches(forward_step_func=lambda *_: None, data=[None] * 3, count=3, tokens=[4] * 3, weights=weights)  # type: ignore[arg-type, return-value]
-    sides.begin_attempt(Divisor.at_commit(reduction_divisor=2), 1.0, 0)
+    sides.begin_attempt(Divisor.at_commit(reduction_divisor=2), 1.0)
     sides.begin_flush(batch)
     seen = []
     for index in range(3):
@@ -35,7 +35,7 @@ def test_scales_are_not_rounded(monkeypatch):
     config = SimpleNamespace(num_moe_experts=4)
     sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
     batch = Microbatches(forward_step_func=lambda *_: None, data=[None], count=1, tokens=[4])  # type: ignore[arg-type, return-value]
-    sides.begin_attempt(Divisor.known(3.0, reduction_divisor=1), 1.0, 7)
+    sides.begin_attempt(Divisor.known(3.0, 7, reduction_divisor=1), 1.0)
     sides.begin_flush(batch)
     MoEAuxLossAutoScaler.set_loss_scale(config.moe_grad_scale_func())
     assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == pytest.approx(1 / 28, rel=1e-15)  # type: ignore[arg-type]
