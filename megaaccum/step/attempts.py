@@ -134,7 +134,6 @@ class Attempts:
         self.backend.loss_scale = self._recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self.backend.loss_scale)
         self.fp8.begin_attempt()
-        self.observer.note_held()
         router_state.begin_step(self.chunks)
         if self._recovery.zero is not None:
             self._recovery.zero.clear()
