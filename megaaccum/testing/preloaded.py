@@ -1,16 +1,20 @@
 """Imports of the process that forks the ranks of tests: torch, DeepSpeed and Megatron, on the CPU lane, and what nearly
-every test's ranks import then: a fifth of a second on each of them."""
+every test's ranks import then: a fifth of a second on each of them, and more in a run that draws its pictures."""
 
 import contextlib
 import importlib
 
 from megaaccum.distributed import preload
+from megaaccum.metrics import plots
 from megaaccum.testing import ranks as ranks  # ranks find their own code imported too
 
 WHAT_RANKS_IMPORT = (
     "deepspeed.module_inject.auto_ep_layer",  # by deepspeed.initialize, as the next ones
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "matplotlib.backends.backend_agg",  # by the picture of a run, as the next one
+    "matplotlib.figure",
+    "megaaccum.cli.train",
     "megaaccum.interop.load",
     "megaaccum.sharding.ddp",
     "megaaccum.sharding.deepspeed",
@@ -20,8 +24,9 @@ WHAT_RANKS_IMPORT = (
 )
 
 preload.libraries()
-for name in WHAT_RANKS_IMPORT:
-    importlib.import_module(name)
+with plots.quiet():
+    for name in WHAT_RANKS_IMPORT:
+        importlib.import_module(name)
 with contextlib.suppress(ImportError):  # by the file of a test, which holds what its ranks call
     importlib.import_module("pytest")
 preload.keep()
