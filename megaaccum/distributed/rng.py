@@ -53,10 +53,10 @@ def restore(states: dict[str, torch.Tensor]) -> None:
 class SampleSeeds:
     """Seeds the forwards of a flush by sample, where `rng` is `sample`; does nothing where it is `megatron`.
 
-    A forward is seeded where it begins, and again at its embedding and at each layer, where these may draw, so that what
-    a layer draws does not depend on which layers its stage holds. Streams are those of Megatron's tracker: the default
-    and `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of a cp
-    group, which hold parts of one sample, all differ.
+    A forward is seeded where it begins, and again at its embedding and at each layer, where these may draw, so that
+    what a layer draws does not depend on which layers its stage holds. Streams are those of Megatron's tracker: the
+    default and `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of
+    a cp group, which hold parts of one sample, all differ.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
