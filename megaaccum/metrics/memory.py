@@ -67,7 +67,7 @@ class HighWater:
         self.raise_to(kind, num_bytes)
         whole = kind.split("_")[0]
         if whole != kind:
-            self.raise_to(whole, sum(self._now.get(part, 0) for part in SUMS[whole]))
+            self.raise_to(whole, sum([self._now.get(part, 0) for part in SUMS[whole]]))
 
     def raise_to(self, kind: str, num_bytes: int) -> None:
         """The mark of `kind` is at least `num_bytes`."""
@@ -98,7 +98,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) 
     storages = [tensor.untyped_storage() for tensor in tensors]
     found = {(storage.data_ptr(), storage.nbytes()) for storage in storages} - seen
     seen |= found
-    return sum(size for _, size in found)
+    return sum([size for _, size in found])
 
 
 def smallest_device() -> float | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,12 +114,12 @@ class Fp8:
 
     # --- histories ---
 
-    @contextmanager
-    def forward(self, chunk: int, microbatch: int) -> Iterator[None]:
+    def forward(self, chunk: int, microbatch: int) -> AbstractContextManager[None]:
         """Around the forward of micro-batch `microbatch` through chunk `chunk`; collective over the amax group."""
-        if not self._histories:
-            yield
-            return
+        return self._with_history(chunk, microbatch) if self._histories else nullcontext()
+
+    @contextmanager
+    def _with_history(self, chunk: int, microbatch: int) -> Iterator[None]:
         self._end_backward()
         self._histories[chunk].use()
         te.begin_recompute(self._queues[chunk])

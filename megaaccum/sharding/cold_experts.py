@@ -124,12 +124,13 @@ class Departures:
 class ColdExperts:
     """The gradients of cold experts between their micro-batches. Local to this rank.
 
-    layers: of which experts may be cold; without any, nothing ever is. fewer_than: tokens.
+    layers: of which experts may be cold; without any, nothing ever is. fewer_than: tokens. params: ids of the
+    parameters of those that are, in this step.
     """
 
     def __init__(self, layers: list[ExpertLayer], *, fewer_than: int):
         self._layers, self._fewer_than = layers, fewer_than
-        self._cold: set[int] = set()
+        self.params: set[int] = set()
         self._sums: dict[int, torch.Tensor] = {}
         self._departures = Departures(self._add) if layers and cpu.has_accelerator() else None
 
@@ -140,20 +141,16 @@ class ColdExperts:
         layers = _layers(chunks, sharding.cold_expert_steps) if sharding.cold_expert_offload else []
         return cls(layers, fewer_than=sharding.cold_expert_tokens)
 
-    def __bool__(self) -> bool:
-        """Whether some expert is cold in this step."""
-        return bool(self._cold)
-
     def begin_step(self) -> None:
         """Find the cold experts by the steps before this one, whose counts the device has long finished, and drop what
         an attempt that was given up has left."""
         if self._departures is not None:
             self._departures.drop()
         self._sums.clear()
-        self._cold.clear()
+        self.params.clear()
         for layer in self._layers:
             layer.forget()
-            self._cold |= {id(param) for params in layer.with_fewer_than(self._fewer_than) for param in params}
+            self.params |= {id(param) for params in layer.with_fewer_than(self._fewer_than) for param in params}
 
     def end_step(self) -> None:
         """The step's last forward is done. (A step that is attempted again counts as another.)"""
@@ -162,7 +159,7 @@ class ColdExperts:
 
     def take(self, param: torch.nn.Parameter) -> None:
         """If `param` is a cold expert's, move what a backward has left in its gradient to host memory."""
-        if id(param) in self._cold:
+        if id(param) in self.params:
             self._move(param)
 
     @torch.no_grad()

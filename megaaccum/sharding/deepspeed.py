@@ -229,7 +229,7 @@ class DeepSpeedBackend:
         sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        if self._cold:
+        if self._cold.params:
             self._cold.take(param)
         if self.sums is not None and not self.sums.take(param):
             return

@@ -247,4 +247,6 @@ def _from_others(sizes: list[int], group, splits) -> list[int]:
 
 
 def _flat(tensors) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else [tensor for each in tensors for tensor in _flat(each)]
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [one for each in tensors for one in ([each] if isinstance(each, torch.Tensor) else _flat(each))]
