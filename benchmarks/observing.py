@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks observing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--blocks", type=int, default=40, help="blocks of each kind")
+    parser.add_argument("--blocks", type=int, default=24, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=8, help="steps in a block")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args, overrides = parser.parse_known_args(argv)
