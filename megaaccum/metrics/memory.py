@@ -1,10 +1,9 @@
 """The most memory that a step held, by kind, on this rank. planner/footprint.py predicts it.
 
 What a backend holds is looked at where it is most: when a chunk's last backward begins, before and after the reduction,
-and when the optimizer starts. Looking adds up the storages of the backend's own
-tensors, which takes microseconds per parameter; layers that come and go count themselves. What autograd keeps is
-counted tensor by tensor in the first step, whose shapes are those of every step; on a GPU it is what the allocator held
-beyond everything else.
+and when the optimizer starts. Looking adds up the storages of the backend's own tensors, which takes microseconds per
+parameter; layers that come and go count themselves. What autograd keeps is counted tensor by tensor in the first step,
+whose shapes are those of every step; on a GPU it is what the allocator held beyond everything else.
 """
 
 from __future__ import annotations

@@ -247,6 +247,4 @@ def _from_others(sizes: list[int], group, splits) -> list[int]:
 
 
 def _flat(tensors) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [one for each in tensors for one in ([each] if isinstance(each, torch.Tensor) else _flat(each))]
+    return [tensors] if isinstance(tensors, torch.Tensor) else [one for each in tensors for one in _flat(each)]
