@@ -31,8 +31,48 @@ def until(end: float) -> None:
         pass
 
 
+class Processor:
+    """What computes a rank's passes, one at a time: the thread that launches them, which waits for each."""
+
+    dtype = torch.float32
+
+    def run(self, seconds: float, needs: torch.Tensor | None, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A pass of these seconds on `needs`, whose result is `make()`."""
+        end = time.perf_counter() + seconds
+        result = make()
+        until(end)
+        return result
+
+    def synchronize(self) -> None:
+        """Wait until all passes are done."""
+
+
+class Device(Processor):
+    """Something beside that thread, as a GPU is: to launch a pass takes no time, it begins when the one before it is
+    done and what it needs is ready, and its result is sent as soon as it was launched. A message's content is the time
+    at which it is ready, by a clock that all ranks of a machine share, in float64."""
+
+    dtype = torch.float64
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def run(self, seconds: float, needs: torch.Tensor | None, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ready_at = 0.0 if needs is None else needs.flatten()[0].item()  # not a message: below any time
+        self._free_at = max(time.perf_counter(), self._free_at, ready_at) + seconds
+        result = make()
+        result.detach().fill_(self._free_at)
+        return result
+
+    def synchronize(self) -> None:
+        until(self._free_at)
+
+
+PROCESSORS = {"host": Processor, "device": Device}
+
+
 class _Wait(torch.autograd.Function):
-    """Waits I in the backward; W is put off where the schedule splits the backward."""
+    """I in the backward; W is put off where the schedule splits the backward."""
 
     @staticmethod
     def forward(ctx, x, stage):
@@ -41,49 +81,55 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.stage.wait_for_weights:
-            defer(ctx.stage.weight, ctx.stage.weight_grad)
-        end = time.perf_counter() + ctx.stage.seconds[1]
-        grad_input = grad.clone()
-        until(end)
-        return grad_input, None
+        stage = ctx.stage
+        if stage.wait_for_weights:
+            defer(stage.weight, stage.weight_grad)
+        return stage.processor.run(stage.seconds[1], grad, grad.clone), None
 
 
 class Stage(torch.nn.Module):
     """One chunk. seconds: of its forward, input gradient and weight gradient, what it does itself included; one number
     is for all three."""
 
-    def __init__(self, seconds: float | tuple[float, float, float], *, wait_for_weights: bool = True):
+    def __init__(
+        self,
+        seconds: float | tuple[float, float, float],
+        processor: Processor | None = None,
+        *,
+        wait_for_weights: bool = True,
+    ):
         super().__init__()
         self.seconds = seconds if isinstance(seconds, tuple) else (seconds,) * 3
-        self.wait_for_weights = wait_for_weights
+        self.processor, self.wait_for_weights = processor or Processor(), wait_for_weights
         self.weight, self._zero = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
         self.decoder = SimpleNamespace(layers=[])  # Megatron-core asks for one in every pass
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
 
     def weight_grad(self) -> torch.Tensor:
-        until(time.perf_counter() + self.seconds[2])
-        return self._zero
+        return self.processor.run(self.seconds[2], None, lambda: self._zero)
 
     def set_input_tensor(self, tensors) -> None:
         self.received = tensors[0]
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        end = time.perf_counter() + self.seconds[0]
+        x = self.received if x is None else x
         if x is None:
-            x = torch.zeros(SEQ, BATCH, HIDDEN, requires_grad=True) if self.received is None else self.received
-        output = _Wait.apply(x, self)
-        until(end)
-        return output
+            x = torch.zeros(SEQ, BATCH, HIDDEN, dtype=self.processor.dtype, requires_grad=True)
+        return self.processor.run(self.seconds[0], x, lambda: _Wait.apply(x, self))
 
 
 def megaaccum(setup: Setup) -> tuple[Callable[[], object], Spans]:
     """megaaccum's executor."""
     from megaaccum import get_forward_backward_func
 
-    function = get_forward_backward_func(setup.schedule, own=True)
-    run = _megatron_call(function, setup)
+    function, processor = get_forward_backward_func(setup.schedule, own=True), PROCESSORS[setup.stages]()
+    flush = _megatron_call(function, setup, processor)
+
+    def run() -> None:
+        flush()
+        processor.synchronize()
+
     return run, lambda: function.record.spans  # type: ignore[attr-defined]
 
 
@@ -115,22 +161,22 @@ def megatron(setup: Setup) -> tuple[Callable[[], object], Spans]:
     """Megatron-core's own functions."""
     from megaaccum import get_forward_backward_func
 
-    return _megatron_call(get_forward_backward_func(setup.schedule), setup), list
+    return _megatron_call(get_forward_backward_func(setup.schedule), setup, Processor()), list
 
 
-def _megatron_call(function: Callable, setup: Setup) -> Callable[[], object]:
+def _megatron_call(function: Callable, setup: Setup, processor: Processor) -> Callable[[], object]:
     from megatron.core.enums import ModelType
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     overlaps = setup.schedule == "interleaved"  # Megatron's faster way, and at pp 2 its only right one
     config = ModelParallelConfig(
-        pipeline_model_parallel_size=setup.pp, pipeline_dtype=torch.float32, batch_p2p_sync=False,
+        pipeline_model_parallel_size=setup.pp, pipeline_dtype=processor.dtype, batch_p2p_sync=False,
         virtual_pipeline_model_parallel_size=setup.chunks if setup.chunks > 1 else None,
         overlap_p2p_comm=overlaps, batch_p2p_comm=not overlaps, deallocate_pipeline_outputs=True,
     )  # fmt: skip
     config.hidden_size, config.calculate_per_token_loss = HIDDEN, True
-    model = [Stage(seconds) for seconds in setup.chunk_seconds(dist.get_rank())]
+    model = [Stage(seconds, processor) for seconds in setup.chunk_seconds(dist.get_rank())]
     for chunk, stage in enumerate(model):
         stage.config, stage.model_type = config, ModelType.encoder_or_decoder  # type: ignore[assignment]
         stage.vp_stage = chunk if setup.chunks > 1 else None

@@ -2,11 +2,13 @@
 the schedule and what runs it, also where ranks share cores.
 
     python -m benchmarks.schedules [--json FILE] [--trace FOLDER] [--only NAME,...] [--microbatches 8,16]
-    python -m benchmarks.schedules --profile FILE [--microbatches 16] [--stretch 4]
+    python -m benchmarks.schedules --profile FILE [--microbatches 16] [--stages host,device] [--stretch 4]
 
 With --profile: the best named schedule on an even cut of these layers, on its tuned cut, and the searched order, and
-how much of what the searched order gains over the first by simulation its wall time keeps. What a runtime adds is a
-constant per pass, which is printed; stages that are --stretch times as long show the schedule without it.
+how much of what the searched order gains over the first by simulation its wall time keeps. Once on stages that hold the
+thread which runs them, as on a CPU, where all that a runtime does and every message comes on top: a constant per pass,
+which is printed, and weighs less on stages that are --stretch times as long. And once on stages that a device runs
+beside that thread, as a GPU does: it is only late where the runtime launches a pass too late.
 
 Side by side: megaaccum's executor, Megatron-core's 1F1B and interleaved, and the schedules of
 torch.distributed.pipelining. F = I = W = `--seconds` (0.06) of a rank's whole work on one micro-batch; two chunks per
@@ -18,6 +20,7 @@ schedule with free communication, and as milliseconds over that for each pass of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
@@ -57,6 +60,9 @@ class Setup:
     seconds: float
     repeat: int
 
+    stages: str = "host"
+    """What computes them, of `delays.PROCESSORS`."""
+
     by_stage: tuple[tuple[float, float, float], ...] | None = None
     """F, I and W of each stage instead, where these differ."""
 
@@ -92,6 +98,7 @@ class Result:
 
     runtime: str
     schedule: str
+    stages: str
     num_microbatches: int
     wall: float
     all_walls: list[float]
@@ -141,9 +148,9 @@ def evaluate(setup: Setup, trace: Path | None) -> Result:
     best = min(walls)
     busiest = max(range(setup.pp), key=simulation.busy.__getitem__)
     return Result(
-        runtime=setup.runtime, schedule=setup.schedule, num_microbatches=setup.num_microbatches, wall=best,
-        all_walls=walls, simulated=simulation.makespan, over_work=best / work,
-        over_simulated=best / simulation.makespan,
+        runtime=setup.runtime, schedule=setup.schedule, stages=setup.stages,
+        num_microbatches=setup.num_microbatches, wall=best, all_walls=walls, simulated=simulation.makespan,
+        over_work=best / work, over_simulated=best / simulation.makespan,
         seconds_per_pass=(best - simulation.makespan) / len(simulation.spans[busiest]),
     )  # fmt: skip
 
@@ -167,8 +174,9 @@ def conditions() -> dict:
 
 def line(result: Result) -> str:
     return (
-        f"{result.runtime:<10} {Path(result.schedule).stem:<12} {result.num_microbatches:>4} {result.wall:>8.3f} s"
-        f" {result.over_work:>8.4f} {result.over_simulated:>8.4f} {result.seconds_per_pass * 1e3:>8.3f}"
+        f"{result.runtime:<10} {Path(result.schedule).stem:<12} {result.stages:<6} {result.num_microbatches:>4}"
+        f" {result.wall:>8.3f} s {result.over_work:>8.4f} {result.over_simulated:>8.4f}"
+        f" {result.seconds_per_pass * 1e3:>8.3f}"
     )
 
 
@@ -199,12 +207,13 @@ def setups_of_profile(args: argparse.Namespace, folder: Path) -> list[Setup]:
         )  # fmt: skip
         table = folder / f"searched-{m}.csv"
         write_csv(searched.schedule, table)
-        for name, cut in ((first[0], first[2].cut), (then[0], tuned.cut), (str(table), tuned.cut)):
+        cuts = ((first[0], first[2].cut), (then[0], tuned.cut), (str(table), tuned.cut))
+        for stages, (name, cut) in itertools.product(args.stages, cuts):
             passes = [[seconds * args.stretch for seconds in each] for each in profile.costs(cut).by_stage(len(cut))]
             by_stage = tuple(zip(*passes, strict=True))
             found.append(
                 Setup(runtime="megaaccum", schedule=name, pp=args.pp, num_microbatches=m, seconds=0.0,
-                      repeat=args.repeat, by_stage=by_stage)
+                      repeat=args.repeat, stages=stages, by_stage=by_stage)
             )  # fmt: skip
     return found
 
@@ -225,7 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
-    print(f"{'runtime':<10} {'schedule':<12} {'m':>4} {'wall':>10} {'/work':>8} {'/simul.':>8} {'ms/pass':>8}")
+    print(
+        f"{'runtime':<10} {'schedule':<12} {'stages':<6} {'m':>4} {'wall':>10} {'/work':>8} {'/simul.':>8}"
+        f" {'ms/pass':>8}"
+    )
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for setup in setups_of_profile(args, Path(folder)) if args.profile else setups(args):
@@ -251,6 +263,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stretch", type=float, default=1.0, help="stages N times as long as the profile says", metavar="N"
     )
+    parser.add_argument(
+        "--stages", type=lambda text: text.split(","), default=["host", "device"], metavar="host,device",
+        help="with --profile: what computes their passes",
+    )  # fmt: skip
     parser.add_argument("--only", type=lambda text: text.split(","), help="schedules or runtimes")
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
