@@ -56,14 +56,16 @@ def main(argv: list[str] | None = None) -> None:
 def measure(path: str, overrides: list[str], *, starts: int, blocks: int, steps: int) -> dict:
     """Figures of both loops: seconds by block, their ratio, bytes at the peak (largest over ranks), their ratio.
 
-    Ranks are started several times: the ratio differs by some percent from one start to the next."""
+    Ranks are started several times: the ratio differs by some percent from one start to the next. In every other start
+    the other loop is built first: which one is takes 2 % of a step's compute, by where its tensors then lie."""
     config = load(path, overrides)
     world_size, other = config.run.nproc_per_node or 1, other_of(config)
     with tempfile.TemporaryDirectory() as folder:
         request = (path, [*overrides, "--output_dir", folder])
         timeout = 60 + 20 * blocks * steps
         of_starts = [
-            run_ranks(in_turns, world_size, *request, blocks, steps, timeout=timeout)[0] for _ in range(starts)
+            run_ranks(in_turns, world_size, *request, blocks, steps, start % 2 == 1, timeout=timeout)[0]
+            for start in range(starts)
         ]
         blocks_of_rank0 = {name: [each for start in of_starts for each in start[name]] for name in of_starts[0]}
         told = run_ranks(phases, world_size, *request, 2 + steps * blocks // 2, timeout=60 + 10 * blocks * steps)
@@ -131,17 +133,18 @@ def report(figures: dict) -> str:
 # --- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def in_turns(path: str, overrides: list[str], blocks: int, steps: int) -> dict[str, list[float]]:
+def in_turns(
+    path: str, overrides: list[str], blocks: int, steps: int, other_first: bool = False
+) -> dict[str, list[float]]:
     """Seconds of each block of each loop; every other pair starts with the other one. Raises AssertionError where the
     losses differ."""
     import torch
 
     plan, other = _plan(path, overrides), other_of(load(path, overrides))
-    step_of = {"loop": loop_arm(plan)}
+    build = {"loop": lambda: loop_arm(plan), "bare": lambda: bare_arm(plan, (blocks + 1) * steps)}
     if other == "default":
-        step_of[other] = loop_arm(_plan(path, overrides, by_default=True))
-    else:
-        step_of[other] = bare_arm(plan, (blocks + 1) * steps)
+        build[other] = lambda: loop_arm(_plan(path, overrides, by_default=True))
+    step_of = {name: build[name]() for name in ((other, "loop") if other_first else ("loop", other))}
     losses = {name: [step() for _ in range(steps)] for name, step in step_of.items()}  # warm-up
     seconds: dict[str, list[float]] = {name: [] for name in step_of}
     for block in range(blocks):

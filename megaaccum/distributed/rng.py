@@ -62,8 +62,10 @@ class SampleSeeds:
     def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
         self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
         self._is_on = plan.config.run.rng == "sample"
+        self._chunks_draw = any(_may_draw(chunk, chunk.config) for chunk in chunks)
         self._cp_rank, self._tp_rank = groups.collection.cp.rank(), groups.tp.rank()
         self._step: int | None = None
+        self._before: dict[str, torch.Tensor] = {}
         self._streams: tuple[str, ...] = ()
         self._forward = self._backward = 0
         """Numbers in the global batch of the micro-batches whose forward and backward began last."""
@@ -76,19 +78,21 @@ class SampleSeeds:
             for name, module in _seeded_modules(chunk, config):
                 module.register_forward_pre_hook(lambda *_, at=(name, stream): self._seed_at(*at))
 
+    def may_be_needed(self, forward_step_func: object) -> bool:
+        """Whether something draws in forwards by this function: a chunk does, or the function does not say by an
+        attribute `draws_nothing` that it does not itself."""
+        return self._is_on and (self._chunks_draw or not getattr(forward_step_func, "draws_nothing", False))
+
     @contextmanager
     def flush(self, step: int) -> Iterator[None]:
         """Around the flushes of step `step` (0: an evaluation). The process' own random states are as before after
         it."""
-        if not self._is_on:
-            yield
-            return
-        before, self._step = snapshot(), step
-        self._streams = tuple(name for name in before if name not in ("cpu", "cuda"))
+        self._step = step if self._is_on else None
         try:
             yield
         finally:
             self._step = None
+            before, self._before = self._before, {}
             restore(before)
 
     @contextmanager
@@ -116,6 +120,9 @@ class SampleSeeds:
         """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
         if self._step is None:  # nothing, or a forward of the user's own
             return
+        if not self._before:
+            self._before = snapshot()
+            self._streams = tuple(name for name in self._before if name not in ("cpu", "cuda"))
         microbatch = self._backward if upstream.in_backward() else self._forward
         key = f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._cp_rank}"
         _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
@@ -139,6 +146,7 @@ _DRAW_NOTHING = (
     "megaaccum.model.",
     "megatron.core.fusions.",
     "megatron.core.models.common.embeddings.",
+    "megatron.core.models.gpt.",
     "megatron.core.tensor_parallel.",
     "megatron.core.transformer.",
     "torch.nn.modules.container",

@@ -27,6 +27,9 @@ class GptForwardStep:
     """The sum over unmasked tokens of the cross entropy, weighed by their number (`loss_norm: token`), or the mean of
     each micro-batch, weighed 1 (`microbatch`). Under context parallelism, of this rank's part of the sequences."""
 
+    draws_nothing = True
+    """Beside what its chunk draws: it need not be seeded for itself."""
+
     def __init__(self, groups: Groups, loss_norm: str):
         self._cp = groups.collection.cp
         self._per_token = loss_norm == "token"

@@ -202,7 +202,7 @@ def _kinds(tensor: torch.Tensor) -> str:
 def _is_finite_on_the_host(grad: torch.Tensor) -> bool:
     """Whether the sum of a gradient in host memory is finite, so that all of it is: to ask that is one pass over it,
     and to count and to replace are six."""
-    return math.isfinite(float(grad.sum()))
+    return math.isfinite(grad.sum().item())
 
 
 # --- nonfinite: zero --------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class ZeroNonFinite:
         self._counts: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, grad: torch.Tensor) -> None:
-        if grad.device.type == "cpu" and _is_finite_on_the_host(grad):
+        if grad.is_cpu and _is_finite_on_the_host(grad):
             return
         count = torch.isfinite(grad).logical_not_().sum()
         self._counts[name] = self._counts[name] + count if name in self._counts else count

@@ -87,6 +87,7 @@ class DeepSpeedBackend:
             dist_init_required=False,
         )
         self._all_params = list(model.parameters())
+        self._has_tied = any(gpt.is_tied(param) for param in self._all_params)
         self.sums = MicrobatchSums.of(plan, groups)
         self.parts = self._parts(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
@@ -226,7 +227,8 @@ class DeepSpeedBackend:
     def _sum_the_rest(self) -> None:
         """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""
         sum_over_tp(self, self._groups)
-        sum_tied_copies(self, self._groups)
+        if self._has_tied:
+            sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._cold.params:
@@ -247,9 +249,10 @@ class DeepSpeedBackend:
         self.parts.reduce(param)
 
     def _look_at(self, param: torch.nn.Parameter) -> None:
-        if self.before_reduce is not None:
+        if (look := self.before_reduce) is not None:
+            name = self._names[id(param)]
             for grad in sums_of(param, param.grad, self.sums):
-                self.before_reduce(self._names[id(param)], grad)
+                look(name, grad)
 
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it

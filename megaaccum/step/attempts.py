@@ -202,10 +202,13 @@ class Attempts:
         """The norm of the reduced gradient, and the sums of what its loss functions gave. Where these have a problem on
         some rank, drops the gradient and raises it on every rank."""
         self.observer.phase("norm")
-        own, overflow = self._totals.own(opened.tally), self.fp8.overflow()
-        norm, sums = grad_norm.global_norm(self.backend, self.groups, along=own, overflow=overflow)
+        weight = opened.divisor.total
+        own, unusual = self._totals.own(opened.tally, weight), self._totals.unusual(opened.tally)
+        norm, sums, is_unusual = grad_norm.global_norm(
+            self.backend, self.groups, along=own, flag=unusual, overflow=self.fp8.overflow()
+        )
         self.observer.phase("verdict")
-        totals, is_unusual = self._totals.read(sums)
+        totals = self._totals.read(sums, weight)
         if is_unusual:
             try:
                 totals = self._totals.in_full(opened.tally, totals)
@@ -219,18 +222,19 @@ class Attempts:
     ) -> Callable[[], tuple[Attempt, bool, list[float]]]:
         """`measure`, begun, over host memory. square: of the norm, this rank's part. What it returns waits for the
         attempt, whether ranks have more to say of it (it is then to be measured again), and the sums of `facts`."""
-        parts = [square, *facts, *self._totals.own(opened.tally)]
+        weight = opened.divisor.total
+        parts = [square, *facts, self._totals.unusual(opened.tally), *self._totals.own(opened.tally, weight)]
         wait = post_sums(parts, self.groups.host, device=torch.device("cpu"))
 
         def measured() -> tuple[Attempt, bool, list[float]]:
             total, *sums = wait()
-            totals, is_unusual = self._totals.read(sums[len(facts) :])
-            return self._attempt(opened, total**0.5, totals), is_unusual, sums[: len(facts)]
+            said, (unusual, *sums) = sums[: len(facts)], sums[len(facts) :]
+            return self._attempt(opened, total**0.5, self._totals.read(sums, weight)), unusual != 0, said
 
         return measured
 
     def _attempt(self, opened: OpenStep, norm: float, totals: Totals) -> Attempt:
-        weight = totals.weight if opened.divisor.total is None else opened.divisor.total
+        weight = totals.weight
         factor = opened.divisor.at_end(weight) / self.backend.loss_scale
         return Attempt(
             loss=totals.loss / (weight or 1.0),

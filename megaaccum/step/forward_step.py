@@ -46,7 +46,9 @@ class ForwardStep:
     ):
         self._batch, self._divisor, self._tally = batch, divisor, tally
         self._trace, self._side_losses, self._fp8, self._probe = trace, side_losses, low_precision, probe
-        self._followers: list[SampleSeeds | MicrobatchSums] = [seeds, *([] if sums is None else [sums])]
+        self._followers: list[SampleSeeds | MicrobatchSums] = [] if sums is None else [sums]
+        if seeds.may_be_needed(batch.forward_step_func):
+            self._followers.append(seeds)
         self._look, self._timed = look, timed
         if sums is not None:
             sums.begin_flush(batch.first)

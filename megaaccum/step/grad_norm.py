@@ -24,10 +24,11 @@ def global_norm(
     groups: Groups,
     *,
     along: Sequence[torch.Tensor] = (),
+    flag: torch.Tensor | None = None,
     overflow: torch.Tensor | None = None,
-) -> tuple[float, list[float]]:
-    """(L2 norm of the whole model's gradient, sum of each of `along`): the same numbers on every rank; the norm is not
-    finite if any gradient is not.
+) -> tuple[float, list[float], bool]:
+    """(L2 norm of the whole model's gradient, sum of each of `along`, whether some rank's `flag` is not 0): the same on
+    every rank; the norm is not finite if any gradient is not.
 
     Each rank adds the squares of the parts that only it holds (float64), then one all-reduce over the world sums them:
     tp, pp, dp and cp at once. A non-finite value survives the sum, so the norm carries the verdict of all ranks too.
@@ -41,8 +42,21 @@ def global_norm(
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
-    total, *others = sums_over_ranks([square, *along])
-    return total**0.5, others
+    flag = torch.zeros((), device=cpu.device()) if flag is None else flag
+    (total, *others), is_flagged = _sums_and_flag([square, *along], flag)
+    return total**0.5, others, is_flagged
+
+
+def _sums_and_flag(parts: Sequence[torch.Tensor], flag: torch.Tensor) -> tuple[list[float], bool]:
+    """`sums_over_ranks` of `parts` over the world, and whether the `flag` of any rank is not 0. A flag makes the first
+    sum infinite, so that it takes no number of its own, which costs gloo's ring more than the others together; where
+    that sum is not finite, all is summed again with the flags apart."""
+    first, *others = parts
+    sums = sums_over_ranks([torch.where(flag != 0, torch.inf, first.to(flag.device)), *others])
+    if math.isfinite(sums[0]):
+        return sums, False
+    *sums, flags = sums_over_ranks([*parts, flag])
+    return sums, flags != 0
 
 
 def own_square(backend: ShardingBackend, groups: Groups) -> torch.Tensor:

@@ -33,17 +33,21 @@ class StepTotals:
     """Adds up what the loss functions of a step gave, on ranks of `groups`. zero: what sets elements of gradients to 0,
     if anything does.
 
-    Bad weights, problems, new names of reports and zeroed elements are one number there: whether any rank has any of
+    Bad weights, problems, new names of reports and zeroed elements are one flag there: whether any rank has any of
     them. Ranks ask each other for more only where one has.
     """
 
     def __init__(self, groups: Groups, reports: ReportReducer, zero: ZeroNonFinite | None):
         self._groups, self._reports, self._zero = groups, reports, zero
 
-    def own(self, tally: Tally) -> list[torch.Tensor]:
-        """Parts of this rank of the sums over the world."""
-        unusual = torch.stack(self._unusual(tally)).sum()
-        return [*self.counted([*tally.sums(), *self._reports.sums(tally)]), unusual]
+    def own(self, tally: Tally, weight: float | None) -> list[torch.Tensor]:
+        """Parts of this rank of the sums over the world. weight: that of the step, where it is known."""
+        sums = tally.sums() if weight is None else [tally.total(tally.losses)]
+        return self.counted([*sums, *self._reports.sums(tally)])
+
+    def unusual(self, tally: Tally) -> torch.Tensor:
+        """Whether this rank has more to say (not 0), float64 scalar."""
+        return torch.stack(self._unusual(tally)).sum()
 
     def counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
@@ -54,11 +58,13 @@ class StepTotals:
         parts = [*self.counted([*tally.faults(), self._reports.news(tally)]), zeroed]
         return [part.to(cpu.device(), torch.float64) for part in parts]
 
-    def read(self, sums: Sequence[float]) -> tuple[Totals, bool]:
-        """Those of the sums over the world of what each rank had as its `own`, and whether some rank has more to say,
-        which is then not in them."""
-        loss, weight, *reported, unusual = sums
-        return Totals(loss, weight, self._reports.reduced(reported)), unusual != 0
+    def read(self, sums: Sequence[float], weight: float | None) -> Totals:
+        """Those of the sums over the world of what each rank had as its `own`, without what is unusual."""
+        if weight is None:
+            loss, weight, *reported = sums
+        else:
+            loss, *reported = sums
+        return Totals(loss, weight, self._reports.reduced(reported))
 
     def in_full(self, tally: Tally, totals: Totals) -> Totals:
         """`totals` with what was left out of them. Collective over the world. Raises a problem of any rank, and
