@@ -42,9 +42,9 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--starts", type=int, default=4, help="times that the ranks are started")
-    parser.add_argument("--blocks", type=int, default=4, help="blocks of each loop in each of them")
-    parser.add_argument("--steps", type=int, default=4, help="steps in a block")
+    parser.add_argument("--starts", type=int, default=6, help="times that the ranks are started")
+    parser.add_argument("--blocks", type=int, default=24, help="blocks of each loop in each of them")
+    parser.add_argument("--steps", type=int, default=1, help="steps in a block")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args, overrides = parser.parse_known_args(argv)
     figures = measure(args.config, [*UNTIED, *overrides], starts=args.starts, blocks=args.blocks, steps=args.steps)

@@ -96,10 +96,13 @@ class DeepSpeedBackend:
         self._syncing = self._reducing = False
         self._last_flush = True
         self._kept = Kept()
+        self._hooks: list[upstream.OnGradient] = []
+        self._hears_every_one = self.looks_at_each_microbatch(plan)
         for param in self.parts.params:
             if param.dtype != accumulate_in:
                 param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
-            upstream.on_gradient(param, self._on_gradient)
+        if self._hears_every_one:
+            self._listen()
 
     def _parts(self, plan: Plan) -> upstream.Zero3 | upstream.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
@@ -120,18 +123,18 @@ class DeepSpeedBackend:
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside stay on this rank; the first backward after it reduces."""
-        self._syncing = False
+        self._set_syncing(False)
         try:
             yield
         finally:
-            self._syncing = self._last_flush and self._reduce_in_backward
+            self._set_syncing(self._last_flush and self._reduce_in_backward)
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
         """A flush is over: gradients that come now are not final."""
-        self._syncing = False
+        self._set_syncing(False)
 
     # --- the step ---
 
@@ -142,7 +145,8 @@ class DeepSpeedBackend:
         self._begin_accumulation()
 
     def _begin_accumulation(self) -> None:
-        self._syncing = self._reducing = False
+        self._set_syncing(False)
+        self._reducing = False
         if self.sums is not None:
             self.sums.clear()
         for param in self.parts.params:
@@ -223,6 +227,24 @@ class DeepSpeedBackend:
         return self.engine.optimizer.param_groups
 
     # --- gradients ---
+
+    def looks_at_each_microbatch(self, plan: Plan) -> bool:
+        """Whether something is done with the gradients of single micro-batches, and not with their sum alone."""
+        return self.sums is not None or plan.config.sharding.cold_expert_offload
+
+    def _set_syncing(self, syncing: bool) -> None:
+        """Say whether gradients that come now are final. Autograd is to call for each of them only while they are: a
+        call for every parameter in every backward would be the most that the boundary takes of a step."""
+        self._syncing = syncing
+        if not self._hears_every_one and syncing != bool(self._hooks):
+            if syncing:
+                self._listen()
+            else:
+                while self._hooks:
+                    self._hooks.pop().remove()
+
+    def _listen(self) -> None:
+        self._hooks = [upstream.on_gradient(param, self._on_gradient) for param in self.parts.params]
 
     def _sum_the_rest(self) -> None:
         """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""

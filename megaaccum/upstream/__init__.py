@@ -42,6 +42,7 @@ from megaaccum.upstream.megatron import (
 )
 from megaaccum.upstream.pytorch import (
     CHECKPOINT_METADATA_CLASSES,
+    OnGradient,
     add_by_autograd,
     ddp_expect_gradients,
     in_backward,
@@ -57,6 +58,7 @@ from megaaccum.upstream.zero12 import Zero12, deepspeed_parts, keep_gradient_lis
 __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "Fsdp2WeightGrads",
+    "OnGradient",
     "UpdateCount",
     "Zero3",
     "Zero12",

@@ -110,12 +110,12 @@ def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None
     ddp.reducer.prepare_for_backward([])
 
 
-def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> _OnGradient:
+def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> OnGradient:
     """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
-    return _OnGradient(param, call)
+    return OnGradient(param, call)
 
 
-class _OnGradient:
+class OnGradient:
     """Autograd visits every input of a function whose backward it runs, and (torch 2.13) runs the hooks of the
     addition even where the function gave no gradient: a layer that computes its weight gradient later. The hook on the
     gradient itself tells, which then is None."""

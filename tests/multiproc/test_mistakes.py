@@ -111,7 +111,7 @@ def reduction_in_every_microbatch() -> Iterator[None]:
 
     def syncing(self):
         gather(self)
-        self._syncing = True
+        self._set_syncing(True)
 
     with patch.multiple(DeepSpeedBackend, begin_step=syncing, no_sync_func=lambda self: nullcontext()):
         yield

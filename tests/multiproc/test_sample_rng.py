@@ -99,32 +99,40 @@ def again(case: Case) -> dict[str, Gradient]:
     return seen | {"later": rig.watched(step=7)[0], "another step": rig.watched(step=8)[0]}
 
 
-def draws(case: Case) -> tuple[int, int]:
-    """In a step of `case`: how often its forwards were seeded, and how often one had then drawn from some stream."""
+def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
+    """In a step of `case`: how often its forwards were seeded, and how often something had then drawn from some stream.
+    of_a_user: by a forward step function of which nothing is known."""
     import torch
 
     from megaaccum.distributed import rng
+    from megaaccum.model.gpt_forward import GptForwardStep
 
-    given: list[dict[str, torch.Tensor]] = []
-    drawn: list[bool] = []
+    rig = Rig.of(case)
+    seeded, drawn, last = [], [], [rng.snapshot()]
 
     def look() -> None:
         now = rng.snapshot()
-        drawn.extend(any(not torch.equal(now[name], state) for name, state in each.items()) for each in given[-1:])
+        drawn.append(any(not torch.equal(now[name], state) for name, state in last[0].items()))
 
     def set_states(*args, set_states=rng._set_states, **kwargs) -> None:
         look()
         set_states(*args, **kwargs)
-        given.append(rng.snapshot())
+        seeded.append(args)
+        last[0] = rng.snapshot()
 
     def restore(states, restore=rng.restore) -> None:
         look()
         restore(states)
+        last[0] = rng.snapshot()
 
-    rig = Rig.of(case)
-    with patch.object(rng, "_set_states", set_states), patch.object(rng, "restore", restore):
+    with (
+        patch.object(rng, "_set_states", set_states),
+        patch.object(rng, "restore", restore),
+        patch.object(GptForwardStep, "draws_nothing", not of_a_user),
+    ):
         rig.watched(step=7)
-    return len(given), sum(drawn)
+        look()
+    return len(seeded), sum(drawn)
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -190,8 +198,10 @@ EXPERTS = SILENT + "--num_experts 4 --disable-bias-linear --moe_input_jitter_eps
 
 @pytest.mark.parametrize("layout", [PP + "--pp_microbatches 4 ", PP + "--schedule zb-h1 --pp_microbatches 4 " + FULL])
 def test_only_layers_that_may_draw_are_seeded(layout):
-    """4 forwards of each stage: seeded where they begin, and again at layers with dropout or experts."""
-    assert run_ranks(draws, 4, fp64(layout, SILENT)) == [(4, 0)] * 4
+    """4 forwards of each stage: seeded where they begin, and again at layers with dropout or experts; not at all where
+    neither a layer nor the forward step function may draw."""
+    assert run_ranks(draws, 4, fp64(layout, SILENT)) == [(0, 0)] * 4
+    assert run_ranks(draws, 4, fp64(layout, SILENT), of_a_user=True) == [(4, 0)] * 4
     for model in ("", EXPERTS):
         for seeded, drawn in run_ranks(draws, 4, fp64(layout, model)):
             assert seeded >= 4 + 8 and drawn

@@ -44,7 +44,7 @@ def _changed_in_every_backward(change: Callable[[torch.Tensor], Any]) -> Iterato
 def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
     def syncing(original: Any, self: Any) -> None:
         original(self)
-        self._syncing = True
+        self._set_syncing(True)
 
     with (
         wrapped(DeepSpeedBackend, "begin_step", syncing),
