@@ -54,7 +54,8 @@ class SampleSeeds:
     """Seeds the forwards of a flush by sample, where `rng` is `sample`; does nothing where it is `megatron`.
 
     A forward is seeded where it begins, and again at its embedding and at each layer, where these may draw, so that
-    what a layer draws does not depend on which layers its stage holds. Streams are those of Megatron's tracker: the
+    what a layer draws does not depend on which layers its stage holds; not at all where nothing in it may draw, nor its
+    forward step function (`may_be_needed`). Streams are those of Megatron's tracker: the
     default and `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of
     a cp group, which hold parts of one sample, all differ.
     """
