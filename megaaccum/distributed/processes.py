@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import json
 import math
+import multiprocessing.process
+import multiprocessing.util
 import os
 import select
 import signal
@@ -200,6 +202,7 @@ def become_rank(
     code = 1
     try:
         atexit._clear()  # the parent's exit handlers are the parent's
+        _end_children_at_exit()
         _detach(parent, output)
         os.environ.update(env)
         _reset_signals(mask)
@@ -212,6 +215,16 @@ def become_rank(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _end_children_at_exit() -> None:
+    """What the rank starts through multiprocessing (workers of a loader, managers) ends with it, as with a process of
+    multiprocessing's own: its exit handler was among those that were cleared, and knew of the parent's children. These
+    three names are what multiprocessing uses for that (Python 3.12: BaseProcess._bootstrap)."""
+    process, util = multiprocessing.process, multiprocessing.util
+    process._children.clear()  # type: ignore[attr-defined]  # noqa: SLF001
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _detach(parent: int, output: Path | None) -> None:

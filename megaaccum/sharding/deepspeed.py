@@ -97,11 +97,11 @@ class DeepSpeedBackend:
         self._last_flush = True
         self._kept = Kept()
         self._hooks: list[upstream.OnGradient] = []
-        self._hears_every_one = self.looks_at_each_microbatch(plan)
+        self._hears_each = self._looks_at_each_microbatch(plan)
         for param in self.parts.params:
             if param.dtype != accumulate_in:
                 param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
-        if self._hears_every_one:
+        if self._hears_each:
             self._listen()
 
     def _parts(self, plan: Plan) -> upstream.Zero3 | upstream.Zero12:
@@ -228,7 +228,7 @@ class DeepSpeedBackend:
 
     # --- gradients ---
 
-    def looks_at_each_microbatch(self, plan: Plan) -> bool:
+    def _looks_at_each_microbatch(self, plan: Plan) -> bool:
         """Whether something is done with the gradients of single micro-batches, and not with their sum alone."""
         return self.sums is not None or plan.config.sharding.cold_expert_offload
 
@@ -236,7 +236,7 @@ class DeepSpeedBackend:
         """Say whether gradients that come now are final. Autograd is to call for each of them only while they are: a
         call for every parameter in every backward would be the most that the boundary takes of a step."""
         self._syncing = syncing
-        if not self._hears_every_one and syncing != bool(self._hooks):
+        if not self._hears_each and syncing != bool(self._hooks):
             if syncing:
                 self._listen()
             else:

@@ -89,7 +89,7 @@ class StreamingBackend(DeepSpeedBackend):
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
 
-    def looks_at_each_microbatch(self, plan: Plan) -> bool:
+    def _looks_at_each_microbatch(self, plan: Plan) -> bool:
         return True
 
     # --- Megatron's hooks: the flush as a whole needs little ---

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -201,10 +202,27 @@ def test_what_a_rank_started_ends_with_it():
     outcome = try_ranks(grandchild, 1, 0, timeout=1.0, init=False)[0]
     pid = int(outcome.output.split()[1])
     assert outcome.ended_by_harness
+    assert _ends(pid)
+
+
+def manager():
+    """Left to itself, as Megatron-core's asynchronous checkpoints leave theirs."""
+    import multiprocessing
+
+    started = multiprocessing.get_context("fork").Manager()
+    sys.keeps_it = started
+    return started._process.pid
+
+
+def test_what_a_rank_started_by_multiprocessing_ends_with_it():
+    assert all(map(_ends, run_ranks(manager, 2, timeout=30)))
+
+
+def _ends(pid):
     deadline = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and not _is_zombie(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}") or _is_zombie(pid)
+    return not os.path.exists(f"/proc/{pid}") or _is_zombie(pid)
 
 
 def _is_zombie(pid):
