@@ -32,12 +32,12 @@ def until(end: float) -> None:
 
 
 class Processor:
-    """What computes a rank's passes, one at a time: the thread that launches them, which waits for each."""
+    """Runs a rank's passes, one at a time: in the thread that launches them, which waits for each."""
 
     dtype = torch.float32
 
     def run(self, seconds: float, needs: torch.Tensor | None, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A pass of these seconds on `needs`, whose result is `make()`."""
+        """Run a pass of these seconds on `needs`. Returns `make()`, its result."""
         end = time.perf_counter() + seconds
         result = make()
         until(end)
@@ -48,9 +48,9 @@ class Processor:
 
 
 class Device(Processor):
-    """Something beside that thread, as a GPU is: to launch a pass takes no time, it begins when the one before it is
-    done and what it needs is ready, and its result is sent as soon as it was launched. A message's content is the time
-    at which it is ready, by a clock that all ranks of a machine share, in float64."""
+    """Runs them beside that thread, as a GPU does. To launch a pass takes no time; it begins when the one before it is
+    done and what it needs is ready. Its result is sent as soon as it was launched: a message's content is the time at
+    which it is ready, by a clock that all ranks of a machine share, in float64."""
 
     dtype = torch.float64
 

@@ -218,9 +218,9 @@ def become_rank(
 
 
 def _end_children_at_exit() -> None:
-    """What the rank starts through multiprocessing (workers of a loader, managers) ends with it, as with a process of
-    multiprocessing's own: its exit handler was among those that were cleared, and knew of the parent's children. These
-    three names are what multiprocessing uses for that (Python 3.12: BaseProcess._bootstrap)."""
+    """Have what the rank starts through multiprocessing (workers of a loader, managers) end with it, as with a process
+    of multiprocessing's own: its exit handler was among those that were cleared, and knew of the parent's children.
+    The three names are what multiprocessing uses for that (Python 3.12: BaseProcess._bootstrap)."""
     process, util = multiprocessing.process, multiprocessing.util
     process._children.clear()  # type: ignore[attr-defined]  # noqa: SLF001
     util._finalizer_registry.clear()  # type: ignore[attr-defined]  # noqa: SLF001
