@@ -141,9 +141,11 @@ def in_turns(
     import torch
 
     plan, other = _plan(path, overrides), other_of(load(path, overrides))
-    build = {"loop": lambda: loop_arm(plan), "bare": lambda: bare_arm(plan, (blocks + 1) * steps)}
-    if other == "default":
-        build[other] = lambda: loop_arm(_plan(path, overrides, by_default=True))
+    build = {
+        "loop": lambda: loop_arm(plan),
+        "bare": lambda: bare_arm(plan, (blocks + 1) * steps),
+        "default": lambda: loop_arm(_plan(path, overrides, by_default=True)),
+    }
     step_of = {name: build[name]() for name in ((other, "loop") if other_first else ("loop", other))}
     losses = {name: [step() for _ in range(steps)] for name, step in step_of.items()}  # warm-up
     seconds: dict[str, list[float]] = {name: [] for name in step_of}

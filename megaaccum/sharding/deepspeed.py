@@ -87,7 +87,6 @@ class DeepSpeedBackend:
             dist_init_required=False,
         )
         self._all_params = list(model.parameters())
-        self._has_tied = any(gpt.is_tied(param) for param in self._all_params)
         self.sums = MicrobatchSums.of(plan, groups)
         self.parts = self._parts(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
@@ -233,8 +232,8 @@ class DeepSpeedBackend:
         return self.sums is not None or plan.config.sharding.cold_expert_offload
 
     def _set_syncing(self, syncing: bool) -> None:
-        """Say whether gradients that come now are final. Autograd is to call for each of them only while they are: a
-        call for every parameter in every backward would be the most that the boundary takes of a step."""
+        """Say whether gradients that come now are final. Autograd is to call for each of them only while they are, and
+        not for every parameter in every backward."""
         self._syncing = syncing
         if not self._hears_each and syncing != bool(self._hooks):
             if syncing:
@@ -249,7 +248,7 @@ class DeepSpeedBackend:
     def _sum_the_rest(self) -> None:
         """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""
         sum_over_tp(self, self._groups)
-        if self._has_tied:
+        if any(gpt.is_tied(param) for param in self._all_params):
             sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:

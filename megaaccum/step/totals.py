@@ -47,13 +47,13 @@ class StepTotals:
 
     def unusual(self, tally: Tally) -> torch.Tensor:
         """Whether this rank has more to say (not 0), float64 scalar."""
-        return torch.stack(self._unusual(tally)).sum()
+        return torch.stack(self._each_unusual(tally)).sum()
 
     def counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
         return sums if self._groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
 
-    def _unusual(self, tally: Tally) -> list[torch.Tensor]:
+    def _each_unusual(self, tally: Tally) -> list[torch.Tensor]:
         zeroed = torch.zeros((), device=cpu.device()) if self._zero is None else self._zero.total()
         parts = [*self.counted([*tally.faults(), self._reports.news(tally)]), zeroed]
         return [part.to(cpu.device(), torch.float64) for part in parts]
@@ -69,7 +69,7 @@ class StepTotals:
     def in_full(self, tally: Tally, totals: Totals) -> Totals:
         """`totals` with what was left out of them. Collective over the world. Raises a problem of any rank, and
         StepError for weights that are negative or not numbers."""
-        bad, problem, news, zeroed = sums_over_ranks(self._unusual(tally))
+        bad, problem, news, zeroed = sums_over_ranks(self._each_unusual(tally))
         if problem:
             raise_together(tally.problem)
         if bad:
