@@ -2,7 +2,8 @@
 
 What a backend holds is looked at where it is most: when a chunk's last backward begins, before and after the reduction,
 and when the optimizer starts. Looking adds up the storages of the backend's own tensors, which takes microseconds per
-parameter; layers that come and go count themselves. What autograd keeps is counted tensor by tensor in the first step,
+parameter, so that steps are looked at until two in a row held the same, and then each tenth; layers that come and go
+count themselves. What autograd keeps is counted tensor by tensor in the first step,
 whose shapes are those of every step; on a GPU it is what the allocator held beyond everything else.
 """
 
@@ -44,6 +45,9 @@ SUMS = {
 }
 """Kinds that are the sum of others at one moment."""
 
+_STEPS_APART = 10
+"""From a step that is looked at to the next one, where the last two of them held the same."""
+
 Memory = dict[str, int]
 """Bytes by kind. Each is a high-water mark of its own: they need not have been reached together."""
 
@@ -55,10 +59,15 @@ def bytes_by_kind(memory: Memory) -> dict[str, int]:
 
 @dataclass
 class HighWater:
-    """High-water marks, in bytes."""
+    """High-water marks of one step after the other, in bytes."""
 
     peaks: Memory = field(default_factory=dict)
     _now: Memory = field(default_factory=dict)
+    _looked_at: set[str] = field(default_factory=set)
+    _found: Memory = field(default_factory=dict)
+    """Of what was looked at, the marks of the last step in which anything was."""
+    _not_looking: int = 0
+    """Steps, this one included, that have the marks of `_found`."""
 
     def note(self, kind: str, num_bytes: int) -> None:
         """`num_bytes` of `kind` are held now."""
@@ -73,12 +82,17 @@ class HighWater:
         if num_bytes > self.peaks.get(kind, 0):
             self.peaks[kind] = num_bytes
 
-    def look(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Note the storages of these tensors, by kind; one that two kinds share counts for the first."""
+    def look(self, tensors: Callable[[], Mapping[str, Iterable[torch.Tensor]]]) -> None:
+        """Note the storages of these tensors, by kind; one that two kinds share counts for the first. In most steps
+        that are like the ones before them nothing is done."""
+        if self._not_looking:
+            return
         seen: set[tuple[int, int]] = set()
-        self._now |= {kind: _storage_bytes(tensors, seen) for kind, tensors in held.items()}
-        for kind in held:
-            self.note(kind, self._now[kind])
+        held = {kind: _storage_bytes(of_kind, seen) for kind, of_kind in tensors().items()}
+        self._now |= held
+        for kind, num_bytes in held.items():
+            self.note(kind, num_bytes)
+            self._looked_at |= {kind, kind.split("_")[0]}
 
     @property
     def on_device(self) -> int:
@@ -87,9 +101,16 @@ class HighWater:
         return sum(size for kind, size in self.peaks.items() if kind not in parts | {"host", "p2p", "activations"})
 
     def take(self) -> Memory:
-        """The marks since the last call."""
-        peaks, self.peaks = self.peaks, {}
-        return {kind: peaks[kind] for kind in KINDS if kind in peaks}
+        """The marks since the last call: a step ends."""
+        peaks = {kind: self.peaks[kind] for kind in KINDS if kind in self.peaks}
+        if self._not_looking:
+            self._not_looking -= 1
+        else:
+            before, self._found = self._found, {kind: peaks[kind] for kind in self._looked_at if kind in peaks}
+            if self._found and self._found == before:
+                self._not_looking = _STEPS_APART - 1
+        self.peaks = dict(self._found) if self._not_looking else {}
+        return peaks
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,8 +43,8 @@ class Observer:
         self._activations = Activations(chunks)
         self._traffic: Traffic = {}
         self._ended: Measured | None = None
-        self._forwards: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._forward_seconds = 0.0
+        self.forward = _Forwards(lambda: self.stopwatch.clock())
+        """Around one forward of this rank, on a GPU by its own clock."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,30 +72,9 @@ class Observer:
         """Around the flushes of an attempt: what they hold beside the backend's tensors."""
         return self._activations.watching(self._backend.memory)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around one forward of this rank, on a GPU by its own clock."""
-        if cpu.has_accelerator():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._forwards.append((begin, end))
-        else:
-            start = self.stopwatch.clock()
-            yield
-            self._forward_seconds += self.stopwatch.clock() - start
-
-    def _take_forward_seconds(self) -> float:
-        """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
-        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._forwards)
-        seconds = self._forward_seconds + milliseconds / 1e3
-        self._forwards, self._forward_seconds = [], 0.0
-        return seconds
-
     def note_held(self) -> None:
         """Note what the backend holds now."""
-        self._backend.memory.look(self._backend.tensors())
+        self._backend.memory.look(self._backend.tensors)
 
     def forget(self) -> None:
         """Drop what was measured since the last `take`: it belongs to no step."""
@@ -111,7 +90,7 @@ class Observer:
         ended, self._ended = self._ended, None
         assert ended is not None
         self._add(ended.traffic)
-        self._forward_seconds += ended.forward_seconds
+        self.forward.seconds += ended.forward_seconds
         self.stopwatch.add(ended.seconds)
         for kind, num_bytes in ended.memory.items():
             self._backend.memory.raise_to(kind, num_bytes)
@@ -122,4 +101,37 @@ class Observer:
             ended, self._ended = self._ended, None
             return ended
         traffic, self._traffic = self._traffic, {}
-        return Measured(self.stopwatch.take(), self._take_forward_seconds(), traffic, self._backend.memory.take())
+        return Measured(self.stopwatch.take(), self.forward.take(), traffic, self._backend.memory.take())
+
+
+class _Forwards:
+    """Seconds of forwards, each of which runs inside it, one at a time. clock: gives seconds, where there is no GPU."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.seconds = 0.0
+        self._clock, self._start = clock, 0.0
+        self._events: list[torch.cuda.Event] = []
+        """Begin and end of each on a GPU, in turns."""
+
+    def __enter__(self) -> None:
+        if cpu.has_accelerator():
+            self._record()
+        else:
+            self._start = self._clock()
+
+    def __exit__(self, *_error: object) -> None:
+        if cpu.has_accelerator():
+            self._record()
+        else:
+            self.seconds += self._clock() - self._start
+
+    def _record(self) -> None:
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+
+    def take(self) -> float:
+        """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
+        pairs = zip(self._events[::2], self._events[1::2], strict=False)
+        seconds = self.seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
+        self.seconds, self._events = 0.0, []
+        return seconds

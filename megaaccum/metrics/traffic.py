@@ -62,6 +62,8 @@ class Meter:
     """Bytes of receive buffers that were posted and not taken yet, at most, while it was on last."""
     _receiving: int = 0
     _counts: Traffic = field(default_factory=dict)
+    _lanes: dict[tuple[str, Any, torch.dtype], tuple[str, float]] = field(default_factory=dict)
+    """(name, share of the buffer that crosses) by collective, group and dtype, of what was heard so far."""
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
@@ -70,8 +72,6 @@ class Meter:
 
         found: Traffic = {}
         self._counts, self._receiving, self.most_receiving = {}, 0, 0
-        names = self._names()
-        lanes: dict[tuple[str, Any, torch.dtype], tuple[str, float]] = {}
 
         def note(
             collective: str, group: Any, dtype: torch.dtype, num_bytes: int, seconds: float, *, calls: int = 1
@@ -80,10 +80,7 @@ class Meter:
                 self._receiving += num_bytes if calls else -num_bytes
                 self.most_receiving = max(self.most_receiving, self._receiving)
                 return
-            if (key := (collective, group, dtype)) not in lanes:
-                name = f"{collective}/{names.get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"
-                lanes[key] = name, SHARE[collective](group.size())
-            lane, share = lanes[key]
+            lane, share = self._lanes.get((collective, group, dtype)) or self._learn(collective, group, dtype)
             if (count := self._counts.get(lane)) is None:
                 count = self._counts[lane] = Count()
             count.calls += calls
@@ -98,6 +95,11 @@ class Meter:
         """The traffic since it is on, or since the last call; what comes counts from nothing."""
         counts, self._counts = self._counts, {}
         return dict(sorted(counts.items()))
+
+    def _learn(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
+        name = f"{collective}/{self._names().get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"
+        found = self._lanes[collective, group, dtype] = name, SHARE[collective](group.size())
+        return found
 
     def _names(self) -> dict[str, str]:
         import torch.distributed as dist

@@ -131,6 +131,9 @@ class StreamingBackend(DeepSpeedBackend):
     def gather(self) -> None:
         """Nothing to do: each unit's forward gathers it."""
 
+    def _gather_ahead(self) -> None:
+        """Nothing to do."""
+
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = super().tensors()
         partial_sums = [tensor for tree in self._trees.values() for tensor in tree.tensors()]

@@ -42,7 +42,7 @@ class ForwardStep:
         low_precision: Fp8,
         probe: Probe | None,
         look: Callable[[], None],
-        timed: Callable[[], AbstractContextManager[None]],
+        timed: AbstractContextManager[None],
     ):
         self._batch, self._divisor, self._tally = batch, divisor, tally
         self._trace, self._side_losses, self._fp8, self._probe = trace, side_losses, low_precision, probe
@@ -69,7 +69,7 @@ class ForwardStep:
         self._trace.action = f"F {action}"
         for follower in self._followers:
             follower.begin_forward(self._batch.first + index)
-        with self._timed(), self._fp8.forward(number, self._batch.first + index):
+        with self._timed, self._fp8.forward(number, self._batch.first + index):
             output, loss_func = self._forward(data_iterator, chunk, number, index, return_schedule_plan)
         if return_schedule_plan:
             self._trace.action = f"F {action}, interleaved with a backward"

@@ -171,7 +171,7 @@ class Tally:
             return torch.zeros(
                 () if self.places is None else self.places.count, dtype=torch.float64, device=cpu.device()
             )
-        row = torch.stack([number.double() for number in numbers])
+        row = torch.stack(list(numbers)).double()
         return row.sum() if self.places is None else self.places.spread(row)
 
     def sums(self) -> list[torch.Tensor]:
@@ -180,8 +180,9 @@ class Tally:
 
     def faults(self) -> list[torch.Tensor]:
         """[weights that are negative or not numbers, 1 where there is a problem], float64 scalars."""
-        bad = [torch.logical_not(weight >= 0) for weight in self.weights]
-        count = torch.stack(bad).sum(dtype=torch.float64) if bad else _flag(False)
+        count = _flag(False)
+        if self.weights:
+            count = torch.logical_not(torch.stack(self.weights) >= 0).sum(dtype=torch.float64)
         return [count, _flag(self.problem is not None)]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -218,11 +218,10 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
         if group.size() == 1:
             return method(group, *args, **kwargs)
         # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
-        tensors = _flat(args[position])
-        sizes = [tensor.nbytes for tensor in tensors]
+        heard = [(collective, group, tensor.dtype, tensor.nbytes) for tensor in _flat(args[position])]
         if collective == "all_to_all":
-            sizes = _from_others(sizes, group, args[2] if len(tensors) == 1 else None)
-        heard = [(collective, group, tensor.dtype, size) for tensor, size in zip(tensors, sizes, strict=True)]
+            sizes = _from_others([size for *_, size in heard], group, args[2] if len(heard) == 1 else None)
+            heard = [(*each[:3], size) for each, size in zip(heard, sizes, strict=True)]
         start = time.perf_counter()
         work = method(group, *args, **kwargs)
         seconds = time.perf_counter() - start
@@ -246,5 +245,9 @@ def _from_others(sizes: list[int], group, splits) -> list[int]:
     return [size * (sum(splits) - splits[own]) // max(sum(splits), 1) for size in sizes]
 
 
-def _flat(tensors) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else [one for each in tensors for one in _flat(each)]
+def _flat(tensors) -> Sequence[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return (tensors,)
+    if all(isinstance(each, torch.Tensor) for each in tensors):
+        return tensors
+    return [one for each in tensors for one in _flat(each)]

@@ -155,14 +155,28 @@ class Zero3:
         self.optimizer.parameter_offload._remove_module_hooks()
         self._handed_over: set[int] = set()
         self._own = {id(param): _own_part(param) for param in self.params}
+        self._ahead: tuple[list[torch.nn.Parameter], Any] = [], _Nothing()
+        """Parameters that are on their way, and what `wait` is called on."""
 
     def apart(self) -> list[torch.nn.Parameter]:
-        """Parameters that are not whole on this rank."""
-        return [param for param in (*self.params, *self._frozen) if not self.is_whole(param)]
+        """Parameters that are not whole on this rank, those on their way included."""
+        ahead = {id(param) for param in self._ahead[0]}
+        every = (*self.params, *self._frozen)
+        return [param for param in every if id(param) in ahead or not self.is_whole(param)]
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
+        self._arrive()
         self.start_gather(params).wait()
+
+    def gather_ahead(self, params: list[torch.nn.Parameter]) -> None:
+        """Begin to make `params` whole: the next `gather` or `release` waits for it."""
+        self._arrive()
+        self._ahead = [param for param in params if not self.is_whole(param)], self.start_gather(params)
+
+    def _arrive(self) -> None:
+        (_, coming), self._ahead = self._ahead, ([], _Nothing())
+        coming.wait()
 
     def begin_reduction(self) -> None:
         """Let the next gradients start a new sum (`micro_step_id` 0 copies into the partitions, above 0 adds)."""
@@ -231,6 +245,7 @@ class Zero3:
 
     def release(self, params: list[torch.nn.Parameter]) -> None:
         """Free what is whole of `params`; this rank's partitions stay."""
+        self._arrive()
         if params:
             params[0].partition(params)  # type: ignore[attr-defined]
 

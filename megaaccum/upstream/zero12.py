@@ -38,6 +38,9 @@ class Zero12:
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Nothing to do: ZeRO-1 and -2 gather the new parameters at the end of the optimizer's step."""
 
+    def gather_ahead(self, params: list[torch.nn.Parameter]) -> None:
+        """Nothing to do."""
+
     def begin_reduction(self) -> None:
         self._handed_over.clear()
         self.optimizer.set_gradient_accumulation_boundary(True)

@@ -64,6 +64,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+def without_memory(record: dict) -> dict:
+    """A record but for its high-water marks: a start has its own, and looks in its own steps."""
+    return {name: value for name, value in record.items() if not name.startswith("memory_")}
+
+
 def run(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> list[dict]:
     run_ranks(train, 2, flags, folder, faults, init=False, timeout=90)
     return records(folder)
@@ -83,7 +88,8 @@ def test_a_skipped_step_moves_its_samples_and_the_loss_scale_and_nothing_else(fo
 def test_a_resumed_run_goes_on_with_scale_schedule_and_adams_count(folder):
     whole = run(FP16, folder / "again", FAULTS)
     run(FP16 + "--max_steps 4 ", folder / "parts", FAULTS)
-    assert run(FP16, folder / "parts", FAULTS) == whole
+    resumed = run(FP16, folder / "parts", FAULTS)
+    assert [without_memory(r) for r in resumed] == [without_memory(r) for r in whole]
 
 
 def test_a_retried_step_makes_the_run_that_never_saw_the_fault(folder):

@@ -12,8 +12,8 @@ from megaaccum.upstream import pytorch
 def test_marks_are_the_most_at_a_time():
     marks = HighWater()
     whole, shard = torch.zeros(100), torch.zeros(10)
-    marks.look({"gradients_whole": [whole, whole.view(10, 10)[1]], "gradients_shard": [shard]})
-    marks.look({"gradients_whole": [], "gradients_shard": [torch.zeros(20)]})
+    marks.look(lambda: {"gradients_whole": [whole, whole.view(10, 10)[1]], "gradients_shard": [shard]})
+    marks.look(lambda: {"gradients_whole": [], "gradients_shard": [torch.zeros(20)]})
     expected = {"gradients": 440, "gradients_whole": 400, "gradients_shard": 80}
     assert marks.take() == expected
     assert marks.take() == {}
@@ -22,16 +22,31 @@ def test_marks_are_the_most_at_a_time():
 
 def test_a_storage_of_two_kinds_counts_for_the_first():
     marks, flat = HighWater(), torch.zeros(64)
-    marks.look({"buffers": [flat], "gradients_whole": [flat[:8]]})
+    marks.look(lambda: {"buffers": [flat], "gradients_whole": [flat[:8]]})
     assert marks.take() == {"buffers": 256}
 
 
 def test_what_comes_and_goes_is_added_to_what_is_there():
     marks = HighWater()
-    marks.look({"parameters_shard": [torch.zeros(4)]})
+    marks.look(lambda: {"parameters_shard": [torch.zeros(4)]})
     for size in (8, 24, 16, 0):
         marks.note("parameters_whole", size)
     assert marks.take()["parameters"] == 16 + 24
+
+
+def test_steps_that_hold_the_same_are_looked_at_one_in_ten():
+    marks, sizes = HighWater(), [4, 8, 8, *[8] * 9, 8, *[16] * 9, 16, 16, *[2] * 9, 2]
+    looks, seen = [], []
+    for number, size in enumerate(sizes):
+        marks.look(lambda number=number, size=size: looks.append(number) or {"gradients_whole": [torch.zeros(size)]})
+        marks.note("p2p", number + 1)
+        held = marks.take()
+        assert held.pop("p2p") == number + 1
+        assert held.pop("gradients") == held["gradients_whole"]
+        seen.append(held["gradients_whole"] // 4)
+    assert looks == [0, 1, 2, 12, 22, 23, 33]
+    # What changes unseen is seen at the next look, and from then on until two looks in a row agree.
+    assert seen == [4, 8, 8, *[8] * 9, 8, *[8] * 9, 16, 16, *[16] * 9, 2]
 
 
 def net() -> torch.nn.Sequential:
