@@ -69,7 +69,7 @@ class SampleSeeds:
         self._before: dict[str, torch.Tensor] = {}
         self._streams: tuple[str, ...] = ()
         self._forward = self._backward = 0
-        """Numbers in the global batch of the micro-batches whose forward and backward began last."""
+        """Numbers in the step, on this rank, of the micro-batches whose forward and backward began last."""
         self._place: Callable[[int], int] = self._planned_place
         for chunk in chunks if self._is_on else ():
             # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
@@ -110,12 +110,12 @@ class SampleSeeds:
 
     def begin_forward(self, microbatch: int) -> None:
         """The forward of this rank's micro-batch number `microbatch` of the step begins."""
-        self._forward = self._place(microbatch)
+        self._forward = microbatch
         self._seed_at("", "default")
 
     def begin_backward(self, microbatch: int) -> None:
         """Its backward begins, which may run forwards again (activation recompute)."""
-        self._backward = self._place(microbatch)
+        self._backward = microbatch
 
     def _seed_at(self, layer: str, stream: str) -> None:
         """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
@@ -124,7 +124,7 @@ class SampleSeeds:
         if not self._before:
             self._before = snapshot()
             self._streams = tuple(name for name in self._before if name not in ("cpu", "cuda"))
-        microbatch = self._backward if upstream.in_backward() else self._forward
+        microbatch = self._place(self._backward if upstream.in_backward() else self._forward)
         key = f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._cp_rank}"
         _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +50,8 @@ class DdpBackend(WholeOnEachRank):
         owners = [self._owner(chunk) for chunk in chunks if _trainable(chunk)]
         self._ddp = [DistributedDataParallel(owner, process_group=groups.dp_cp) for owner in owners]
         order, self.sums = rows_in_order(plan), MicrobatchSums.of(plan, groups)
-        self._reduce_bucket = allreduce_hook if order is None else partial(sum_in_order, order, self.sums)
+        average = allreduce_hook if groups.dp_cp.size() > 1 else noop_hook
+        self._reduce_bucket = average if order is None else partial(sum_in_order, order, self.sums)
         for param in self._compute_params():
             upstream.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums is not None else ():

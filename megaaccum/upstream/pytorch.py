@@ -182,6 +182,7 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
     from torch.distributed import ProcessGroup, Work
 
     waited: dict[int, tuple] = {}
+    gives_one_handle = functools.cache(_gives_one_handle)
     names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
     # What the class holds is bound to a group when it is looked up; what getattr returns is not any more.
     held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
@@ -195,7 +196,7 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
             if id(work) in waited:
                 note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
             else:  # one handle for a batch of messages, as NCCL gives
-                for key in [key for key, (_, group, *_) in waited.items() if _gives_one_handle(group)]:
+                for key in [key for key, (_, group, *_) in waited.items() if gives_one_handle(group)]:
                     note(*waited.pop(key), 0.0, calls=0)
 
     try:
