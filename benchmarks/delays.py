@@ -101,13 +101,15 @@ class Stage(torch.nn.Module):
         super().__init__()
         self.seconds = seconds if isinstance(seconds, tuple) else (seconds,) * 3
         self.processor, self.wait_for_weights = processor or Processor(), wait_for_weights
-        self.weight, self._zero = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
+        self._zero = torch.zeros(1, dtype=self.processor.dtype)
+        self.weight = torch.nn.Parameter(self._zero.clone())
         self.decoder = SimpleNamespace(layers=[])  # Megatron-core asks for one in every pass
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
 
     def weight_grad(self) -> torch.Tensor:
-        return self.processor.run(self.seconds[2], None, lambda: self._zero)
+        self.processor.run(self.seconds[2], None, self._zero.clone)
+        return self._zero  # a step is clipped, and its verdict waited for, where the norm is large
 
     def set_input_tensor(self, tensors) -> None:
         self.received = tensors[0]
@@ -145,7 +147,8 @@ class _Step:
 
 
 def engine(setup: Setup, *, speculative_step: bool) -> Engine:
-    """An engine over the stages of this rank, one pipeline over torch DDP."""
+    """An engine over the stages of this rank, one pipeline over torch DDP. Its step waits for the device once all is
+    launched, before it reads the norm, as `Tensor.tolist` would on a GPU."""
     from megaaccum import Plan, initialize
 
     plan = Plan.of(
@@ -153,8 +156,17 @@ def engine(setup: Setup, *, speculative_step: bool) -> Engine:
         batch=dict(micro_batch_size=BATCH, seq_length=SEQ, pp_microbatches=setup.num_microbatches),
         hidden_size=HIDDEN, step=dict(speculative_step=speculative_step), world_size=setup.pp,
     )  # fmt: skip
-    chunks = [Stage(seconds) for seconds in setup.chunk_seconds(dist.get_rank())]
-    return initialize(plan, chunks, forward_step_func=_Step(), optimizer=torch.optim.AdamW)
+    processor = PROCESSORS[setup.stages]()
+    chunks = [Stage(seconds, processor) for seconds in setup.chunk_seconds(dist.get_rank())]
+    built = initialize(plan, chunks, forward_step_func=_Step(), optimizer=torch.optim.AdamW)
+    reduce = built.backend.finish_reduction
+
+    def finish_reduction() -> None:
+        reduce()
+        processor.synchronize()
+
+    built.backend.finish_reduction = finish_reduction  # type: ignore[method-assign]
+    return built
 
 
 def megatron(setup: Setup) -> tuple[Callable[[], object], Spans]:

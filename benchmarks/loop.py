@@ -256,6 +256,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
         microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
         with watchdog.step(engine.step + 1):
             result = engine.train_step(microbatches, problem=problem)
+        engine.gather_ahead()
         loader.commit(plan.batch.global_batch_size)
         loop.log_step(log, engine, result, plan.batch)
         return of(result)

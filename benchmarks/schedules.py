@@ -45,6 +45,8 @@ RUNTIMES = {
     "megatron": ("1f1b", "interleaved"),
     "torch": ("1f1b", "interleaved", "zbv", "dualpipev"),
 }
+STAGES = ("host", "device")
+"""What may compute passes: `delays.PROCESSORS`."""
 WARM_UP = 2
 """Flushes that are not measured: a forked rank copies each page of memory when it first writes to it."""
 
@@ -153,6 +155,14 @@ def evaluate(setup: Setup, trace: Path | None) -> Result:
         over_work=best / work, over_simulated=best / simulation.makespan,
         seconds_per_pass=(best - simulation.makespan) / len(simulation.spans[busiest]),
     )  # fmt: skip
+
+
+def stages_of(text: str) -> list[str]:
+    """The names in an option's value. Raises argparse's error for one that is none."""
+    names = text.split(",")
+    if wrong := [name for name in names if name not in STAGES]:
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: there are {' and '.join(STAGES)}")
+    return names
 
 
 def conditions() -> dict:
@@ -264,7 +274,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--stretch", type=float, default=1.0, help="stages N times as long as the profile says", metavar="N"
     )
     parser.add_argument(
-        "--stages", type=lambda text: text.split(","), default=["host", "device"], metavar="host,device",
+        "--stages", type=stages_of, default=STAGES, metavar="host,device",
         help="with --profile: what computes their passes",
     )  # fmt: skip
     parser.add_argument("--only", type=lambda text: text.split(","), help="schedules or runtimes")

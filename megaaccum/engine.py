@@ -218,6 +218,13 @@ class Engine:
             )
             return self._transaction.commit(result, lr=lr)
 
+    def gather_ahead(self) -> None:
+        """Begin the gather of parameters that the next step begins with (ZeRO-3, `sync: resident`), beside what comes
+        before it: reading data, a log. Until that step, an evaluation, `save` or `load`, nothing else is to read or
+        write the chunks' parameters. On every rank alike, or on none."""
+        with self._guarded():
+            self.train_steps.gather_ahead()
+
     def forward_backward(
         self,
         data: Sequence[Any] | Iterator[Any] | list[Iterator[Any] | None],

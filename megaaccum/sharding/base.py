@@ -112,6 +112,9 @@ class ShardingBackend(Protocol):
     def gather(self) -> None:
         """Parameters are whole after this on every rank (evaluation)."""
 
+    def gather_ahead(self) -> None:
+        """Begin what the next `gather` waits for, where it is a collective of its own."""
+
     def whole(self) -> AbstractContextManager[None]:
         """Inside, between flushes, the chunks' parameters are whole plain tensors, for what reads or writes a model by
         its modules. What is written there counts once it is put into `state` and adopted."""
@@ -246,6 +249,9 @@ class WholeOnEachRank:
 
     def gather(self) -> None:
         """Nothing to do: parameters are whole."""
+
+    def gather_ahead(self) -> None:
+        """Nothing to do."""
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()

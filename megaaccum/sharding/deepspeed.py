@@ -1,10 +1,9 @@
 """The backend for DeepSpeed ZeRO-1, -2 and -3, sync mode `resident`.
 
-Parameters are gathered once per step, beside all that comes between the update before it and the flush, and stay whole
-through the flush; gradients of all micro-batches are added up on the rank, in `grad_accum_dtype`, and reduced once:
-bucket by bucket, inside each chunk's last backward. The forward and backward go through the bare modules, never through
-`engine.forward` or `engine.backward`: both would divide (ours is step/loss.py) and would count micro-batches that the
-pipeline has interleaved.
+Parameters are gathered once per step and stay whole through the flush; gradients of all micro-batches are added up on
+the rank, in `grad_accum_dtype`, and reduced once: bucket by bucket, inside each chunk's last backward. The forward and
+backward go through the bare modules, never through `engine.forward` or `engine.backward`: both would divide
+(ours is step/loss.py) and would count micro-batches that the pipeline has interleaved.
 """
 
 from __future__ import annotations
@@ -170,11 +169,10 @@ class DeepSpeedBackend:
         self._reducing = False
 
     def gather(self) -> None:
-        """All-gather every parameter of this rank's stages that is not whole, or wait for it."""
+        """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
         self.parts.gather(self._all_params)
 
-    def _gather_ahead(self) -> None:
-        """Begin that (one collective per step at ZeRO-3), beside all that comes between two steps."""
+    def gather_ahead(self) -> None:
         self.parts.gather_ahead(self._all_params)
 
     @contextmanager
@@ -194,10 +192,9 @@ class DeepSpeedBackend:
             yield GradShard(self._names[id(param)], param, grad, start)
 
     def step(self) -> None:
-        """DeepSpeed's step: the optimizer on this rank's partitions, then the gather of new weights."""
+        """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
         self.engine.step()
         self._updates.done += 1
-        self._gather_ahead()
 
     def keep_gradients(self) -> Callable[[], None]:
         give_lists, give_back = upstream.keep_gradient_lists(self.parts), kept_gradients(self)

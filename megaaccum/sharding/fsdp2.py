@@ -246,6 +246,9 @@ class Fsdp2Backend:
     def gather(self) -> None:
         """Nothing to do: a unit's first forward gathers it."""
 
+    def gather_ahead(self) -> None:
+        """Nothing to do."""
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         for unit in self._units():

@@ -131,7 +131,7 @@ class StreamingBackend(DeepSpeedBackend):
     def gather(self) -> None:
         """Nothing to do: each unit's forward gathers it."""
 
-    def _gather_ahead(self) -> None:
+    def gather_ahead(self) -> None:
         """Nothing to do."""
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:

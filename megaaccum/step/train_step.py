@@ -66,6 +66,12 @@ class TrainStep:
         assert self._open is not None
         return self._open.divisor.in_loss
 
+    def gather_ahead(self) -> None:
+        """Begin the gather that the next step begins with, and which counts for it."""
+        with self.observer.watching():
+            self.observer.phase("gather")
+            self._backend.gather_ahead()
+
     def drop_begun(self) -> None:
         """End the step that began before its call, if one has (`speculative_step`). Collective over the world."""
         self._speculation.drop()

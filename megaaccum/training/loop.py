@@ -116,6 +116,8 @@ def _loop(engine: Engine, loader: SharedLoader, saver: Saver, log: RunLog, data:
                 result = engine.train_step(microbatches, stop=ends, problem=problem, upcoming=upcoming)
         except MegaaccumError as error:
             raise saver.saved(error) from error
+        if engine.step < last and not result.stop:
+            engine.gather_ahead()
         if result.advanced:
             loader.commit(batch.global_batch_size)
         log_step(log, engine, result, batch)

@@ -132,16 +132,18 @@ def test_more_microbatches_move_nothing_more(seen):
 
 
 def between_two_steps(case: Case) -> tuple[Counter[str], list[float], list[float]]:
-    """What crosses ranks when the parameters are asked for after a step; norms of two steps, without and with a model
-    between them that is written to and not adopted."""
+    """What crosses ranks when the parameters are asked for after they were gathered ahead; norms of two steps, without
+    and with that, and a model between them that is written to and not adopted."""
     import torch
 
     rig = Rig.of(case)
     norms = [rig.train(step=step).grad_norm for step in range(2)]
+    rig.backend.gather_ahead()
     with counted() as count:
         rig.backend.gather()
     rig = Rig.of(case)
     written = [rig.train(step=0).grad_norm]
+    rig.backend.gather_ahead()
     with rig.backend.whole(), torch.no_grad():
         for param in rig.backend.parts.params:
             assert param.numel() == param.ds_numel
@@ -149,7 +151,7 @@ def between_two_steps(case: Case) -> tuple[Counter[str], list[float], list[float
     return count, norms, [*written, rig.train(step=1).grad_norm]
 
 
-def test_a_step_begins_the_gather_of_the_next_one_and_what_is_only_written_there_does_not_last():
+def test_what_is_gathered_ahead_is_gathered_once_and_what_is_only_written_there_does_not_last():
     for count, norms, written in run_ranks(between_two_steps, 2, Case(2, "--pp_microbatches 4", ""), timeout=60):
         assert not count
         assert written == norms

@@ -1,13 +1,15 @@
 """The benchmark of schedules runs all three runtimes, and what it writes has its conditions beside it."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
-from benchmarks import delays
-from benchmarks.schedules import main
+from benchmarks import delays, steps
+from benchmarks.schedules import Setup, main
 from megaaccum.schedule.profile import LayerCost, Profile, write_profile
+from megaaccum.testing import run_ranks
 
 
 def test_it_reports_every_runtime(tmp_path, capsys):
@@ -61,3 +63,39 @@ def test_a_device_runs_what_was_launched_one_after_the_other(monkeypatch):
     assert device.run(1, torch.tensor([110.0]), made)[0] == 111
     now = 200.0
     assert device.run(1, torch.tensor([110.0]), made)[0] == 201
+
+
+@pytest.mark.parametrize("stages", delays.PROCESSORS)
+def test_steps_in_a_row_end_before_their_verdict_on_stages_of_either_kind(stages):
+    setup = Setup(runtime="megaaccum", schedule="zbv", pp=2, num_microbatches=4, seconds=0.004, repeat=1, stages=stages)
+    for kept, norms in run_ranks(ended_early, 2, setup, timeout=60):
+        assert kept == [True] * 2  # the first of four waits, and the last has none after it
+        assert norms == [0.0] * 4
+
+
+def ended_early(setup: Setup) -> tuple[list[bool], list[float]]:
+    """Of each step that ended before its verdict, whether its update stayed; and the norm of every step."""
+    engine, kept = delays.engine(setup, speculative_step=True), []
+    speculation = engine.train_steps._speculation
+    end = speculation.end
+
+    def ends(*args, **more):
+        kept.append((result := end(*args, **more))[1])
+        return result
+
+    speculation.end = ends
+    batches = [[{} for _ in range(setup.num_microbatches)] for _ in range(4)] + [None]
+    pairs = itertools.pairwise(batches)
+    return kept, [engine.train_step(batch, upcoming=after).grad_norm for batch, after in pairs]
+
+
+def test_the_benchmark_of_steps_reports_both_kinds_of_stages(tmp_path, capsys):
+    command = f"--pp 2 --microbatches 4 --seconds 0.004 --steps 2 --repeat 1 --json {tmp_path}/r.json"
+    assert steps.main(command.split()) == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["results"]
+    expected = [(stages, early) for stages in ("host", "device") for early in (False, True)]
+    assert [(each["stages"], each["speculative_step"]) for each in rows] == expected
+    assert all(each["over_work"] >= each["simulated"] >= 1 for each in rows if not each["speculative_step"])
+    with pytest.raises(SystemExit):
+        steps.main(["--stages", "gpu"])
+    assert "gpu: there are host and device" in capsys.readouterr().err
