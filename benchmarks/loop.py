@@ -2,9 +2,10 @@
 
     python -m benchmarks loop [--config C] [--blocks N] [--steps N] [--json F] [--key value ...]
 
-Prints the ratio of seconds per step (loop / bare; the median over pairs of neighbouring blocks) and of peak memory over
-what the process held before the model was built, and what agreement, verdict and counting take of a step. Both make the
-same losses, or there is no result. With `--reproducible layout` the other loop is the same one without it. CPU lane.
+Prints the ratio of seconds per step (loop / bare; the median over pairs of neighbouring blocks, and its standard error)
+and of peak memory over what the process held before the model was built, and what agreement, verdict and counting take
+of a step. Both make the same losses, or there is no result. With `--reproducible layout` the other loop is the same one
+without it. CPU lane.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -42,11 +44,13 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--starts", type=int, default=6, help="times that the ranks are started")
+    parser.add_argument("--starts", type=int, default=16, help="times that the ranks are started")
     parser.add_argument("--blocks", type=int, default=24, help="blocks of each loop in each of them")
     parser.add_argument("--steps", type=int, default=1, help="steps in a block")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args, overrides = parser.parse_known_args(argv)
+    if args.starts * args.blocks < 2:
+        parser.error(f"--starts {args.starts} x --blocks {args.blocks} are fewer than two pairs, too few for an error")
     figures = measure(args.config, [*UNTIED, *overrides], starts=args.starts, blocks=args.blocks, steps=args.steps)
     print(report(figures))
     if args.json:
@@ -83,11 +87,17 @@ def measure(path: str, overrides: list[str], *, starts: int, blocks: int, steps:
         "steps_per_block": steps,
         "seconds_per_step": {name: [s / steps for s in seconds] for name, seconds in blocks_of_rank0.items()},
         "step_time_ratio": statistics.median(ratios),
+        "step_time_ratio_error": error_of_median(ratios),
         "step_time_ratios": ratios,
         "overhead": overhead(told),
         "peak_bytes": peaks,
         "peak_memory_ratio": peaks["loop"] / peaks[other],
     }
+
+
+def error_of_median(values: list[float]) -> float:
+    """Standard error of the median of values that are spread normally: sqrt(pi / 2) times the mean's."""
+    return math.sqrt(math.pi / 2) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def other_of(config) -> str:
@@ -121,7 +131,8 @@ def report(figures: dict) -> str:
     return (
         f"{figures['config']}, {figures['ranks']} ranks\n"
         f"step time    loop {seconds['loop']:.4f} s   {other} {seconds[other]:.4f} s   ratio "
-        f"{figures['step_time_ratio']:.4f} (blocks {ratios[0]:.3f} to {ratios[-1]:.3f})\n"
+        f"{figures['step_time_ratio']:.4f} +- {figures['step_time_ratio_error']:.4f} "
+        f"(blocks {ratios[0]:.3f} to {ratios[-1]:.3f})\n"
         f"agreement {figures['overhead']['agree']:.2%}, verdict {figures['overhead']['verdict']:.2%}, counting "
         f"{figures['overhead']['counting']:.2%} of a step\n"
         f"peak memory  loop {peak['loop']:.1f} MiB   {other} {peak[other]:.1f} MiB   ratio "
