@@ -136,7 +136,7 @@ class Engine:
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
         )
         self._follow(plan)
-        self._microbatches = self._calls = 0
+        self._microbatches = 0
         self.verified = ""
         """The layout in which this run's step was verified at its start (verification/at_start.py)."""
         self._failed: BaseException | None = None
