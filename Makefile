@@ -40,8 +40,11 @@ te: $(TE)/transformer_engine
 $(TE)/transformer_engine: | setup
 	-@$(INSTALL) --quiet --no-deps --target $(TE) transformer-engine
 
-# The edit loop: every unit test, and one cell of the parity table per backend; in two processes, each reports at its end.
-LONG := tests/unit/planner tests/unit/schedule
+# The edit loop: every unit test, and one cell of the parity table per backend, in less than 90 seconds on two cores; in two
+# processes of about the same length, each of which reports at its end and keeps to one thread.
+LONG := tests/unit/planner tests/unit/schedule tests/unit/interop tests/unit/metrics
+
+quick-long quick-rest: export OMP_NUM_THREADS = 1
 
 quick: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync quick-long quick-rest

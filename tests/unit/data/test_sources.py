@@ -164,8 +164,15 @@ def test_the_embedded_text_is_every_chapter_in_a_mixed_order():
     assert len(novels) >= 3, "validation would be of one novel"
 
 
-def test_the_embedded_text_is_built_once_with_the_vocabulary_it_promises(tmp_path):
-    prefix = embedded_prefix(tmp_path)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folder of a run, and the prefix of the embedded text that was built there."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, embedded_prefix(folder)
+
+
+def test_the_embedded_text_is_built_once_with_the_vocabulary_it_promises(built):
+    folder, prefix = built
     pair, tokenizer = open_pair(prefix), read_tokenizer(f"{prefix}.tokenizer.json")
     check_tables(pair)
     assert tokenizer.get_vocab_size() == EMBEDDED_VOCAB_SIZE == 2048
@@ -173,15 +180,16 @@ def test_the_embedded_text_is_built_once_with_the_vocabulary_it_promises(tmp_pat
     assert tokenizer.decode(pair.ids[: pair.lengths[0] - 1].tolist()) == chapters()[0]
     assert pair.ids[pair.lengths[0] - 1] == tokenizer.token_to_id("<|endoftext|>") == 0
     written = {path: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
-    assert embedded_prefix(tmp_path) == prefix
+    assert embedded_prefix(folder) == prefix
     assert {path: path.stat().st_mtime_ns for path in prefix.parent.iterdir()} == written
 
 
-def test_the_embedded_text_takes_another_tokenizer(tmp_path):
+def test_the_embedded_text_takes_another_tokenizer(tmp_path, built):
     train_tokenizer(sentences(200), 300).save(str(tmp_path / "other.json"))
-    prefix = embedded_prefix(tmp_path, str(tmp_path / "other.json"))
+    folder, by_default = built
+    prefix = embedded_prefix(folder, str(tmp_path / "other.json"))
     assert int(open_pair(prefix).ids.max()) < 300
-    assert prefix.parent != embedded_prefix(tmp_path).parent
+    assert prefix.parent != by_default.parent
     assert vocab_size(make(tokenizer_model=str(tmp_path / "other.json"))) == 300
 
 

@@ -16,7 +16,8 @@ COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
 
 def leaves(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(count)
-    return [torch.randn(7, generator=generator) * 10.0**exponent for exponent in torch.randn(count).tolist()]
+    exponents = torch.randn(count, generator=generator).tolist()
+    return [torch.randn(7, generator=generator) * 10.0**exponent for exponent in exponents]
 
 
 def summed(parts: list[torch.Tensor], order: list[int], *, lent: bool = False) -> torch.Tensor:
