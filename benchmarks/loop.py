@@ -1,6 +1,6 @@
 """The training loop against a bare one: same model, weights, data, schedule and engine, in alternating blocks of steps.
 
-    python -m benchmarks loop [--config C] [--blocks N] [--steps N] [--json F] [--key value ...]
+    python -m benchmarks loop [--config C] [--starts N] [--blocks N] [--steps N] [--json F] [--key value ...]
 
 Prints the ratio of seconds per step (loop / bare; the median over pairs of neighbouring blocks, and its standard error)
 and of peak memory over what the process held before the model was built, and what agreement, verdict and counting take

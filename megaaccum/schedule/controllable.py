@@ -7,10 +7,11 @@ straight waves for passes of equal length (`orders.waves`), which is as fast or 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from megaaccum.schedule.actions import Item, place
-from megaaccum.schedule.orders import Problem, justified, waves
+from megaaccum.schedule.orders import Problem, Wave, justified, waves
 from megaaccum.schedule.simulate import Costs
 
 
@@ -35,17 +36,22 @@ def v_min(pp: int, num_microbatches: int) -> Sequence[Sequence[Item]]:
 
 
 def _fastest(pp: int, num_microbatches: int, limit: int) -> Sequence[Sequence[Item]]:
-    """The best of the waves, chosen for a flush of few micro-batches: further ones repeat its middle. Gaps are closed
-    in the fastest of them only, which takes most of the time."""
-    small = _problem(pp, min(num_microbatches, pp + 4), limit)
+    """The best of the waves. Gaps are closed in the fastest of them only, which takes most of the time."""
+    problem = _problem(pp, num_microbatches, limit)
+    orders = [wave.order(problem) for wave in _fastest_waves(pp, min(num_microbatches, pp + 4), limit)]
+    best = min((justified(problem, order) for order in orders if problem.fits(order)), key=problem.time)
+    return problem.schedule_of(best, "").items
+
+
+@functools.cache
+def _fastest_waves(pp: int, num_microbatches: int, limit: int) -> tuple[Wave, ...]:
+    """The two waves that are the fastest in a flush of few micro-batches: further ones repeat its middle."""
+    small = _problem(pp, num_microbatches, limit)
     straight = waves(small, stretches=(1.0, 1.25, 1.5, 2.0), periods=(1.0, 1.05, 1.2), lags=(0.0, 0.3))
     fitting = [(wave, order) for wave in straight if small.fits(order := wave.order(small))]
     fitting.sort(key=lambda each: small.time(each[1]))
     chosen = sorted(fitting[:6], key=lambda each: small.time(justified(small, each[1])))
-    problem = _problem(pp, num_microbatches, limit)
-    orders = [wave.order(problem) for wave, _ in chosen[:2]]
-    best = min((justified(problem, order) for order in orders if problem.fits(order)), key=problem.time)
-    return problem.schedule_of(best, "").items
+    return tuple(wave for wave, _ in chosen[:2])
 
 
 def _problem(pp: int, num_microbatches: int, limit: int) -> Problem:

@@ -6,21 +6,16 @@ import argparse
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megaaccum import cli
 from megaaccum.cli import train, tune
 from megaaccum.errors import ConfigError
 
-MODEL = dict(
-    num_layers=8, hidden_size=64, num_attention_heads=4, seq_length=64, global_batch_size=16, lr=1e-3, train_iters=100,
-    vocab_size=512,
-)  # fmt: skip
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
 
 
 def test_an_unknown_knob_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL))
-    argv = ["tune", str(tmp_path / "model.yaml"), "--gpus", "4", "--output", str(tmp_path / "tune")]
+    argv = ["tune", str(CONFIG), "--gpus", "4", "--output", str(tmp_path / "tune")]
     assert cli.main([*argv, "--knob", "mbs,recompte"]) == 2
     assert "--knob recompte (did you mean recompute?)" in capsys.readouterr().err
     assert not (tmp_path / "tune").exists()

@@ -8,8 +8,7 @@ from megaaccum.schedule.validate import receives
 
 
 def sizes(name: str, pp: int) -> list[int]:
-    """Micro-batches: every number from 2 pp to 4 pp, of many ranks every third one."""
-    step = pp if name == "interleaved" else 1 if pp < 8 else 3
+    step = pp if name == "interleaved" else 1
     return list(range(2 * pp, 4 * pp + 1, step))
 
 
