@@ -42,7 +42,7 @@ $(TE)/transformer_engine: | setup
 
 # The edit loop: every unit test, and one cell of the parity table per backend, in less than 90 seconds on two cores; in two
 # processes of about the same length, each of which reports at its end and keeps to one thread.
-LONG := tests/unit/planner tests/unit/schedule tests/unit/interop tests/unit/metrics
+LONG := tests/unit/lab/planner tests/unit/schedule tests/unit/pretrain/interop tests/unit/pretrain/metrics
 
 quick-long quick-rest: export OMP_NUM_THREADS = 1
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum import config as configuration
-from megaaccum.interop.load import load
-from megaaccum.planner import footprint, sync_mode
-from megaaccum.planner.stages import Stage
-from megaaccum.planner.weights import stage_parameters
-from megaaccum.testing import run_ranks
+from megaaccum.lab.planner import footprint, sync_mode
+from megaaccum.lab.planner.stages import Stage
+from megaaccum.lab.planner.weights import stage_parameters
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.interop.load import load
 
 RANKS = 4
 VOCABULARY = 512
@@ -108,8 +108,8 @@ def stepper_of(plan, groups, chunks):
     """megaaccum's train_step over the backend of `plan`."""
     from megaaccum import sharding
     from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.step import optimizer
     from megaaccum.step.train_step import TrainStep
-    from megaaccum.training import optimizer
 
     bound = sharding.build(plan, groups, chunks, optimizer.build(plan, chunks))
     return TrainStep(plan, groups, chunks, bound, GptForwardStep(groups, plan.batch.loss_norm))
@@ -117,7 +117,7 @@ def stepper_of(plan, groups, chunks):
 
 def stock(name: str, microbatches: int) -> tuple[float, int, int]:
     """The same for a loop without megaaccum."""
-    from megaaccum.metrics.traffic import Meter
+    from megaaccum.observe.traffic import Meter
 
     _, groups, (chunk,) = build([], microbatches)
     elements = sum(param.numel() for param in chunk.parameters())

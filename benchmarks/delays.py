@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum.schedule.wgrad import defer
+from megaaccum.executor.wgrad import defer
 
 if TYPE_CHECKING:
     from benchmarks.schedules import Setup

@@ -3,7 +3,7 @@
     python -m benchmarks.fit a100_80 a100_40 --tables DIR
     python -m benchmarks.fit a100_80 --memory --tables DIR
 
-The first prints the `efficiency` of an entry of megaaccum/planner/hardware.yaml, the second its `runtime_gib` and
+The first prints the `efficiency` of an entry of megaaccum/lab/planner/hardware.yaml, the second its `runtime_gib` and
 `fragmentation`: of a grid, those with the smallest mean error on published peaks, where a peak that is predicted more
 than a tenth too low counts once more. Step times: Levenberg-Marquardt on the logarithm of
 predicted over measured seconds, reweighted so that outliers count by their distance and not its square; every
@@ -22,9 +22,9 @@ import numpy as np
 from benchmarks import frameworks
 from benchmarks.published import Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
-from megaaccum.planner.compute import Efficiency
-from megaaccum.planner.hardware import Hardware, load_hardware
-from megaaccum.planner.memory import Usage
+from megaaccum.lab.planner.compute import Efficiency
+from megaaccum.lab.planner.hardware import Hardware, load_hardware
+from megaaccum.lab.planner.memory import Usage
 from megaaccum.units import GIB
 
 CONSTANTS = [field.name for field in fields(Efficiency)]

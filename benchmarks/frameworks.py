@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from benchmarks.published import LeftOut, Row, model_of, precision
 from megaaccum.config.schema import ModelConfig
-from megaaccum.planner.activations import Kernels
-from megaaccum.planner.footprint import StateBytes
-from megaaccum.planner.hardware import Hardware
-from megaaccum.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
-from megaaccum.planner.memory import MemoryModel, StageSource, Usage
-from megaaccum.planner.stages import Stage, make_stages
-from megaaccum.planner.time import Software
+from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.footprint import StateBytes
+from megaaccum.lab.planner.hardware import Hardware
+from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
+from megaaccum.lab.planner.memory import MemoryModel, StageSource, Usage
+from megaaccum.lab.planner.stages import Stage, make_stages
+from megaaccum.lab.planner.time import Software
 
 PIPELINES = {
     "none": "none",

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import fuzz_cell
 from benchmarks.fuzz_cell import Cell, Flags, Part, Trained
 from megaaccum.errors import ConfigError
-from megaaccum.testing import run_ranks
-from megaaccum.testing.ranks import RanksFailed
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.lab.verification.testing.ranks import RanksFailed
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

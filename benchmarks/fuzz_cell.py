@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum import config
-from megaaccum.interop.load import load
+from megaaccum.pretrain.interop.load import load
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -209,8 +209,8 @@ class _Run:
         from megaaccum.distributed import groups
         from megaaccum.model import gpt
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.step import optimizer
         from megaaccum.step.train_step import TrainStep
-        from megaaccum.training import optimizer
 
         self.cell, self.plan = cell, plan_of(cell, layout)
         groups.destroy()

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megaaccum.interop.load import load
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.interop.load import load
 
 
 def measure(hidden: int, tokens: int, repeat: int) -> dict[str, float]:
     """{F, B, I, W: seconds}; B is the layer's backward before its weight gradients wait. Runs on one rank."""
     import torch
 
-    from megaaccum.schedule.wgrad import WeightGrads, install, put_aside
+    from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 
     torch.set_num_threads(1)
     layer = _layer(hidden, tokens)

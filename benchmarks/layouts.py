@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.schedules import conditions
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 MODEL = (
     "--num_layers 8 --hidden_size 64 --num_attention_heads 4 --seq_length 64 --micro_batch_size 1 --data_path embedded"
@@ -155,13 +155,13 @@ def train(flags: str, steps: int) -> tuple[float, float, str]:
 
     from megaaccum.config import Plan
     from megaaccum.config.plan import resolve
-    from megaaccum.data.dataset import build_datasets
     from megaaccum.distributed import groups as process_groups
     from megaaccum.engine import initialize
-    from megaaccum.interop.load import load
     from megaaccum.model import gpt
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-    from megaaccum.training.evaluation import loader_of
+    from megaaccum.pretrain.data.dataset import build_datasets
+    from megaaccum.pretrain.interop.load import load
+    from megaaccum.pretrain.training.evaluation import loader_of
 
     plan: Plan = resolve(load(None, flags.split()), world_size=torch.distributed.get_world_size())
     groups = process_groups.build(plan.layout, timeout_minutes=5)

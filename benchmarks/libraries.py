@@ -24,13 +24,13 @@ from benchmarks import library_models as models
 from benchmarks import library_steps
 from benchmarks.library_steps import Options
 from benchmarks.schedules import conditions
-from megaaccum.testing.ranks import run_ranks
-from megaaccum.verification import localise
-from megaaccum.verification.bank.cases import CASES
-from megaaccum.verification.case import Case, Keys, Lane, OwnModel
-from megaaccum.verification.localise import Diagnosis
-from megaaccum.verification.records import GRADIENT, Observed, TrueStep, Truth
-from megaaccum.verification.verdict import Verdict, Verifier
+from megaaccum.lab.verification import localise
+from megaaccum.lab.verification.bank.cases import CASES
+from megaaccum.lab.verification.case import Case, Keys, Lane, OwnModel
+from megaaccum.lab.verification.localise import Diagnosis
+from megaaccum.lab.verification.records import GRADIENT, Observed, TrueStep, Truth
+from megaaccum.lab.verification.testing.ranks import run_ranks
+from megaaccum.lab.verification.verdict import Verdict, Verifier
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from benchmarks import library_models as models
 from benchmarks import megatron_reference
 from megaaccum import upstream
-from megaaccum.distributed import cpu
 from megaaccum.distributed import groups as process_groups
+from megaaccum.lab.verification import subject as subjects
+from megaaccum.lab.verification.case import Case
+from megaaccum.lab.verification.observe import piece_of, place_in
+from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step
 from megaaccum.model import gpt
-from megaaccum.verification import subject as subjects
-from megaaccum.verification.case import Case
-from megaaccum.verification.observe import piece_of, place_in
-from megaaccum.verification.records import GRADIENT, MODEL, Observed, Piece, Step
+from megaaccum.platform import cpu
 
 
 @dataclass(frozen=True, kw_only=True)

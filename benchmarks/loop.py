@@ -27,9 +27,9 @@ from typing import Any
 from unittest.mock import patch
 
 from megaaccum import config as configuration
-from megaaccum.interop.deepspeed_json import deepspeed_config
-from megaaccum.interop.load import load
-from megaaccum.testing import run_ranks
+from megaaccum.config.deepspeed_config import deepspeed_config
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.interop.load import load
 
 CONFIG = str(Path(__file__).resolve().parents[1] / "configs" / "tiny_cpu.yaml")
 UNTIED = ("--untie_embeddings_and_output_weights",)
@@ -194,7 +194,7 @@ def cost_of_counting(calls: int = 10_000) -> float:
     import torch
 
     from megaaccum import upstream
-    from megaaccum.metrics.traffic import Meter
+    from megaaccum.observe.traffic import Meter
 
     noted: list[Callable] = []
     watch = contextlib.contextmanager(lambda note: iter([noted.append(note)]))
@@ -252,12 +252,13 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
 def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
     """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
     from megaaccum.engine import initialize
+    from megaaccum.lab import advisor
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-    from megaaccum.training import loop
-    from megaaccum.training.run_log import open_log
+    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training.run_log import open_log
 
     parts = _Parts(plan)
-    log = open_log(plan, parts.data, start_step=0)
+    log = open_log(plan, parts.data, advisor, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
@@ -278,7 +279,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
 def bare_arm(plan, steps: int) -> Callable[[], float]:
     """One step of the bare loop."""
     from benchmarks.bare import BareLoop
-    from megaaccum.training import lr_schedule, optimizer
+    from megaaccum.step import lr_schedule, optimizer
 
     parts = _Parts(plan)
     microbatches = _plain_loader(plan, parts, steps)
@@ -331,9 +332,9 @@ class _Parts:
     _groups = None
 
     def __init__(self, plan):
-        from megaaccum.data.dataset import build_datasets
         from megaaccum.distributed import groups
         from megaaccum.model import gpt
+        from megaaccum.pretrain.data.dataset import build_datasets
 
         if _Parts._groups is None:
             _Parts._groups = groups.build(plan.layout, timeout_minutes=5)

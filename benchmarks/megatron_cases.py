@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.interop.launch import Launch
-from megaaccum.interop.load import read
+from megaaccum.pretrain.interop.launch import Launch
+from megaaccum.pretrain.interop.load import read
 
 
 def words_of(flags: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 
 def train(argv: list[str], num_steps: int) -> list[dict[str, float]]:
     """Train on this rank. Returns {loss, grad_norm, lr} of each step; the loss is nan but on the last stage."""
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     _stand_in_for_a_gpu()
     with cpu.cuda_type_names():

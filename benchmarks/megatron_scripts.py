@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from megaaccum.errors import ConfigError
-from megaaccum.interop.launch_script import recorded
+from megaaccum.pretrain.interop.launch_script import recorded
 
 
 @dataclass(frozen=True)

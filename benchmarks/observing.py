@@ -23,10 +23,10 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.loop import CONFIG, _Parts, _plan, cost_of_counting
-from megaaccum.interop.load import load
-from megaaccum.metrics.observer import Measured
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.observe.observer import Measured
+from megaaccum.pretrain.interop.load import load
 from megaaccum.step.result import StepResult
-from megaaccum.testing import run_ranks
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -88,8 +88,9 @@ def in_turns(
 
 def own_seconds(step: Callable[[], StepResult], steps: int) -> dict[str, float]:
     """Seconds of the processor that this rank spends in the code of each observer, per step."""
-    from megaaccum.metrics import memory, observer, ranks
-    from megaaccum.training import loop
+    from megaaccum.observe import memory, observer
+    from megaaccum.pretrain.metrics import ranks
+    from megaaccum.pretrain.training import loop
 
     parts: dict[str, tuple[Any, str]] = {
         "memory": (memory.HighWater, "look"),
@@ -121,16 +122,19 @@ def own_seconds(step: Callable[[], StepResult], steps: int) -> dict[str, float]:
 def _loop(plan):
     """One step of `megaaccum train`'s loop, called with whether its observers watch."""
     from megaaccum.engine import initialize
+    from megaaccum.lab import advisor
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-    from megaaccum.training import loop
-    from megaaccum.training.run_log import open_log
+    from megaaccum.pretrain.metrics.ranks import Ranks
+    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training.run_log import open_log
 
     parts = _Parts(plan)
-    log = open_log(plan, parts.data, start_step=0)
+    log = open_log(plan, parts.data, advisor, start_step=0)
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader, ranks = loop._loader(engine, parts.data), loop._ranks(engine, parts.data)
+    loader = loop._loader(engine, parts.data)
+    ranks = Ranks(plan, engine.groups, engine.chunks, advisor.expected_of(plan, parts.data.vocabulary.size))
     observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.trace)}
 
     def step(observed: bool) -> StepResult:

@@ -3,9 +3,10 @@
     python benchmarks/planner_accuracy.py --tables DIR [--json F] [--csv F]
 
 DIR holds measured_memory.csv, measured_vtrain.csv and measured_training.csv, or some of them (benchmarks/published.py
-names the columns). Nothing is fitted here: constants come from megaaccum/planner/hardware.yaml, which benchmarks/fit.py
-made from half of the rows; the other half, and whatever DIR holds that the fit has not seen, is the test. Per source:
-rows used, rows left out and why, median, mean (MAPE), 90th percentile and worst absolute error, and the signed bias.
+names the columns). Nothing is fitted here: constants come from megaaccum/lab/planner/hardware.yaml, which
+benchmarks/fit.py made from half of the rows; the other half, and whatever DIR holds that the fit has not seen, is the
+test. Per source: rows used, rows left out and why, median, mean (MAPE), 90th percentile and worst absolute error, and
+the signed bias.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the file runs with
 from benchmarks import frameworks
 from benchmarks.published import LeftOut, Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
-from megaaccum.planner.hardware import load_hardware
+from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.units import GIB
 
 TABLES = {"memory": "measured_memory.csv", "vtrain": "measured_vtrain.csv", "training": "measured_training.csv"}

@@ -15,7 +15,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import restarts
 
 

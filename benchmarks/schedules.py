@@ -31,13 +31,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megaaccum.executor.timeline import write_trace
+from megaaccum.lab.search.cut import price, tune_cut
+from megaaccum.lab.search.profile import even_cut, read_profile
+from megaaccum.lab.search.search import search_order
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, simulate, write_csv
 from megaaccum.schedule.build import entry
-from megaaccum.schedule.cut import price, tune_cut
-from megaaccum.schedule.profile import even_cut, read_profile
-from megaaccum.schedule.search import search_order
-from megaaccum.schedule.timeline import write_trace
-from megaaccum.testing import run_ranks
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}
 RUNTIMES = {

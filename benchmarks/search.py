@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.errors import ScheduleError
+from megaaccum.lab.search.cut import bound_of_cuts, price, tune_cut
+from megaaccum.lab.search.exact import prove
+from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
+from megaaccum.lab.search.search import compare, search_order
 from megaaccum.schedule import Costs, Schedule, build, simulate
-from megaaccum.schedule.bound import bound_of_cuts
-from megaaccum.schedule.cut import price, tune_cut
-from megaaccum.schedule.exact import prove
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.orders import Problem
-from megaaccum.schedule.profile import LayerCost, Profile, even_cut
-from megaaccum.schedule.search import compare, search_order
 
 NAMED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 SEARCHED = ("zb-h1", "zbv")

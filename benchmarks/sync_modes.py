@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks import bytes as loops
 from benchmarks import cable
 from benchmarks.schedules import conditions
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 STOCK = loops.STOCK[0]
 BUCKETS = "--reduce_bucket_size 1000000"

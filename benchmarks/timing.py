@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks import frameworks
 from benchmarks.published import LeftOut, Row, model_of
 from megaaccum.config.schema import ModelConfig
-from megaaccum.planner.hardware import Hardware
-from megaaccum.planner.layouts import Layouts, concatenate
-from megaaccum.planner.time import Software, TimeModel
+from megaaccum.lab.planner.hardware import Hardware
+from megaaccum.lab.planner.layouts import Layouts, concatenate
+from megaaccum.lab.planner.time import Software, TimeModel
 
 
 @dataclass(frozen=True)

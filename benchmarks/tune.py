@@ -19,12 +19,12 @@ import tempfile
 from pathlib import Path
 
 from megaaccum.cli.tune import candidates_of
-from megaaccum.interop.load import load
-from megaaccum.planner.hardware import load_hardware
-from megaaccum.planner.ladder import NOT_FINITE, OUT_OF_MEMORY, Candidate, Ladder, Outcome
-from megaaccum.planner.search import search
-from megaaccum.planner.trial import Trials
-from megaaccum.planner.workload import make_workload
+from megaaccum.lab.planner.hardware import load_hardware
+from megaaccum.lab.planner.ladder import NOT_FINITE, OUT_OF_MEMORY, Candidate, Ladder, Outcome
+from megaaccum.lab.planner.search import search
+from megaaccum.lab.planner.trial import Trials
+from megaaccum.lab.planner.workload import make_workload
+from megaaccum.pretrain.interop.load import load
 
 MODEL = (
     "--num_layers 8 --hidden_size 128 --num_attention_heads 4 --seq_length 128 --global_batch_size 32 --lr 1e-3"

@@ -25,11 +25,11 @@ from typing import Any
 
 from megaaccum import cli
 from megaaccum.cli import tune
-from megaaccum.interop.load import load
-from megaaccum.planner.hardware import load_hardware
-from megaaccum.planner.ladder import MEASURED, NOT_FINITE, OUT_OF_MEMORY
-from megaaccum.planner.search import search
-from megaaccum.planner.workload import make_workload
+from megaaccum.lab.planner.hardware import load_hardware
+from megaaccum.lab.planner.ladder import MEASURED, NOT_FINITE, OUT_OF_MEMORY
+from megaaccum.lab.planner.search import search
+from megaaccum.lab.planner.workload import make_workload
+from megaaccum.pretrain.interop.load import load
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny_cpu.yaml"
 SLOW = 5.0
@@ -101,7 +101,7 @@ def start(words: list[str]) -> int:
 
 def run(path: str) -> int:
     """`megaaccum train` with the fault of its turn."""
-    from megaaccum.distributed import launch
+    from megaaccum.pretrain.launch import launch
 
     rows = Path(os.environ[ROWS])
     with rows.open("a") as file:

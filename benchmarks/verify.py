@@ -18,14 +18,14 @@ from benchmarks import fuzz, fuzz_cell
 from benchmarks.schedules import conditions
 from megaaccum.distributed import preload
 from megaaccum.errors import did_you_mean
-from megaaccum.verification import report
-from megaaccum.verification.case import Case
-from megaaccum.verification.verdict import Verifier
+from megaaccum.lab.verification import report
+from megaaccum.lab.verification.case import Case
+from megaaccum.lab.verification.verdict import Verifier
 
 preload.libraries()  # a mistake of the bank names what it replaces
 
-from megaaccum.verification import self_test  # noqa: E402
-from megaaccum.verification.bank import BANK  # noqa: E402
+from megaaccum.lab.verification import self_test  # noqa: E402
+from megaaccum.lab.verification.bank import BANK  # noqa: E402
 
 PAGE = """\
 # The bank of mistakes

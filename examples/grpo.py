@@ -6,7 +6,7 @@ import sys
 import torch
 
 from examples.sft import MOST, documents, engine_of
-from megaaccum.data import pack
+from megaaccum.pretrain.data import pack
 
 
 def old_logp(data_iterator, chunk):

@@ -5,7 +5,8 @@ import sys
 import torch
 
 from examples.tiny_gpt import WIDTH, stages_of
-from megaaccum import Plan, data, initialize
+from megaaccum import Plan, initialize
+from megaaccum.pretrain import data
 
 MOST = 72  # tokens of a micro-batch
 BATCH = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=16)

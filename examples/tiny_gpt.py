@@ -5,7 +5,7 @@ import os
 import torch
 from torch.nn import functional
 
-from megaaccum.data import document_mask
+from megaaccum.pretrain.data import document_mask
 
 WIDTH = 32
 

@@ -37,7 +37,7 @@ __all__ = [
 _WITH_TORCH = {
     "Engine": "megaaccum.engine",
     "StepResult": "megaaccum.step.result",
-    "get_forward_backward_func": "megaaccum.schedule.entry",
+    "get_forward_backward_func": "megaaccum.executor.entry",
     "initialize": "megaaccum.engine",
 }
 
@@ -50,11 +50,11 @@ def __getattr__(name: str) -> Any:
 
         return Plan
     if name == "verify":
-        from megaaccum.verification import verify
+        from megaaccum.lab.verification import verify
 
         return verify
     if name == "megatron_loop":
-        return importlib.import_module("megaaccum.interop.megatron_loop")
+        return importlib.import_module("megaaccum.loop.megatron_loop")
     if name in _WITH_TORCH:
         from megaaccum.distributed import preload
 

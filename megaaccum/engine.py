@@ -30,25 +30,23 @@ from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
-from megaaccum.model import gpt, router_state
+from megaaccum.model import fp8, gpt, router_state
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.precision import fp8
-from megaaccum.step import chunk_config
+from megaaccum.step import chunk_config, lr_schedule
+from megaaccum.step import optimizer as our_optimizer
 from megaaccum.step.loss import ForwardStepFunc, Reports
 from megaaccum.step.result import StepResult
 from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
-from megaaccum.training import lr_schedule
-from megaaccum.training import optimizer as our_optimizer
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
-    from megaaccum.metrics.observer import Observer
+    from megaaccum.observe.observer import Observer
+    from megaaccum.step.lr_schedule import LrSchedule
     from megaaccum.step.recovery import Attempt
-    from megaaccum.training.lr_schedule import LrSchedule
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes a torch optimizer over this rank's parameters, `torch.optim.AdamW` or a lambda around it."""
@@ -138,7 +136,7 @@ class Engine:
         self._follow(plan)
         self._microbatches = 0
         self.verified = ""
-        """The layout in which this run's step was verified at its start (verification/at_start.py)."""
+        """The layout in which this run's step was verified at its start (lab/verification/at_start.py)."""
         self._failed: BaseException | None = None
 
     def _follow(self, plan: Plan) -> None:

@@ -3,7 +3,8 @@
 import os
 from collections import Counter
 
-from megaaccum.distributed import preload, quiet
+from megaaccum.distributed import preload
+from megaaccum.platform import quiet
 
 # Before any test module imports torch or DeepSpeed: both look at these when they are imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaaccum.data.files import sync
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
+from megaaccum.platform.files import sync
 
 FORMAT = 2
 

@@ -28,10 +28,11 @@ from megaaccum.checkpoint import pieces
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
-from megaaccum.distributed import cpu, rng
+from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.model.flops import padded_vocab_size
+from megaaccum.platform import cpu
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import megaaccum
-from megaaccum.distributed.processes import exit_code_of
 from megaaccum.errors import MegaaccumError
+from megaaccum.pretrain.launch.processes import exit_code_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ COMMANDS = (
     Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),
     Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine, or a model's layers, for the planner"),
     Command(("report",), "megaaccum.cli.report", "write an HTML page of a run, or of two beside each other"),
-    Command(("data", "build"), "megaaccum.data.build", "make an indexed dataset from text or JSONL"),
+    Command(("data", "build"), "megaaccum.pretrain.data.build", "make an indexed dataset from text or JSONL"),
     Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),
 )
 

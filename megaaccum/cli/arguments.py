@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megaaccum.config import Config
 from megaaccum.errors import ConfigError
-from megaaccum.interop.launch_script import recorded
-from megaaccum.interop.load import read
+from megaaccum.pretrain.interop.launch_script import recorded
+from megaaccum.pretrain.interop.load import read
 
 RECORD = "--record"
 WITHOUT_JAIL = "--record-without-jail"
@@ -70,7 +70,7 @@ def command_parser(command: str, usage: str, description: str) -> argparse.Argum
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that rank layouts: for which machine, by what, and which axes are held."""
-    from megaaccum.planner.search import RANKINGS  # with numpy, which other commands start without
+    from megaaccum.lab.planner.search import RANKINGS  # with numpy, which other commands start without
 
     parser.add_argument("--hardware", metavar="F", help="a file of hardware entries, as `megaaccum calibrate` writes")
     parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")

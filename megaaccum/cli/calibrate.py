@@ -22,8 +22,8 @@ import yaml
 from megaaccum.cli.arguments import asked, command_parser, smallest_world
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
+from megaaccum.lab.search.profile import Profile, write_profile
 from megaaccum.model.flops import peak_flops
-from megaaccum.schedule.profile import Profile, write_profile
 from megaaccum.units import GIB, amount
 
 if TYPE_CHECKING:
@@ -89,9 +89,10 @@ def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     import torch.distributed as dist
     from rich.console import Console
 
-    from megaaccum.distributed import cpu, start
-    from megaaccum.planner.layer_costs import measure as measure_layers
-    from megaaccum.planner.workload import vocabulary
+    from megaaccum.distributed import start
+    from megaaccum.lab.planner.layer_costs import measure as measure_layers
+    from megaaccum.lab.planner.workload import vocabulary
+    from megaaccum.platform import cpu
 
     with asked(args.layers, overrides) as found:
         config = found.checked()
@@ -135,8 +136,8 @@ def measure(like: str, *, seconds: float) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from megaaccum.distributed import cpu
-    from megaaccum.planner.hardware import load_hardware
+    from megaaccum.lab.planner.hardware import load_hardware
+    from megaaccum.platform import cpu
 
     base = load_hardware(like)
     links = _links(seconds)
@@ -247,7 +248,7 @@ def _links(seconds: float) -> dict[str, float]:
 
     import torch.distributed as dist
 
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}
@@ -266,7 +267,7 @@ def ring_seconds(ranks: int, seconds: float) -> list[tuple[int, float]]:
     import torch
     import torch.distributed as dist
 
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     device, out = cpu.device(), []
     for size in MESSAGES:

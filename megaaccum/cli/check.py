@@ -12,17 +12,17 @@ from megaaccum import units
 from megaaccum.cli.arguments import Asked, asked, command_parser, smallest_world, split_command, take_path
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
+from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.plan import Plan
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
-from megaaccum.data.sources import vocab_size
-from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError, DataError
-from megaaccum.interop.deepspeed_json import deepspeed_config
+from megaaccum.lab.planner import auto_schedule, footprint, sync_mode
+from megaaccum.lab.planner.layouts import SCHEDULES
 from megaaccum.model.param_count import count_parameters
-from megaaccum.planner import auto_schedule, footprint, sync_mode
-from megaaccum.planner.layouts import SCHEDULES
+from megaaccum.pretrain.data.sources import vocab_size
+from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
 from megaaccum.schedule.overlap import seconds_without_barrier
 

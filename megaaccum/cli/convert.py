@@ -12,7 +12,7 @@ from megaaccum.cli.arguments import asked, split_command, take_path
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.planner.emit import as_sections
+from megaaccum.lab.planner.emit import as_sections
 
 USAGE = """usage: megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
        megaaccum convert --record [--key value ...] -- bash train.sh ARGUMENTS > run.yaml

@@ -12,16 +12,16 @@ from typing import Any
 
 from megaaccum.cli.arguments import add_search_flags, asked, command_parser, split_command, take_path
 from megaaccum.config import precision
-from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
-from megaaccum.planner import emit, report
-from megaaccum.planner.cut import cut_of
-from megaaccum.planner.hardware import Hardware, load_hardware
-from megaaccum.planner.search import Ranked, search
-from megaaccum.planner.space import Limits
-from megaaccum.planner.why_not import parse_axes, why_not
-from megaaccum.planner.workload import make_workload
-from megaaccum.schedule.profile import read_profile
+from megaaccum.lab.planner import emit, report
+from megaaccum.lab.planner.cut import cut_of
+from megaaccum.lab.planner.hardware import Hardware, load_hardware
+from megaaccum.lab.planner.search import Ranked, search
+from megaaccum.lab.planner.space import Limits
+from megaaccum.lab.planner.why_not import parse_axes, why_not
+from megaaccum.lab.planner.workload import make_workload
+from megaaccum.lab.search.profile import read_profile
+from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.units import GIB
 
 _DESCRIPTION = """\
@@ -120,7 +120,7 @@ def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds
         _write(ranked, args.row - 1, Path(args.write), args)
         print(f"wrote {args.write}", file=sys.stderr)
     if args.picture:
-        from megaaccum.planner.picture import draw
+        from megaaccum.lab.planner.picture import draw
 
         draw(ranked, Path(args.picture))
         print(f"wrote {args.picture}", file=sys.stderr)

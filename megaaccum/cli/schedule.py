@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaaccum.errors import ScheduleError
+from megaaccum.executor.timeline import write_trace
+from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
+from megaaccum.lab.search.exact import ROUNDING, prove, shortest_period
+from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, read_profile
+from megaaccum.lab.search.search import ITERATIONS, Comparison, Found, compare, search_order
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.bound import bound, bound_of_cuts
+from megaaccum.schedule.bound import bound
 from megaaccum.schedule.build import BUILT_IN, build, names
-from megaaccum.schedule.cut import tune_cut
-from megaaccum.schedule.exact import ROUNDING, prove, shortest_period
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import Problem, justified
 from megaaccum.schedule.overlap import seconds_without_barrier
-from megaaccum.schedule.profile import Cut, Profile, describe_cut, even_cut, read_profile
 from megaaccum.schedule.render import check_format, draw, text
-from megaaccum.schedule.search import ITERATIONS, Comparison, Found, compare, search_order
 from megaaccum.schedule.simulate import Costs, Simulation, by_executor, simulate
 from megaaccum.schedule.table import write_csv
-from megaaccum.schedule.timeline import write_trace
 from megaaccum.schedule.validate import Footprint, validate
 from megaaccum.units import GIB
 

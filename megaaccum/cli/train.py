@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.cli.arguments import asked, smallest_world, split_command
 from megaaccum.cli.convert import as_yaml
-from megaaccum.data.sources import check_files
-from megaaccum.distributed import launch, preload
+from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
-from megaaccum.interop.load import load
-from megaaccum.metrics.receipts import LAUNCHED
-from megaaccum.training.run_folder import check_folders, checkpoint_folder
+from megaaccum.pretrain.data.sources import check_files
+from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.launch import launch
+from megaaccum.pretrain.metrics.receipts import LAUNCHED
+from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -71,9 +72,10 @@ def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
 
 def _train(plan: Plan) -> int:
     preload.libraries()  # the CPU lane's stand-ins have to be there before Megatron is imported
-    from megaaccum.training.loop import train
+    from megaaccum.lab import advisor
+    from megaaccum.pretrain.training.loop import train
 
-    return train(plan)
+    return train(plan, advisor)
 
 
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
@@ -86,6 +88,7 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
         nproc=nproc,
         num_threads=config.run.num_threads,
         master_port=port,
+        imports=("megaaccum.pretrain.training.loop", "megaaccum.lab.advisor"),
         go_on=lambda: _go_on(argv, config),
     )
 

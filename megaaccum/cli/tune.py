@@ -23,18 +23,18 @@ from megaaccum.cli.arguments import (
     take_path,
 )
 from megaaccum.config import Config, resolve
-from megaaccum.distributed import launch
-from megaaccum.distributed.hostfile import read_hostfile
 from megaaccum.errors import ConfigError
-from megaaccum.metrics.journal import replace_text
-from megaaccum.planner import emit
-from megaaccum.planner.hardware import Hardware, entry_of, load_hardware, slowed
-from megaaccum.planner.ladder import KNOBS, MEASURED, Candidate, Ladder, Outcome
-from megaaccum.planner.search import Ranked, search
-from megaaccum.planner.space import Limits
-from megaaccum.planner.trial import STEPS, Trials
-from megaaccum.planner.why_not import parse_axes
-from megaaccum.planner.workload import make_workload
+from megaaccum.lab.planner import emit
+from megaaccum.lab.planner.hardware import Hardware, entry_of, load_hardware, slowed
+from megaaccum.lab.planner.ladder import KNOBS, MEASURED, Candidate, Ladder, Outcome
+from megaaccum.lab.planner.search import Ranked, search
+from megaaccum.lab.planner.space import Limits
+from megaaccum.lab.planner.trial import STEPS, Trials
+from megaaccum.lab.planner.why_not import parse_axes
+from megaaccum.lab.planner.workload import make_workload
+from megaaccum.pretrain.launch import launch
+from megaaccum.pretrain.launch.hostfile import read_hostfile
+from megaaccum.pretrain.metrics.journal import replace_text
 from megaaccum.units import GIB
 
 if TYPE_CHECKING:

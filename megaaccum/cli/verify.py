@@ -37,7 +37,7 @@ from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megaaccum.verification.shrink import Shrunk
+    from megaaccum.lab.verification.shrink import Shrunk
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
-    from megaaccum.verification import launched, own, report
+    from megaaccum.lab.verification import launched, own, report
 
     if "--bank" in argv:
         return _bank()
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
 def _bank() -> int:
     """The self-test. Returns 1 where a mistake was missed."""
     preload.libraries()  # a mistake names what it replaces
-    from megaaccum.verification import self_test
-    from megaaccum.verification.verdict import Verifier
+    from megaaccum.lab.verification import self_test
+    from megaaccum.lab.verification.verdict import Verifier
 
     found = []
     for outcome in self_test.outcomes(Verifier()):
@@ -109,10 +109,10 @@ def _path(rest: list[str]) -> tuple[str | None, list[str]]:
 
 def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
     """The case of a configuration in its real layout, made smaller where it has to be."""
+    from megaaccum.lab.planner import auto_schedule
+    from megaaccum.lab.verification import shrink
+    from megaaccum.lab.verification.launched import is_first, num_ranks
     from megaaccum.model.param_count import count_parameters
-    from megaaccum.planner import auto_schedule
-    from megaaccum.verification import shrink
-    from megaaccum.verification.launched import is_first, num_ranks
 
     launched = num_ranks()
     world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))
@@ -129,7 +129,7 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     shrunk = shrink.settle(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
     if not any(given(config, name) for name in ("data_path", "train_data_path", "mock_data")) or not is_first():
         return shrunk
-    from megaaccum.verification.own_data import with_own_data
+    from megaaccum.lab.verification.own_data import with_own_data
 
     return with_own_data(shrunk, plan, steps)
 

@@ -36,7 +36,7 @@ RIVALS: tuple[frozenset[str], ...] = (
 def load(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run in megaaccum's own keys, as written: nothing is derived yet (see `resolve`).
 
-    `megaaccum.interop.load.load` also reads the flags, scripts and JSON of other programs.
+    `megaaccum.pretrain.interop.load.load` also reads the flags, scripts and JSON of other programs.
 
     Args:
         path: a YAML or JSON file of keys (flat, or under their section's name).

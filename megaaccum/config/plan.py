@@ -175,7 +175,7 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
         world_size: ranks over all hosts.
         own_model: the model, its data and its training are the user's own, so their keys are not required.
 
-    `schedule: auto` is the first that the rules allow, Megatron's where they do; planner/auto_schedule settles it.
+    `schedule: auto` is the first that the rules allow, Megatron's where they do; lab/planner/auto_schedule settles it.
 
     Raises:
         ConfigError: with one text per broken rule, all at once.

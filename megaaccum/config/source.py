@@ -1,6 +1,6 @@
 """One source of configuration, a YAML file or a command line, read into keys and values.
 
-Names that are no keys are kept apart, for a reader of another program's names (megaaccum.interop) to claim.
+Names that are no keys are kept apart, for a reader of another program's names (megaaccum.pretrain.interop) to claim.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed import cpu
 from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement
+from megaaccum.platform import cpu
 
 MOST_SHOWN = 8
 """Ranks or keys that a message names."""

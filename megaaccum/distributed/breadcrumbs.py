@@ -9,7 +9,7 @@ from functools import wraps
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 
 
 class Trace:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed import cpu
 from megaaccum.errors import ConfigError
+from megaaccum.platform import cpu
 from megaaccum.schedule.actions import place
 
 if TYPE_CHECKING:

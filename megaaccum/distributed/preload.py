@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from megaaccum.distributed import quiet
 from megaaccum.errors import LaunchError
+from megaaccum.platform import quiet
 
 LIBRARIES = (
     "torch",
@@ -19,7 +19,6 @@ LIBRARIES = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.datasets.gpt_dataset",
-    "megaaccum.training.loop",
 )
 """What every rank imports; five to ten seconds on an ordinary core."""
 
@@ -48,15 +47,16 @@ def import_torch() -> None:
         ) from error
 
 
-def libraries() -> None:
-    """Imports LIBRARIES in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread of ours."""
+def libraries(*more: str) -> None:
+    """Imports LIBRARIES and `more` modules in this process, after the CPU lane's stand-ins. Starts no CUDA and no
+    thread of ours."""
     prepare()
     import_torch()
     from megaaccum import upstream
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *more):
         importlib.import_module(name)
     upstream.without_shared_memory_operator()
     upstream.one_gloo_device()

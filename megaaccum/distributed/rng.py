@@ -1,28 +1,10 @@
-"""The random states of this process: set for each sample, or taken before a step and put back when it did not count.
-
-`rng: sample` draws everything from (seed, step, micro-batch of the global batch, layer, stream). A micro-batch then has
-the same masks wherever and whenever it runs: under every pipeline, schedule and number of ranks, when its forward is
-recomputed, when a step is attempted again, and after a resume. `rng: megatron` draws on from states that each rank has
-of its own.
-"""
+"""The random states of this process: taken before a step, put back when it did not count, and seeded."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-from megaaccum import upstream
-from megaaccum.distributed import cpu
-from megaaccum.model.names import over_stages
-from megaaccum.model.torch_chunk import layers_of
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
+from megaaccum.platform import cpu
 
 
 def snapshot() -> dict[str, torch.Tensor]:
@@ -50,170 +32,9 @@ def restore(states: dict[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(own)
 
 
-class SampleSeeds:
-    """Seeds the forwards of a flush by sample, where `rng` is `sample`; does nothing where it is `megatron`.
-
-    A forward is seeded where it begins, and again at its embedding and at each layer, where these may draw, so that
-    what a layer draws does not depend on which layers its stage holds; not at all where nothing in it may draw, nor its
-    forward step function (`may_be_needed`). Streams are those of Megatron's tracker: the
-    default and `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of
-    a cp group, which hold parts of one sample, all differ.
-    """
-
-    def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
-        self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
-        self._is_on = plan.config.run.rng == "sample"
-        self._chunks_draw = any(_may_draw(chunk, chunk.config) for chunk in chunks)
-        self._cp_rank, self._tp_rank = groups.collection.cp.rank(), groups.tp.rank()
-        self._step: int | None = None
-        self._before: dict[str, torch.Tensor] = {}
-        self._streams: tuple[str, ...] = ()
-        self._forward = self._backward = 0
-        """Numbers in the step, on this rank, of the micro-batches whose forward and backward began last."""
-        self._place: Callable[[int], int] = self._planned_place
-        for chunk in chunks if self._is_on else ():
-            # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
-            # recomputes them outside.
-            config: Any = chunk.config
-            stream = "model-parallel-rng" if getattr(config, "sequence_parallel", False) else "default"
-            for name, module in _seeded_modules(chunk, config):
-                module.register_forward_pre_hook(lambda *_, at=(name, stream): self._seed_at(*at))
-
-    def may_be_needed(self, forward_step_func: object) -> bool:
-        """Whether something draws in forwards by this function: a chunk does, or the function does not say by an
-        attribute `draws_nothing` that it does not itself."""
-        return self._is_on and (self._chunks_draw or not getattr(forward_step_func, "draws_nothing", False))
-
-    @contextmanager
-    def flush(self, step: int) -> Iterator[None]:
-        """Around the flushes of step `step` (0: an evaluation). The process' own random states are as before after
-        it."""
-        self._step = step if self._is_on else None
-        try:
-            yield
-        finally:
-            self._step = None
-            before, self._before = self._before, {}
-            restore(before)
-
-    @contextmanager
-    def placed(self, place: Callable[[int], int] | None) -> Iterator[None]:
-        """Inside, this rank's micro-batch `index` is number `place(index)` of the global batch; None: as planned."""
-        self._place = place or self._planned_place
-        try:
-            yield
-        finally:
-            self._place = self._planned_place
-
-    def _planned_place(self, index: int) -> int:
-        return self._plan.batch.place(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
-
-    def begin_forward(self, microbatch: int) -> None:
-        """The forward of this rank's micro-batch number `microbatch` of the step begins."""
-        self._forward = microbatch
-        self._seed_at("", "default")
-
-    def begin_backward(self, microbatch: int) -> None:
-        """Its backward begins, which may run forwards again (activation recompute)."""
-        self._backward = microbatch
-
-    def _seed_at(self, layer: str, stream: str) -> None:
-        """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
-        if self._step is None:  # nothing, or a forward of the user's own
-            return
-        if not self._before:
-            self._before = snapshot()
-            self._streams = tuple(name for name in self._before if name not in ("cpu", "cuda"))
-        microbatch = self._place(self._backward if upstream.in_backward() else self._forward)
-        key = f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._cp_rank}"
-        _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
-
-
-def _seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name in the whole model, module) of what a stage may begin with and what may draw: the embedding, the attention
-    of each transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole),
-    and every layer of another kind."""
-    predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
-    layers = {id(layer) for layer in (*layers_of(chunk), *(layer.mtp_model_layer for layer in predicting))}
-    for name, module in chunk.named_modules():
-        if name == "embedding" and _may_draw(module, config):
-            yield name, module
-        elif id(module) in layers and _may_draw(module, config):
-            inner = getattr(module, "self_attention", module)
-            yield over_stages(chunk, f"{name}.forward"), inner
-
-
-_DRAW_NOTHING = (
-    "megaaccum.model.",
-    "megatron.core.fusions.",
-    "megatron.core.models.common.embeddings.",
-    "megatron.core.models.gpt.",
-    "megatron.core.tensor_parallel.",
-    "megatron.core.transformer.",
-    "torch.nn.modules.container",
-    "torch.nn.modules.dropout",
-    "torch.nn.modules.linear",
-    "torch.nn.modules.normalization",
-    "torch.nn.modules.sparse",
-)
-"""Modules whose classes draw nothing in a forward where dropout is 0."""
-
-
-def _may_draw(module: torch.nn.Module, config: Any) -> bool:
-    """Whether a forward of `module` may draw: with dropout, in a mixture of experts (routers may), in a class that is
-    not known, as a user's own, or in a function that was put in a forward's place."""
-    every = list(module.modules())
-    names = ("hidden_dropout", "attention_dropout", "p")
-    rates = [getattr(each, name, 0.0) for each in (config, *every) for name in names]
-    kinds = {type(each).__module__ for each in every}
-    return (
-        any(isinstance(rate, int | float) and rate > 0 for rate in rates)
-        or any(not kind.startswith(_DRAW_NOTHING) or ".moe." in kind for kind in kinds)
-        or any("forward" in vars(each) for each in every)
-    )
-
-
-def _set_states(key: str, current: str, names: Sequence[str], *, tp_rank: int) -> None:
-    """Let torch's own generator draw from the stream `current`, and Megatron's tracker, which has these `names`, each
-    from its own. A stream begins as a generator that is seeded by `key` and the stream's name."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    if names:
-        get_cuda_rng_tracker().set_states(_Streams(names, key, tp_rank))
-    seed_generators(_number(key, current, tp_rank))
-
-
 def seed_generators(seed: int) -> None:
     """Seed torch's generator of the CPU and of this rank's device. torch.manual_seed formats the stack for each kind of
     device that is not there, in milliseconds."""
     torch.default_generator.manual_seed(seed)
     if cpu.has_accelerator():
         torch.cuda.manual_seed(seed)
-
-
-class _Streams(dict[str, Any]):
-    """The states of Megatron's tracker by their names, each made when it is asked for: most layers draw from none."""
-
-    def __init__(self, names: Sequence[str], key: str, tp_rank: int):
-        super().__init__(dict.fromkeys(names))
-        self._key, self._tp_rank = key, tp_rank
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if super().__getitem__(name) is None:
-            self[name] = _state(_number(self._key, name, self._tp_rank))
-        state: torch.Tensor = super().__getitem__(name)
-        return state
-
-
-_SAME_OVER_TP = ("default", "data-parallel-rng")
-
-
-def _number(key: str, stream: str, tp_rank: int) -> int:
-    """A seed of 63 bits."""
-    text = f"{key}/{stream}/{0 if stream in _SAME_OVER_TP else tp_rank}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _state(seed: int) -> torch.Tensor:
-    """The state of a generator of this rank's device that has just been seeded."""
-    return torch.Generator(cpu.device()).manual_seed(seed).get_state()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.distributed import cpu, determinism, gpu
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.errors import LaunchError
+from megaaccum.platform import cpu, determinism, gpu
 from megaaccum.schedule.build import is_shared, set_shared_table
 
 if TYPE_CHECKING:

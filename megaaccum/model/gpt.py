@@ -18,15 +18,15 @@ from megatron.core.transformer.enums import AttnBackend
 from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.config.rules.model import cannot_pack
-from megaaccum.distributed import cpu, determinism, rng
+from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
-from megaaccum.model import layer_specs, layers, recompute
+from megaaccum.model import fp8, layer_specs, layers, recompute
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
 from megaaccum.model.names import as_in_local_layers, over_stages
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.precision import fp8
+from megaaccum.platform import cpu, determinism
 from megaaccum.upstream.megatron_training import (
     GPTModelBuilder,
     GPTModelConfig,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.distributed import cpu
 from megaaccum.model.packed_rows import documents_of, packs_rows, whole_rows
+from megaaccum.platform import cpu
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups

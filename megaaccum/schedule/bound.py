@@ -23,17 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
 
-from megaaccum.schedule.actions import Placement, Schedule
+from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
-from megaaccum.schedule.profile import Profile
 from megaaccum.schedule.simulate import Costs
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,73 +228,6 @@ def bound(schedule: Schedule, costs: Costs, *, memory: Memory | None = None, lim
     return Bound(
         stages=schedule.stages, num_microbatches=schedule.num_microbatches, costs=costs, memory=memory, limit=limits
     )
-
-
-# --- all cuts -------------------------------------------------------------------------------------------------------
-
-
-def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placement, num_microbatches: int) -> float:
-    """The time that no cut of the layers into pp * chunks stages can be faster than, in any order, however much it
-    holds.
-
-    The least, over all cuts, of the busiest rank's work and of how long its first forward has to wait (of a loop of
-    several chunks: the average rank's work, and the longest layer's). Stages may be empty in it. Time is halved until
-    0.1 % is left, and the lower end is returned.
-    """
-    import numpy as np  # here: schedules are built and timed without it
-
-    layers = profile.layers
-    seconds = np.array([layer.seconds for layer in layers]) * num_microbatches
-    low, high = max(seconds.sum() / pp, seconds.max()), seconds.sum()
-    if placement == "loop" and chunks > 1:
-        return float(low)
-    work = np.concatenate([[0.0], np.cumsum(seconds)])
-    enter = np.concatenate([[0.0], np.cumsum([layer.forward for layer in layers])])
-    fits = _v_fits if placement == "v" else _loop_fits
-    while high - low > 1e-3 * low:
-        middle = (low + high) / 2
-        if fits(work, enter, pp, middle):
-            high = middle
-        else:
-            low = middle
-    return float(low)
-
-
-def _loop_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
-    """Whether pp consecutive pieces, each as long as it can be, take all layers in `seconds`. A longer piece only
-    leaves less, but makes later ones start later: all ends are followed."""
-    import numpy as np
-
-    reached = np.zeros(len(work), dtype=bool)
-    reached[0] = True
-    for _ in range(pp):
-        then = reached.copy()
-        for start in np.flatnonzero(reached):
-            end = np.searchsorted(work, work[start] + seconds - enter[start] + TINY * seconds, side="right")
-            then[start:end] = True
-        reached = then
-    return bool(reached[-1])
-
-
-def _v_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
-    """The same from both ends: for each number of layers taken from the left, as many as can be from the right."""
-    import numpy as np
-
-    count, layers = len(work), len(work) - 1
-    right = np.full(count, count)  # layers from here on are taken; `count` is unreachable
-    right[0] = layers
-    for _ in range(pp):
-        then = right.copy()
-        for left in np.flatnonzero(right <= layers):
-            ends = np.arange(left, right[left] + 1)
-            rest = seconds - enter[left] - (work[ends] - work[left]) + TINY * seconds
-            ends, rest = ends[rest >= 0], rest[rest >= 0]
-            taken = np.searchsorted(work, work[right[left]] - rest, side="left")
-            then[ends] = np.minimum(then[ends], np.maximum(taken, ends))
-        right = then
-        if (right <= np.arange(count)).any():
-            return True
-    return False
 
 
 def _knapsack(items: Sequence[tuple[float, float]], room: float, most: int) -> float:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
+from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums
 
@@ -83,7 +83,7 @@ class ShardingBackend(Protocol):
     """The most bytes that it held since the last call, by kind."""
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """Bytes that it holds now, by kind (metrics/memory.py)."""
+        """Bytes that it holds now, by kind (observe/memory.py)."""
 
     before_reduce: Callable[[str, torch.Tensor], None] | None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum import upstream
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

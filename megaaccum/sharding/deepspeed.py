@@ -16,11 +16,11 @@ import deepspeed
 import torch
 
 from megaaccum import upstream
+from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.distributed.groups import Mpu
-from megaaccum.interop.deepspeed_json import deepspeed_config
-from megaaccum.metrics.memory import HighWater
+from megaaccum.executor import wgrad
 from megaaccum.model import gpt
-from megaaccum.schedule import wgrad
+from megaaccum.observe.memory import HighWater
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import (
     GradShard,

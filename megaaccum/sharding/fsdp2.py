@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from megaaccum import upstream
 from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
-from megaaccum.metrics.memory import HighWater
 from megaaccum.model import gpt
 from megaaccum.model.torch_chunk import layers_of
+from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.base import GradShard, GradSync, StatePiece, kept_gradients, sums_of
 from megaaccum.sharding.reduction import (
     ScatterInOrder,

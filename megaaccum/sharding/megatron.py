@@ -17,8 +17,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaaccum import upstream
-from megaaccum.distributed import cpu
 from megaaccum.model import gpt
+from megaaccum.platform import cpu
 from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, sums_of, whole_frozen_pieces
 from megaaccum.sharding.reduction import ScatterInOrder, others_like, rows_in_order
 from megaaccum.sharding.sum_tree import MicrobatchSums

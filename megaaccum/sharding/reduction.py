@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megaaccum import upstream
-from megaaccum.distributed import cpu
 from megaaccum.model import gpt
+from megaaccum.platform import cpu
 from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ import torch
 
 from megaaccum import upstream
 from megaaccum.errors import ConfigError
+from megaaccum.executor import wgrad
 from megaaccum.model.torch_chunk import layers_of
-from megaaccum.schedule import wgrad
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.reduction import PartitionReducer
 from megaaccum.sharding.sum_tree import SumTree

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megaaccum.precision.nonfinite import Findings, Probe
 from megaaccum.step import short_batch
+from megaaccum.step.nonfinite import Findings, Probe
 
 if TYPE_CHECKING:
     from megaaccum.step.attempts import Attempts, OpenStep

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.distributed import cpu
 from megaaccum.distributed.agreement import Agreed, check_agreement
 from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement
+from megaaccum.platform import cpu
 from megaaccum.step import short_batch
 from megaaccum.step.microbatches import Microbatches, shapes_of
 

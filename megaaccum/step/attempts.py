@@ -13,24 +13,25 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megaaccum.distributed import rng
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.errors import MegaaccumError
-from megaaccum.metrics.observer import Observer
+from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import router_state
 from megaaccum.model.packed_rows import sent_shape
-from megaaccum.schedule.entry import ForwardBackward, get_forward_backward_func
+from megaaccum.observe.observer import Observer
 from megaaccum.step import grad_norm
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor, Tally, places_of, post_sums, post_total_weight
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.recovery import Attempt, Recovery
+from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.side_losses import SideLosses
 from megaaccum.step.totals import StepTotals, Totals
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.precision.fp8 import Fp8
-    from megaaccum.precision.nonfinite import Probe
+    from megaaccum.model.fp8 import Fp8
     from megaaccum.sharding import ShardingBackend
+    from megaaccum.step.nonfinite import Probe
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Attempts:
         self.schedule: Any = get_forward_backward_func(plan)
         if isinstance(self.schedule, ForwardBackward):
             self.schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
-        self.seeds = rng.SampleSeeds(plan, groups, chunks)
+        self.seeds = SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
         self.probe: Probe | None = None
         """Looks at every micro-batch that is added, if set."""

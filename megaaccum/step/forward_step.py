@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.breadcrumbs import Trace
-from megaaccum.distributed.rng import SampleSeeds
 from megaaccum.errors import StepError
-from megaaccum.precision.fp8 import Fp8
+from megaaccum.model.fp8 import Fp8
 from megaaccum.sharding.sum_tree import MicrobatchSums
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
+from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.side_losses import SideLosses
 
 if TYPE_CHECKING:
-    from megaaccum.precision.nonfinite import Probe
+    from megaaccum.step.nonfinite import Probe
 
 
 class ForwardStep:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed import cpu
 from megaaccum.model import gpt
+from megaaccum.platform import cpu
 from megaaccum.step.loss import sums_over_ranks
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed import cpu
 from megaaccum.errors import StepError
+from megaaccum.platform import cpu
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

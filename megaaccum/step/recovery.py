@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import StepError
-from megaaccum.precision import loss_scaler, nonfinite
+from megaaccum.step import loss_scaler, nonfinite
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.schema import StepConfig
-    from megaaccum.precision.fp8 import Fp8
+    from megaaccum.model.fp8 import Fp8
     from megaaccum.sharding import ShardingBackend
     from megaaccum.step.again import Again
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from megaaccum.metrics.memory import Memory
-    from megaaccum.metrics.traffic import Traffic
+    from megaaccum.observe.memory import Memory
+    from megaaccum.observe.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 from megaaccum.step.loss import Divisor
 from megaaccum.step.microbatches import Microbatches
 

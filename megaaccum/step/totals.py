@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.distributed import cpu
 from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.errors import StepError
+from megaaccum.platform import cpu
 from megaaccum.step.loss import ReportReducer, Tally, sums_over_ranks
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
-    from megaaccum.precision.nonfinite import ZeroNonFinite
+    from megaaccum.step.nonfinite import ZeroNonFinite
 
 
 @dataclass(frozen=True, slots=True)

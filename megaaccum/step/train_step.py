@@ -12,7 +12,7 @@ import torch
 
 from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
-from megaaccum.precision import fp8
+from megaaccum.model import fp8
 from megaaccum.step import short_batch
 from megaaccum.step.again import Again
 from megaaccum.step.agreement import StepAgreement, with_lengths

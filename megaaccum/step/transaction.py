@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
+    from megaaccum.step.lr_schedule import LrSchedule
     from megaaccum.step.result import StepResult
-    from megaaccum.training.lr_schedule import LrSchedule
 
 
 class Transaction:

@@ -162,7 +162,7 @@ def first_element(param: torch.nn.Parameter) -> int:
 
 
 def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
-    """Bytes that fully sharded modules hold now, by kind (metrics/memory.py), but for the optimizer's state."""
+    """Bytes that fully sharded modules hold now, by kind (observe/memory.py), but for the optimizer's state."""
     groups = [unit for root in roots for unit in fsdp2_units(root)]
     params = [param for group in groups for param in group.fsdp_params]
     sharded = [param.sharded_param for param in params]

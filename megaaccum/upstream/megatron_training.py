@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from megaaccum.distributed import cpu, quiet
+from megaaccum.platform import cpu, quiet
 
 with quiet.root_logger_kept():
     from megatron.training.models import gpt as gpt_builder

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megaaccum import upstream
-from megaaccum.distributed import cpu
 from megaaccum.errors import ConfigError
+from megaaccum.platform import cpu
 from tests.support import fused_adam, toy
 from tests.support.distance import total_error
 from tests.support.parity import Case, Rig, reference
@@ -41,7 +41,7 @@ SIZES = {"0.3B": (24, 1024), "1.2B": (24, 2048), "3B": (32, 2560)}
 def environment(*, dry: bool) -> Found:
     """Versions of what is underneath, and names of libraries that megaaccum leans on (without those of torch's
     fully_shard its backend is refused)."""
-    from megaaccum.distributed import gpu
+    from megaaccum.platform import gpu
 
     missing, other = upstream.check(), upstream.fsdp2.check()
     found: Found = {"ok": missing == other, "missing": missing, "cuda": torch.version.cuda, "nccl": gpu.describe()}
@@ -167,8 +167,8 @@ def lanes(*, dry: bool) -> Found:
 
 def queues(*, count: int, dry: bool) -> Found:
     """Three stages with this many hardware queues: trained, or refused over NCCL where they are too few."""
+    from megaaccum.executor.p2p import queues_needed
     from megaaccum.schedule import build
-    from megaaccum.schedule.p2p import queues_needed
 
     case = Case(3, "--pp 3 --schedule zb-h1 --pp_microbatches 6", PLAIN.replace("4", "6"))
     needed = queues_needed(build("zb-h1", pp=3, num_microbatches=6))
@@ -183,7 +183,7 @@ def queues(*, count: int, dry: bool) -> Found:
 
 def sent_tensors(*, dry: bool) -> Found:
     """What was sent is let go when it has left, but for the flush's last, and not when the step ends."""
-    from megaaccum.schedule import p2p
+    from megaaccum.executor import p2p
 
     sent: list[weakref.ref] = []
     put = p2p._Outbox.put
@@ -275,9 +275,9 @@ def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
 def _bare(rig: Rig) -> Any:
     """The same model, built again, under a hand-written loop."""
     from benchmarks.bare import BareLoop
-    from megaaccum.interop.deepspeed_json import deepspeed_config
+    from megaaccum.config.deepspeed_config import deepspeed_config
     from megaaccum.model import gpt
-    from megaaccum.training import optimizer
+    from megaaccum.step import optimizer
 
     chunks = gpt.build_chunks(rig.plan, rig.groups, vocab_size=61)
     tokens = rig.plan.batch.global_batch_size * rig.plan.batch.seq_length
@@ -305,7 +305,7 @@ def idle_gaps(*, dry: bool) -> Found:
 def layer(*, dry: bool) -> Found:
     """F, B, I and W of a layer, and a weight gradient in FP32: added after its product in BF16, or made in FP32."""
     from benchmarks.layer import _layer
-    from megaaccum.schedule.wgrad import WeightGrads, install, put_aside
+    from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 
     hidden, tokens, device = (64, 64, cpu.device()) if dry else (4096, 8192, cpu.device())
     module = _layer(hidden, tokens)
@@ -345,9 +345,9 @@ def _allocated() -> Found:
 
 def memory(*, size: str, sync: str, dry: bool) -> Found:
     """What the planner predicts beside what is allocated; within 15 % on a GPU."""
+    from megaaccum.lab.planner import footprint
+    from megaaccum.lab.planner.sync_mode import Forecast
     from megaaccum.model import gpt
-    from megaaccum.planner import footprint
-    from megaaccum.planner.sync_mode import Forecast
 
     rig, batch = _large(f"--sync {sync}", size, dry=dry)
     for _ in range(2):
@@ -372,8 +372,8 @@ def communicator(*, dry: bool) -> Found:
 def auto_at_the_edge(*, dry: bool) -> Found:
     """A limit just above what a step is predicted to need is accepted, and kept on a GPU; one just below is refused.
     (One rank shares its parameters with no other, so that streaming needs as much as resident.)"""
+    from megaaccum.lab.planner import sync_mode
     from megaaccum.model import gpt
-    from megaaccum.planner import sync_mode
 
     flags, _ = _model("1.2B", dry=dry)
     plan = Case(1, "--pp_microbatches 8", flags, "bf16").plan()

@@ -78,7 +78,8 @@ def _start(*, dry: bool) -> None:
         worker.prepare()
     import torch
 
-    from megaaccum.distributed import cpu, preload
+    from megaaccum.distributed import preload
+    from megaaccum.platform import cpu
 
     if not dry:
         preload.libraries()
@@ -138,7 +139,7 @@ class Run:
 
     def __init__(self, case, *, split: str = ""):
         from megaaccum.config.plan import Layout
-        from megaaccum.schedule.entry import get_forward_backward_func
+        from megaaccum.executor.entry import get_forward_backward_func
         from tests.support.parity import Rig
 
         with patch.object(Layout, "splits_backward", bool(split)):

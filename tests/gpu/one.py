@@ -231,7 +231,8 @@ def _rank(name: str, *, dry: bool, result: Path) -> int:
 
 
 def _join(ranks: int, *, dry: bool) -> None:
-    from megaaccum.distributed import cpu, preload
+    from megaaccum.distributed import preload
+    from megaaccum.platform import cpu
 
     cpu.install()
     preload.libraries()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megaaccum.testing import RanksFailed
+from megaaccum.lab.verification.testing import RanksFailed
 from tests.support.distance import measured
 from tests.support.parity import Case
 

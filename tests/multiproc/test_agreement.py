@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support.distance import problems
 from tests.support.faults import differences, state_of
 from tests.support.parity import Case, Gradient, Rig

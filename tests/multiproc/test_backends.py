@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support.distance import cells, problems
 from tests.support.parity import Case, Rig
 

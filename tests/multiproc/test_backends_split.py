@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from megaaccum.testing import try_ranks
+from megaaccum.lab.verification.testing import try_ranks
 from tests.support.distance import cells, problems
 from tests.support.parity import Case
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.metrics import journal
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.metrics import journal
 from tests.support import ramps
 from tests.support.distance import EXACT, relative_error
 from tests.support.parity import Case
@@ -70,7 +70,7 @@ def proven(case: Case) -> tuple[list[int], list[int]]:
     """Micro-batches of the flushes that a ramp takes, and of those whose schedule is proven before the first step."""
     from unittest.mock import patch
 
-    from megaaccum.schedule import entry
+    from megaaccum.executor import entry
     from tests.support.engines import engine_of
 
     with patch.object(entry, "validate", wraps=entry.validate) as validate:

@@ -12,7 +12,7 @@ import pytest
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Progress, read_progress, write_progress
 from megaaccum.errors import CheckpointError
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import no_gradient
 from tests.support.parity import Case, Rig
 

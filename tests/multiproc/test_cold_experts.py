@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import Case, Rig
 
 MODEL = (

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import Case, Rig
 
 DP = 2

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_checkpoint import Run, progress
 from tests.support.distance import check
 from tests.support.parity import Case

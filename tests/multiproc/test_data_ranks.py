@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 
 def first_step(folder: str) -> tuple[str, list[list[int]], list[int]]:
     """Digest of the data, and this rank's first tokens of each sample of one step, and of one evaluation."""
-    from megaaccum.data.dataset import build_datasets
-    from megaaccum.data.loader import MicrobatchLoader
+    from megaaccum.pretrain.data.dataset import build_datasets
+    from megaaccum.pretrain.data.loader import MicrobatchLoader
     from tests.support.data_samples import make_plan
 
     world = int(os.environ["WORLD_SIZE"])
@@ -47,8 +47,8 @@ def test_ranks_that_start_at_once_see_one_dataset_and_share_its_batch(tmp_path):
 
 def with_a_bad_rank(folder: str) -> int | str:
     """Rank 1 is given a dataset that does not exist and returns the error; the others return the length of theirs."""
-    from megaaccum.data.dataset import build_datasets
     from megaaccum.errors import DataError
+    from megaaccum.pretrain.data.dataset import build_datasets
     from tests.support.data_samples import counting_pair, make_plan
 
     rank = os.environ["RANK"]

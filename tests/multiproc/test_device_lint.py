@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import device_lint
 
 

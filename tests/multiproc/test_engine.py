@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.engines import Calls, all_in_calls
 from tests.support.parity import Case, Rig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 KEYS = dict(layout=dict(pp=2), batch=dict(micro_batch_size=1, seq_length=16, pp_microbatches=4))
 

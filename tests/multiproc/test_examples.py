@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXACT = dict(sharding=dict(backend="ddp", params_dtype="fp64"))

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import check
 from tests.support.parity import Case, Rig, gradient
 
@@ -75,7 +75,7 @@ def test_pairs_of_the_table_are_interleaved_and_change_no_bit():
 
 def interleaving_flushes(at: Case) -> list[bool]:
     """Whether a step interleaves, one with a dummy micro-batch, and an evaluation."""
-    from megaaccum.schedule import executor
+    from megaaccum.executor import executor
 
     rig = Rig.of(replace(at, layout=at.layout + " --short_batch pad"))
     seen: list[bool] = []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from megaaccum.checkpoint.folders import Progress
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import cells, problems
 from tests.support.faults import Fault

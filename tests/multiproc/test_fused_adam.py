@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import fused_adam
 from tests.support.parity import Case
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import fuzz, fuzz_cell
 from benchmarks.fuzz_cell import Cell
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 SEED = 35
 

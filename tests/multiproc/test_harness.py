@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from megaaccum.testing import RanksFailed, run_ranks, try_ranks
+from megaaccum.lab.verification.testing import RanksFailed, run_ranks, try_ranks
 
 
 def describe():

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import host_syncs
 from tests.support.parity import Case, Rig
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megaaccum import cli
-from megaaccum.distributed import launch
 from megaaccum.errors import ConfigError
-from megaaccum.testing import try_ranks
+from megaaccum.lab.verification.testing import try_ranks
+from megaaccum.pretrain.launch import launch
 
 
 def launch_here(worker, argv, nproc, options):

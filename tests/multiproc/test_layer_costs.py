@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import VOCAB, Case
 
 EXPERTS = (
@@ -22,10 +22,10 @@ def gradients(case: Case) -> dict[str, tuple[float, float]]:
     import torch
 
     from megaaccum.distributed import groups
+    from megaaccum.executor.wgrad import install
+    from megaaccum.lab.planner import layer_costs
     from megaaccum.model import gpt
     from megaaccum.model.gpt_forward import GptForwardStep
-    from megaaccum.planner import layer_costs
-    from megaaccum.schedule.wgrad import install
 
     plan = layer_costs.of_one_layer_each(case.plan().config)
     built = groups.build(plan.layout, timeout_minutes=1)
@@ -53,7 +53,7 @@ def test_the_pieces_make_up_the_gradient(model: str) -> None:
 
 
 def profile(case: Case, ranks: int = 1):
-    from megaaccum.planner import layer_costs
+    from megaaccum.lab.planner import layer_costs
 
     return layer_costs.measure(case.plan(), vocab_size=VOCAB, repeats=1, data_parallel_size=ranks)
 
@@ -96,7 +96,7 @@ def test_bytes_of_state_and_recompute() -> None:
     ],
 )
 def test_what_cannot_be_measured(model: str, text: str) -> None:
-    from megaaccum.planner import layer_costs
+    from megaaccum.lab.planner import layer_costs
 
     with pytest.raises(ConfigError, match=text):
         layer_costs.of_one_layer_each(replace(Case(2, ""), model=model).plan().config)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks import layouts
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.layouts import MODEL, Outcome, outcomes
 from tests.support.parity import Case
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_engine import BACKENDS, SCHEDULES
 from tests.support.megatron_loop import Loop, LoopRig, as_megatron_has_it
 from tests.support.parity import VOCAB, Case, microbatches
@@ -27,7 +27,7 @@ class ByHand:
 
     def __init__(self, case: Case, *, ours: bool):
         from megaaccum.distributed import groups
-        from megaaccum.interop.megatron_loop import wrap
+        from megaaccum.loop.megatron_loop import wrap
         from megaaccum.model import gpt
 
         plan = case.plan()
@@ -81,8 +81,8 @@ def _theirs(bare: Any, collection: Any, plan: Any) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    from megaaccum.distributed import cpu
-    from megaaccum.training import optimizer
+    from megaaccum.platform import cpu
+    from megaaccum.step import optimizer
 
     inner = optimizer.build(plan, [bare])
     ddp = DistributedDataParallel(
@@ -96,7 +96,7 @@ def _theirs(bare: Any, collection: Any, plan: Any) -> tuple[Any, Any]:
 
 def numbers(case: Case, *, ours: bool) -> list[float]:
     """Losses and norms of steps taken in every way of the protocol, and of one that goes on from a state."""
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     with nullcontext() if ours else cpu.cuda_type_names():  # Megatron's clipping asks for it
         loop = ByHand(case, ours=ours)
@@ -136,7 +136,7 @@ def test_a_loop_by_hand(name, measured):
 
 def with_a_step_that_stays(case: Case) -> list[float]:
     """By mistake what a step that was not taken has left is kept."""
-    from megaaccum.interop.megatron_contract import LoopStep
+    from megaaccum.loop.megatron_contract import LoopStep
 
     with patch.object(LoopStep, "abandon", lambda self: None):
         loop = ByHand(case, ours=True)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_engine import BACKENDS, SCHEDULES
 from tests.support.distance import problems, relative_error
 from tests.support.megatron_loop import Loop, loop_gradient, loop_gradients, spoiled
@@ -55,7 +55,7 @@ def test_train_step(name, measured):
 
 def with_a_second_division(loop: Loop):
     """What Megatron's own wrapper does when it is given 1 / N: gradients are multiplied, before the commit does it."""
-    from megaaccum.interop.megatron_contract import LoopStep
+    from megaaccum.loop.megatron_contract import LoopStep
 
     plain = LoopStep.note_scaling
 

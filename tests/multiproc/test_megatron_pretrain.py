@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.megatron_pretrain import INTERLEAVED, Run, numbers, pretrained
 
 ROUNDING = 1e-5

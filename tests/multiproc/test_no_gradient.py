@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import no_gradient, parity
 from tests.support.distance import problems_with
 from tests.support.parity import Case, Reference

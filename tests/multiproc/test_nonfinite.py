@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import no_gradient
 from tests.support.distance import problems
 from tests.support.faults import Fault, differences, injected, state_of, weights
@@ -181,7 +181,7 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
-    from megaaccum.precision import nonfinite
+    from megaaccum.step import nonfinite
 
     clean, _ = attempt(Rig.of(case), [])
     rig = Rig.of(case)

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.data import pack
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.data import pack
 from tests.support.distance import relative_error
 from tests.support.parity import VOCAB, Case, Gradient, Rig, named, one_process
 

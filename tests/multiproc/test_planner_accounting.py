@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 
 from megaaccum.config import Plan
+from megaaccum.lab.planner.layouts import from_rows, row_of
+from megaaccum.lab.planner.memory import MemoryModel
+from megaaccum.lab.planner.stages import chunks_of_rank, stages_of
+from megaaccum.lab.planner.weights import rank_parameters
+from megaaccum.lab.planner.workload import kernels_of
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.model.layers import choose
-from megaaccum.planner.layouts import from_rows, row_of
-from megaaccum.planner.memory import MemoryModel
-from megaaccum.planner.stages import chunks_of_rank, stages_of
-from megaaccum.planner.weights import rank_parameters
-from megaaccum.planner.workload import kernels_of
-from megaaccum.testing import run_ranks
 from tests.support.accounting import Counted, count
 from tests.support.parity import VOCAB, Case
 

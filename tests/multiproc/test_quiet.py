@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
 
 
 def test_importing_the_libraries_says_nothing():

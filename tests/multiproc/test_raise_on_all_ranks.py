@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megaaccum.errors import ConfigError, DataError, MegaaccumError
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 
 def cases() -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megaaccum.lab.planner import expected
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.model.layers import choose
-from megaaccum.planner import expected
-from megaaccum.testing import run_ranks
 from tests.support.parity import VOCAB, Case, Rig
 
 FLAT = "--num_layers 2 --pp_microbatches 4 --rank_report_interval 3 "
@@ -19,8 +19,8 @@ def found(case: Case, *, missed: bool = False, slow: float = 0.0, late: float = 
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    from megaaccum.metrics.phases import Stopwatch
-    from megaaccum.metrics.ranks import Ranks
+    from megaaccum.observe.phases import Stopwatch
+    from megaaccum.pretrain.metrics.ranks import Ranks
 
     rig = Rig.of(case)
     stages = expected.of_plan(rig.plan, VOCAB, choose(rig.plan.config, has_te=False, on_gpu=False))

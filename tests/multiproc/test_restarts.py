@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import restarts
 from tests.support.distance import FACTOR, total_error
 from tests.support.layouts import Outcome

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import Case, Rig, one_process
 
 EXPERTS = (

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import delays, steps
 from benchmarks.schedules import Setup, main
-from megaaccum.schedule.profile import LayerCost, Profile, write_profile
-from megaaccum.testing import run_ranks
+from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
+from megaaccum.lab.verification.testing import run_ranks
 
 
 def test_it_reports_every_runtime(tmp_path, capsys):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import build, validate
-from megaaccum.testing import run_ranks
 from tests.support import toy
 
 OWN = [("gpipe", 1, "loop"), ("1f1b", 1, "loop"), ("interleaved", 2, "loop"), ("zb-h1", 1, "loop"), ("zbv", 2, "v"),

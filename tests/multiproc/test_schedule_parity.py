@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from megaaccum.lab.search.search import search_order
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, build, write_csv
 from megaaccum.schedule.actions import place
-from megaaccum.schedule.search import search_order
 from megaaccum.schedule.validate import receives
-from megaaccum.testing import run_ranks
 from tests.support.distance import cells, check, one_process_reference, problems
 from tests.support.parity import Case, Rig
 

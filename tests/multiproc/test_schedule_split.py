@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support import split
 
 

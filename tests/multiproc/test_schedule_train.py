@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megaaccum.interop.load import load
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.interop.load import load
 from tests.multiproc.test_train import losses
 
 RUN = (
@@ -18,9 +18,10 @@ RUN = (
 def trained(flags: str) -> None:
     """One start of a run, as each of its ranks sees it."""
     from megaaccum import config
-    from megaaccum.training import loop
+    from megaaccum.lab import advisor
+    from megaaccum.pretrain.training import loop
 
-    loop.train(config.resolve(load(None, flags.split()), world_size=2))
+    loop.train(config.resolve(load(None, flags.split()), world_size=2), advisor)
 
 
 def test_a_run_in_a_v_is_resumed_on_1f1b(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 
 MICROBATCHES, SIZE, SEQ, VOCAB, STEPS = 4, 2, 8, 50, 2
 LAYOUTS = {
@@ -45,9 +45,9 @@ def opened(groups, dataset, *, mine: bool = False):
     """The loader of this rank; mine: one that reads for itself."""
     from functools import partial
 
-    from megaaccum.data.loader import MicrobatchLoader
-    from megaaccum.data.shared import SharedLoader
     from megaaccum.model.gpt_forward import read_by
+    from megaaccum.pretrain.data.loader import MicrobatchLoader
+    from megaaccum.pretrain.data.shared import SharedLoader
 
     at = groups.layout
     last = at.pp * at.vpp - 1

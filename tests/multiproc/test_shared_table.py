@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megaaccum.errors import MegaaccumError
+from megaaccum.lab.search.search import search_order
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, write_csv
 from megaaccum.schedule.actions import place
-from megaaccum.schedule.search import search_order
-from megaaccum.testing import run_ranks
 from tests.support.parity import Case, Rig
 
 LAYOUT = "--pipeline_model_parallel_size 2 --grad_accum_steps 1 --num_chunks 6 --schedule table.csv"

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import cells, one_process_reference, problems, problems_with
 from tests.support.faults import Fault

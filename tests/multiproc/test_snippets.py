@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.snippets import ROOT, TOGETHER, blocks_of
 
 VOCABULARY, LENGTH, MICROBATCHES = 61, 24, 4

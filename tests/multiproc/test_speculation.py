@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.faults import differences, state_of
 from tests.support.parity import VOCAB, Case, microbatches
 

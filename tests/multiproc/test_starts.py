@@ -6,9 +6,9 @@ import os
 import pytest
 
 from megaaccum.errors import CheckpointError, ConfigError
-from megaaccum.interop.load import load
-from megaaccum.metrics import receipts
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import receipts
 from tests.multiproc.test_train import losses
 from tests.support.whole_runs import LAUNCHER
 
@@ -22,14 +22,15 @@ RUN = (
 def started(*starts: str) -> list[str]:
     """Starts in one process after another's end; returns what each was refused with."""
     from megaaccum import config
-    from megaaccum.training import loop
+    from megaaccum.lab import advisor
+    from megaaccum.pretrain.training import loop
 
     refusals = []
     for flags in starts:
         try:
             words = flags.split()
             path = None if words[0].startswith("-") else words.pop(0)
-            loop.train(config.resolve(load(path, words), world_size=1))
+            loop.train(config.resolve(load(path, words), world_size=1), advisor)
             refusals.append("")
         except (CheckpointError, ConfigError) as error:
             refusals.append(str(error))

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from megaaccum.lab.planner import expected, footprint, sync_mode
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.model.layers import choose
-from megaaccum.planner import expected, footprint, sync_mode
-from megaaccum.testing import run_ranks
 from tests.support.parity import SEQ, VOCAB, Case, Rig
 
 SMALL = "--num_layers 4 "
@@ -106,7 +106,7 @@ MEGATRON_PADDING = 64
 def counted(cases: list[Case]) -> list[tuple[tuple[int, int], float, dict[str, int], list[int], list[tuple[str, str]]]]:
     """Of the second step of each case on this rank: pipeline and data-parallel rank, bytes of gathers and reductions
     over data-parallel ranks, memory, elements of each parameter of the stage, and alarms."""
-    from megaaccum.metrics.ranks import Ranks
+    from megaaccum.pretrain.metrics.ranks import Ranks
 
     results = []
     for case in cases:

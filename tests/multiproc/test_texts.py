@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.metrics import journal
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
+from megaaccum.pretrain.metrics import journal
 from tests.support import texts
 from tests.support.parity import Case
 from tests.support.whole_runs import LAUNCHER

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.parity import Case, Gradient, Rig
 

@@ -1,7 +1,7 @@
 """What passes through torch.distributed is counted; test_sync_modes.py holds the counts of steps to predictions."""
 
-from megaaccum.metrics.traffic import Meter
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.observe.traffic import Meter
 
 
 def one_of_each():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.metrics import journal
+from megaaccum.pretrain.metrics import journal
 
 SMALL = (
     "--num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 10 --lr 1e-2 "

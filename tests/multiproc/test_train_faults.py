@@ -12,8 +12,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megaaccum.interop.load import load
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
+from megaaccum.pretrain.interop.load import load
 from tests.support import whole_runs
 from tests.support.data_samples import write_pair
 from tests.support.whole_runs import VOCAB, flags, losses, make_data, train
@@ -214,8 +214,8 @@ def place_of_a_sample(argv: list[str]) -> tuple[int, int]:
     """Number and position (in tokens) of a training sample that is taken in step 3 or later and lies in the middle of
     the dataset: where its bytes are no part of the digest that a resumed run has to agree with."""
     from megaaccum import config
-    from megaaccum.data.dataset import build_datasets
-    from megaaccum.data.indexed import open_pair
+    from megaaccum.pretrain.data.dataset import build_datasets
+    from megaaccum.pretrain.data.indexed import open_pair
 
     plan = config.resolve(load(None, argv), world_size=2)
     train, ids = build_datasets(plan).train, open_pair(plan.config.data.data_path[0]).ids

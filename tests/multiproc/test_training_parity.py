@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import FACTOR, own_part
 from tests.support.parity import (
     Case,
@@ -60,7 +60,7 @@ def train(cases: list[Case]) -> list[Training]:
 
 def train_in_one_process(model: str, global_batch: int, dtype: str) -> tuple[Training, dict[str, Cut]]:
     """The same steps with torch's own clipping and AdamW on the whole batch, and how tp would cut each parameter."""
-    from megaaccum.training import optimizer
+    from megaaccum.step import optimizer
 
     chunk, plan = one_process(model, dtype)
     adam = optimizer.build(plan, [chunk])

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megaaccum.metrics import journal
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
+from megaaccum.pretrain.metrics import journal
 from tests.support.data_samples import counting_pair
 from tests.support.faults import Fault, injected
 

@@ -10,10 +10,10 @@ import yaml
 
 from megaaccum import cli
 from megaaccum.config import resolve
-from megaaccum.interop.load import load
-from megaaccum.metrics import receipts
-from megaaccum.planner.hardware import load_hardware
-from megaaccum.testing import try_ranks
+from megaaccum.lab.planner.hardware import load_hardware
+from megaaccum.lab.verification.testing import try_ranks
+from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import receipts
 from tests.support.whole_runs import LAUNCHER, VOCAB, free_port, make_data
 
 MODEL = dict(

@@ -13,14 +13,14 @@ import pytest
 import megaaccum
 from megaaccum import Plan, cli
 from megaaccum.config import resolve
-from megaaccum.interop.load import load
-from megaaccum.planner import auto_schedule
-from megaaccum.verification import borders
-from megaaccum.verification.case import OwnModel
-from megaaccum.verification.own import case_of
-from megaaccum.verification.relations import CLOSE
-from megaaccum.verification.shrink import settle
-from megaaccum.verification.verdict import CANNOT, PASSED, Verifier
+from megaaccum.lab.planner import auto_schedule
+from megaaccum.lab.verification import borders
+from megaaccum.lab.verification.case import OwnModel
+from megaaccum.lab.verification.own import case_of
+from megaaccum.lab.verification.relations import CLOSE
+from megaaccum.lab.verification.shrink import settle
+from megaaccum.lab.verification.verdict import CANNOT, PASSED, Verifier
+from megaaccum.pretrain.interop.load import load
 from tests.support import hybrid, own_models, whole_runs
 from tests.support.configs import make
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megaaccum.errors import StepError
-from megaaccum.testing import run_ranks
-from megaaccum.training.evaluation import loader_of
-from megaaccum.verification import at_start
+from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.pretrain.training import at_start
+from megaaccum.pretrain.training.evaluation import loader_of
 from tests.support import whole_runs
 from tests.support.parity import VOCAB, Case
 from tests.support.restarts import Run, Samples
@@ -63,11 +63,11 @@ MISTAKES = {
 
 @contextmanager
 def made(name: str, case: Case) -> Iterator[None]:
-    """A mistake of the bank (megaaccum/verification/bank), or one of these."""
+    """A mistake of the bank (megaaccum/lab/verification/bank), or one of these."""
     from megatron.core.distributed import DistributedDataParallel
 
+    from megaaccum.lab.verification import bank
     from megaaccum.step.forward_step import ForwardStep
-    from megaaccum.verification import bank
 
     if name == "buffer left over":
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):

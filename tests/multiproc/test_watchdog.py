@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from megaaccum.distributed.watchdog import EXIT_CODE
-from megaaccum.testing import run_ranks, try_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
+from megaaccum.pretrain.launch.watchdog import EXIT_CODE
 from tests.multiproc.test_transaction import SMALL
 
 
 def hangs(folder: Path, *, rank: int, microbatch: int) -> None:
     """`megaaccum train` in which `rank` falls asleep in its forward of a micro-batch of step 2."""
     from megaaccum.cli.train import main
-    from megaaccum.distributed import watchdog
     from megaaccum.model.gpt import GPTModel
+    from megaaccum.pretrain.launch import watchdog
 
     forward, calls = GPTModel.forward, []
 
@@ -49,7 +49,7 @@ def test_every_rank_says_what_it_was_doing_and_ends(tmp_path):
 def quick(seconds: float) -> list[str]:
     """A step within the limit, and how its rank sees itself then."""
     from megaaccum.distributed.breadcrumbs import Trace
-    from megaaccum.distributed.watchdog import Watchdog
+    from megaaccum.pretrain.launch.watchdog import Watchdog
 
     trace = Trace()
     for limit in (0.0, 30.0):

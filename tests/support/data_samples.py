@@ -1,4 +1,4 @@
-"""Small datasets and plans for the tests of megaaccum.data."""
+"""Small datasets and plans for the tests of megaaccum.pretrain.data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megaaccum.config import Plan
-from megaaccum.data.indexed import PairWriter, id_type
+from megaaccum.pretrain.data.indexed import PairWriter, id_type
 from tests.support.configs import plan
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew strong tea in old copper pots".split()

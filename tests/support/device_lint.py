@@ -27,7 +27,7 @@ class OnHost(AssertionError):
 @contextmanager
 def following() -> Iterator[None]:
     """Follow devices inside; collectives raise OnHost where NCCL would."""
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(cpu, "device", lambda: GPU))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import Case, Cut, Gradient, Reference, gradients, references
 
 if TYPE_CHECKING:

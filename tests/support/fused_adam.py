@@ -38,7 +38,7 @@ class CountsCalls(torch.optim.Optimizer):
 def build(plan, chunks) -> CountsCalls:
     """In the place of training.optimizer.build."""
     from megaaccum.model import gpt
-    from megaaccum.training import lr_schedule
+    from megaaccum.step import lr_schedule
 
     keys = plan.config.optimizer
     groups = lr_schedule.param_groups(list(gpt.named_parameters(chunks)), keys.weight_decay)
@@ -47,7 +47,7 @@ def build(plan, chunks) -> CountsCalls:
 
 def trained(case: Case, stands_in: bool, steps: int, resume_at: int) -> dict[str, torch.Tensor]:
     """Masters of this rank after `steps` steps, built again from the state before step `resume_at`."""
-    from megaaccum.training import optimizer
+    from megaaccum.step import optimizer
 
     with patch.object(optimizer, "build", build if stands_in else optimizer.build):
         rig = Rig.of(case)

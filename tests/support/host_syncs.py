@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 from tests.support.parity import Case, Rig
 
 OF_THE_HOST = (

@@ -30,7 +30,7 @@ def globals_of(plan) -> None:
     from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.training import global_vars
 
-    from megaaccum.interop import megatron_args
+    from megaaccum.pretrain.interop import megatron_args
 
     args = SimpleNamespace(**megatron_args.defaults())
     args.seq_length, args.micro_batch_size = plan.batch.seq_length, plan.batch.micro_batch_size
@@ -57,7 +57,7 @@ class LoopRig(Rig):
         from megatron.core.distributed import finalize_model_grads
 
         from megaaccum.distributed import groups
-        from megaaccum.interop.megatron_loop import get_forward_backward_func, wrap
+        from megaaccum.loop.megatron_loop import get_forward_backward_func, wrap
         from megaaccum.model import gpt
 
         plan = loop.case.plan()

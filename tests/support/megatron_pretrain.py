@@ -107,14 +107,14 @@ def pretrained(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _pretrained(run: Run) -> list[str]:
-    from megaaccum.interop.megatron_loop import pretrain as our_pretrain  # isort: skip  # the changed import
+    from megaaccum.loop.megatron_loop import pretrain as our_pretrain  # isort: skip  # the changed import
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     training.destroy_global_state()
     parallel_state.destroy_model_parallel()

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 
 from megaaccum.config.keys import ALIASES
-from megaaccum.distributed import cpu
-from megaaccum.interop.load import load
+from megaaccum.platform import cpu
+from megaaccum.pretrain.interop.load import load
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -145,8 +145,8 @@ class Rig:
         from megaaccum.distributed import groups
         from megaaccum.model import gpt
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.step import optimizer
         from megaaccum.step.train_step import TrainStep
-        from megaaccum.training import optimizer
 
         plan = case.plan()
         groups.destroy()

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.executor.p2p import Mail
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.p2p import Mail
 from megaaccum.schedule.validate import sends
 
 COMPUTE = "compute"

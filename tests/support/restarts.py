@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from megaaccum.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import FACTOR, total_error
 from tests.support.layouts import Outcome, outcome_of
 from tests.support.parity import VOCAB, Case, Cut, Gradient, Reference, Rig, named, sample
@@ -77,7 +77,7 @@ class Run(Rig):
 
     def step(self, *, update: bool = True) -> Next:
         """The next step. update: whether the weights follow; if not, only its gradient counts."""
-        from megaaccum.data.loader import MicrobatchLoader
+        from megaaccum.pretrain.data.loader import MicrobatchLoader
 
         batch, optimizer_step = self.plan.batch, self.backend.step
         loader = MicrobatchLoader(

@@ -38,7 +38,7 @@ def _count(run) -> tuple[int, object]:
 
 def count_flops() -> Flops:
     """F and Megatron's own backward, then F, I and W of the split."""
-    from megaaccum.schedule.wgrad import WeightGrads, install, put_aside
+    from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 
     decoder, x = _layers(batch=4)
     forward, y = _count(lambda: decoder(x, None, rotary_pos_emb=None))
@@ -55,7 +55,7 @@ def count_flops() -> Flops:
 
 def gradients(split: bool, recompute: bool, dtype: str) -> dict[str, torch.Tensor]:
     """Gradients of a whole GPT over two micro-batches, whose weight gradients come after both input gradients."""
-    from megaaccum.schedule.wgrad import WeightGrads, install, put_aside
+    from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 
     # Untied: embedding and head would add to one gradient in another order.
     flags = MODEL.replace("128", "32") + " --untie_embeddings_and_output_weights"
@@ -86,7 +86,7 @@ def gradients(split: bool, recompute: bool, dtype: str) -> dict[str, torch.Tenso
 
 def evaluation_and_frozen() -> tuple[bool, bool]:
     """Whether installed layers give the same without gradients, and leave frozen weights alone."""
-    from megaaccum.schedule.wgrad import install
+    from megaaccum.executor.wgrad import install
 
     decoder, x = _layers(batch=1)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def live_after_each_pass() -> list[int]:
     """Bytes that autograd saved of one micro-batch and that are still alive after F, after I, after W."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from megaaccum.schedule.wgrad import WeightGrads, install, put_aside
+    from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 
     decoder, x = _layers(batch=4)
     install(decoder)
@@ -133,7 +133,7 @@ def live_after_each_pass() -> list[int]:
 def refused() -> str:
     """The message where layers add their weight gradients themselves."""
     from megaaccum.errors import ConfigError
-    from megaaccum.schedule.wgrad import install
+    from megaaccum.executor.wgrad import install
 
     decoder, _ = _layers(batch=1)
     decoder.config.gradient_accumulation_fusion = True

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megaaccum.training.core_metric import Row, mean_log_likelihoods
-from megaaccum.training.sampling import sample
+from megaaccum.pretrain.training.core_metric import Row, mean_log_likelihoods
+from megaaccum.pretrain.training.sampling import sample
 from tests.support.engines import engine_of
 from tests.support.parity import VOCAB, Case, microbatches
 

@@ -14,7 +14,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 from tests.support import configs
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
@@ -322,8 +322,8 @@ def departures(name: str, m: int, experts: int | None) -> list[str]:
     from unittest import mock
 
     from megaaccum import get_forward_backward_func
-    from megaaccum.schedule import passes
-    from megaaccum.schedule.p2p import Mail
+    from megaaccum.executor import passes
+    from megaaccum.executor.p2p import Mail
 
     events: list[str] = []
     send, calc = Mail.send, passes.forward_step_calc_loss

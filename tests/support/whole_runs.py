@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaaccum.metrics import journal
-from megaaccum.testing import try_ranks
+from megaaccum.lab.verification.testing import try_ranks
+from megaaccum.pretrain.metrics import journal
 from tests.support.data_samples import counting_pair
 
 VOCAB = 2000
@@ -66,7 +66,7 @@ def train(
 
 def _train(argv: list[str], worker: str, max_bytes: int) -> None:
     from megaaccum import cli
-    from megaaccum.distributed import launch
+    from megaaccum.pretrain.launch import launch
 
     for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
         os.environ.pop(name, None)
@@ -133,7 +133,7 @@ def losses(folder: Path) -> list[float]:
 
 def dies_before_the_ranks_meet(argv: list[str]) -> int:
     from megaaccum.cli import train
-    from megaaccum.training import loop
+    from megaaccum.pretrain.training import loop
 
     start = loop.start_together
     loop.start_together = lambda plan: _die_on_rank_1() or start(plan)
@@ -152,7 +152,7 @@ def builds_no_model(argv: list[str]) -> int:
 def dies_after_three_steps(argv: list[str]) -> int:
     """Rank 1 is killed when the log has step 3."""
     from megaaccum.cli import train
-    from megaaccum.training import loop
+    from megaaccum.pretrain.training import loop
 
     log_step = loop.log_step
 
@@ -208,11 +208,12 @@ stage, a checkpoint, a micro-batch's forward in an evaluation."""
 
 def reads_slowly(argv: list[str]) -> int:
     """Time passes in reading, computing, saving and starting, and nowhere else: each rank has a clock of its own."""
-    from megaaccum.checkpoint import saver
     from megaaccum.cli import train
-    from megaaccum.data import loader
-    from megaaccum.metrics import log, phases, receipts
     from megaaccum.model import gpt_forward
+    from megaaccum.observe import phases
+    from megaaccum.pretrain.data import loader
+    from megaaccum.pretrain.metrics import log, receipts
+    from megaaccum.pretrain.training import saver
 
     started = float(os.environ.get("TEST_LAUNCHED", LAUNCH))
     os.environ[receipts.LAUNCHED] = str(started)

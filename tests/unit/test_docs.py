@@ -10,7 +10,7 @@ import pytest
 from megaaccum import cli
 from megaaccum.cli import check
 from megaaccum.config.keys import ALIASES, SECTIONS
-from megaaccum.schedule.profile import LayerCost, Profile, write_profile
+from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from tests.support.snippets import NOT_RUN, ON_THEIR_OWN, TOGETHER, blocks_of
 
 ROOT = Path(__file__).parents[2]

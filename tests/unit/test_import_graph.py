@@ -1,4 +1,5 @@
-"""The graph of this package's own imports, read with `ast`: no cycle, and imports at the top of a module."""
+"""The graph of this package's own imports, read with `ast`: no cycle of modules, folders and storeys in one order, and
+imports at the top of a module. For folders, imports for types and inside functions count too."""
 
 from __future__ import annotations
 
@@ -13,11 +14,21 @@ import megaaccum
 
 ROOT = Path(megaaccum.__file__).parent
 
+FOLDERS = (
+    "units errors schedule config platform upstream distributed observe model executor sharding checkpoint step engine"
+    " loop pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.training lab.search lab.planner"
+    " lab.verification lab cli train"
+).split()
+"""From the lowest: a folder imports those before it. docs/concepts/design.md has the reasons."""
+
+FACE = {"megaaccum", "megaaccum.__main__"}
+"""They import whatever a name or a command asks for, inside functions."""
+
 LATE = {
     "megaaccum.distributed.preload": "imports the libraries themselves, at the moment that a rank asks for",
-    "megaaccum.verification.on_ranks": "ranks import what they run; the process that starts them needs no Megatron",
-    "megaaccum.verification.launched": "the CPU lane's stand-ins have to be there before Megatron is imported",
-    "megaaccum.metrics.traffic": "torch is loaded by then, and not by `megaaccum --help`",
+    "megaaccum.lab.verification.on_ranks": "ranks import what they run; the process that starts them needs no Megatron",
+    "megaaccum.lab.verification.launched": "the CPU lane's stand-ins have to be there before Megatron is imported",
+    "megaaccum.observe.traffic": "torch is loaded by then, and not by `megaaccum --help`",
 }
 """Modules outside cli/ and __init__.py that import ours inside functions, where a heavy library comes with it."""
 
@@ -27,6 +38,12 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
+
+
+def folder_of(module: str) -> str:
+    """`step` of megaaccum.step.loss, `lab.search` of megaaccum.lab.search.cut, `errors` of megaaccum.errors."""
+    first, *rest = module.split(".")[1:]
+    return f"{first}.{rest[0]}" if f"{first}.{rest[:1] and rest[0]}" in FOLDERS else first
 
 
 def names(node: ast.AST) -> set[str]:
@@ -39,16 +56,25 @@ def names(node: ast.AST) -> set[str]:
     return set()
 
 
-def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
-    """(module of ours, whether the import is inside a function) of a file, without those for type checkers."""
+def imports(tree: ast.AST, inside: bool = False, *, types: bool = False) -> Iterator[tuple[str, bool]]:
+    """(module of ours, whether the import is inside a function) of a file. types: those for type checkers too."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield from ((name, inside) for name in names(node))
-        yield from imports(node, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+        within = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from imports(node, within, types=types)
 
 
-GRAPH = {name: list(imports(ast.parse(path.read_text(encoding="utf-8")))) for name, path in MODULES.items()}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+GRAPH = {name: list(imports(tree)) for name, tree in TREES.items()}
+ARROWS = [(name, to) for name, tree in TREES.items() for to, _ in imports(tree, types=True)]
+
+
+def uphill(arrows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Imports of a module in a folder that comes later."""
+    at = {folder: number for number, folder in enumerate(FOLDERS)}
+    return [(a, b) for a, b in arrows if not {a, b} & FACE and at[folder_of(a)] < at[folder_of(b)]]
 
 
 def assert_acyclic(graph: dict[str, list[tuple[str, bool]]]) -> None:
@@ -60,21 +86,46 @@ def test_no_cycle_at_load_or_inside_functions() -> None:
 
 
 def test_a_cycle_inside_a_function_is_seen() -> None:
-    (edge,) = imports(ast.parse("def late():\n    from megaaccum.interop import load"))
-    assert edge == ("megaaccum.interop.load", True)
+    (edge,) = imports(ast.parse("def late():\n    from megaaccum.pretrain.interop import load"))
+    assert edge == ("megaaccum.pretrain.interop.load", True)
     assert ("megaaccum.errors", False) in GRAPH["megaaccum.config.source"]
     with pytest.raises(CycleError):
         assert_acyclic(GRAPH | {"megaaccum.config.source": [*GRAPH["megaaccum.config.source"], edge]})
 
 
-def test_config_imports_no_reader_of_other_programs_formats() -> None:
-    readers = [
-        (name, to)
-        for name, edges in GRAPH.items()
-        for to, _ in edges
-        if name.startswith("megaaccum.config") and to.startswith("megaaccum.interop")
-    ]
-    assert readers == []
+def test_every_module_is_in_a_folder_that_has_its_place() -> None:
+    assert {folder_of(name) for name in MODULES.keys() - FACE} - set(FOLDERS) == {"pretrain"}  # its __init__ is empty
+    assert not GRAPH["megaaccum.pretrain"]
+
+
+def test_folders_import_those_below_them() -> None:
+    assert uphill(ARROWS) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from megaaccum.lab import planner",
+        "def late():\n    from megaaccum.pretrain.data import dataset",
+        "if TYPE_CHECKING:\n    from megaaccum.engine import Engine",
+    ],
+)
+def test_an_import_uphill_is_seen(statement: str) -> None:
+    edges = [("megaaccum.step.loss", to) for to, _ in imports(ast.parse(statement), types=True)]
+    assert len(uphill(edges)) == 1
+
+
+def test_tables_of_schedules_need_no_torch() -> None:
+    heavy = {"torch", "deepspeed", "megatron"}
+    for name, tree in TREES.items():
+        if name.startswith("megaaccum.schedule"):
+            found = {
+                alias.name.split(".")[0]
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module or "")])
+            }
+            assert not heavy & found, name
 
 
 def test_imports_inside_functions_are_in_the_command_line_or_have_a_reason() -> None:

@@ -102,7 +102,7 @@ def serial(model: str = FP8) -> Run:
 @contextmanager
 def without_us() -> Iterator[None]:
     """Histories as Transformer Engine moves them alone."""
-    from megaaccum.precision import fp8
+    from megaaccum.model import fp8
     from megaaccum.upstream import te
 
     te.give_back_updates()

@@ -91,7 +91,7 @@ def _play_hopper() -> None:
     """Let torch answer as with an H100, where TE asks before it computes."""
     import torch
 
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     cpu._redirect_factories()
     cpu._redirect_cuda_module()

@@ -39,7 +39,8 @@ def main(results: Path, names: list[str]) -> None:
 def prepare() -> None:
     """Transformer Engine in, megaaccum's own hiding of it out, and the rest of the CPU lane as it is."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from megaaccum.distributed import cpu, preload
+    from megaaccum.distributed import preload
+    from megaaccum.platform import cpu
 
     preload.prepare()
     from tests.support.fp8 import te_on_cpu
@@ -52,7 +53,7 @@ def prepare() -> None:
     cpu._redirect_rng()
     cpu.has_accelerator = lambda: False
     from megaaccum import upstream
-    from megaaccum.precision import fp8
+    from megaaccum.model import fp8
 
     upstream.without_shared_memory_operator()
     upstream.one_gloo_device()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megaaccum.checkpoint import save_load
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 
 
 def test_copies_do_not_change_with_the_tensors():

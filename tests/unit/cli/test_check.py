@@ -11,10 +11,10 @@ import pytest
 
 from megaaccum.cli import check
 from megaaccum.config import resolve
-from megaaccum.distributed.hostfile import read_hostfile
+from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.errors import ConfigError
-from megaaccum.interop.deepspeed_json import deepspeed_config
-from megaaccum.interop.load import load
+from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.launch.hostfile import read_hostfile
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
 

@@ -16,10 +16,10 @@ from megaaccum.cli import calibrate
 from megaaccum.config import resolve
 from megaaccum.config.schema import ModelConfig, ParallelConfig
 from megaaccum.config.stage_layout import layers_of_stages
-from megaaccum.interop.load import load
-from megaaccum.planner.hardware import load_hardware
-from megaaccum.planner.picture import pareto_front
-from megaaccum.schedule.profile import LayerCost, Profile, write_profile
+from megaaccum.lab.planner.hardware import load_hardware
+from megaaccum.lab.planner.picture import pareto_front
+from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
+from megaaccum.pretrain.interop.load import load
 
 LLAMA = str(Path(__file__).parents[3] / "configs" / "llama3_8b.yaml")
 PLAN = ["plan", LLAMA, "--gpus", "64", "--gpu", "h100", "--max-cp", "1"]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megaaccum import cli
-from megaaccum.metrics import receipts
-from megaaccum.metrics.log import RunLog
+from megaaccum.lab.planner import expected
 from megaaccum.model.layers import choose
-from megaaccum.planner import expected
+from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.metrics.log import RunLog
 from tests.support.configs import plan
-from tests.unit.metrics.test_log import Clock
+from tests.unit.pretrain.metrics.test_log import Clock
 
 
 def make_run(folder: Path, *, steps: int = 6, **keys: object) -> Path:

@@ -6,10 +6,10 @@ import pytest
 
 from megaaccum.cli import main
 from megaaccum.errors import ScheduleError
+from megaaccum.executor.timeline import write_trace
 from megaaccum.schedule import Costs, build, read_csv, simulate
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.render import draw, text
-from megaaccum.schedule.timeline import write_trace
 
 
 def run(capsys, command: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from megaaccum.cli import check
 from megaaccum.config import Plan, precision
-from megaaccum.interop.load import load
+from megaaccum.pretrain.interop.load import load
 from tests.support.configs import SMALL, plan
 
 H100, T4 = (9, 0), (7, 5)

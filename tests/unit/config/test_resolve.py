@@ -11,7 +11,7 @@ from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
 from megaaccum.errors import ConfigError
-from megaaccum.interop.load import load
+from megaaccum.pretrain.interop.load import load
 from tests.support.configs import make, plan
 
 FILE = """

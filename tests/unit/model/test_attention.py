@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import GlobalMemoryBuffer
 
-from megaaccum.data.loader import starts_of
 from megaaccum.model.attention import FusedAttention, LocalAttention
+from megaaccum.pretrain.data.loader import starts_of
 
 HEADS, GROUPS, CHANNELS, ROWS = 4, 2, 8, 2
 END = 0

@@ -7,11 +7,11 @@ import torch
 
 from megaaccum.config import Plan, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.interop.load import load
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.model import gpt, layers
 from megaaccum.model.local_norm import Norm
-from megaaccum.testing import run_ranks
-from megaaccum.training import lr_schedule, optimizer
+from megaaccum.pretrain.interop.load import load
+from megaaccum.step import lr_schedule, optimizer
 from tests.support.configs import make
 
 

@@ -71,7 +71,7 @@ def groups():
     """A world of one rank, which Megatron's model wants even on the meta device."""
     import torch.distributed as dist
 
-    from megaaccum.distributed import cpu
+    from megaaccum.platform import cpu
 
     cpu.install()
     store = dist.HashStore()

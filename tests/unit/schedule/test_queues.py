@@ -3,7 +3,8 @@
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.schedule import build, p2p
+from megaaccum.executor import p2p
+from megaaccum.schedule import build
 from tests.support.queues import stuck
 
 OWN = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megaaccum.distributed import cpu
+from megaaccum.platform import cpu
 from megaaccum.sharding.cold_experts import _AHEAD, ColdExperts, ExpertLayer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaaccum.errors import RankDisagreement, StepError
-from megaaccum.precision.nonfinite import Finding, Findings, ZeroNonFinite
+from megaaccum.step.nonfinite import Finding, Findings, ZeroNonFinite
 from megaaccum.step.recovery import BadSteps, NormGuard
 from megaaccum.step.short_batch import filled, too_few
 from tests.support.configs import plan

@@ -1,0 +1,265 @@
+"""Runs a schedule over Megatron chunks: one flush, on one rank, in Megatron's calling convention.
+
+A full backward is done as I, then W: the input gradient leaves before the weight gradients are computed. In Megatron's
+terms this is a `forward_backward_func`; `megaaccum.get_forward_backward_func` gives it out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megaaccum import upstream
+from megaaccum.errors import FlushError
+from megaaccum.executor.hooks import Hooks
+from megaaccum.executor.p2p import Mail
+from megaaccum.executor.passes import (
+    Backward,
+    Call,
+    Forward,
+    Forwarded,
+    FusedPass,
+    ModulePasses,
+    PlanPasses,
+    Saved,
+    announce,
+)
+from megaaccum.executor.wgrad import WeightGrads, put_aside
+from megaaccum.platform import cpu
+from megaaccum.schedule.actions import Action, Item, Pair, Schedule
+
+
+@dataclass(slots=True, kw_only=True)
+class FlushRecord:
+    """A rank's record of a flush. spans: (start, end) of each action in seconds of time.perf_counter, in the order of
+    `schedule.actions(rank)`, without what it waited for its input; on a GPU that is when it was launched. The peaks are
+    counted as `validate` counts."""
+
+    schedule: Schedule
+    rank: int
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    peak_in_flight: int = 0
+    peak_deferred: int = 0
+
+
+class Flush:
+    """One flush of a schedule on one rank, run from its first action to its last."""
+
+    def __init__(self, schedule: Schedule, rank: int, call: Call, mail: Mail, hooks: Hooks, fused: FusedPass):
+        self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
+        self._hooks, self._fused, self._config = hooks, fused, call.config
+        self._passes = _passes(call)
+        self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._owed: dict[tuple[int, int], WeightGrads] = {}
+        self._passed_on: dict[tuple[str, int, int], torch.Tensor] = {}  # between two chunks of this rank
+        self._started: set[int] = set()
+        self._nothing: torch.Tensor | None = None
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=cpu.device())
+        self.record = FlushRecord(schedule=schedule, rank=rank)
+        self._left = self._items()
+
+    def run(self, items: int | None = None) -> None:
+        """Do what is left of the rank's actions, in order, or the next `items` of them (a pair counts once). Raises
+        FlushError, from the cause, naming rank, action and micro-batch."""
+        self._each(self._do, items)
+        if items is None:
+            self._end()
+
+    def drain(self) -> None:
+        """Exchange the messages that are left, without content, and compute nothing: the flush counts for nothing.
+        Every rank of the pipeline does so, each from where it is. Raises FlushError."""
+        self._each(self._pass_nothing)
+        self._saved.clear()
+        self._end()
+
+    def _each(self, do: Callable[[Item], None], items: int | None = None) -> None:
+        for item in itertools.islice(self._left, items):
+            self._now = item
+            try:
+                do(item)
+            except Exception as error:
+                raise self._failure(error) from error
+
+    def _end(self) -> None:
+        self.mail.finish()
+        assert not (self._saved or self._owed or self._passed_on), "a valid schedule leaves nothing open"
+
+    def _items(self) -> Iterator[Item]:
+        if not self.call.forward_only:
+            yield from self.schedule.items[self.rank]
+        else:
+            yield from (action for action in self.schedule.actions(self.rank) if action.kind == "F")
+
+    def _do(self, item: Item) -> None:
+        if not isinstance(item, Pair):
+            self._single(item)
+        elif isinstance(self._passes, PlanPasses):
+            self._interleaved(item, self._passes)
+        else:
+            self._fused(lambda: self._single(item.forward), lambda: self._single(item.backward))
+
+    def _single(self, action: Action) -> None:
+        self._now = action
+        self._begun = time.perf_counter()
+        if action.kind == "F":
+            self._forward(action)
+        if action.kind in "IB":
+            self._input_grad(action)
+        if action.kind in "WB":
+            self._weight_grad(action)
+        self._note(1)
+
+    def _interleaved(self, pair: Pair, passes: PlanPasses) -> None:
+        """A fused pair as one pass. Its weight gradients come after it, when both of its results have left."""
+        self._begun = time.perf_counter()
+        self._forward_and_input_grad(pair, passes)
+        self._weight_grad(pair.backward)
+        self._note(2)
+
+    def _note(self, actions: int) -> None:
+        self.record.spans += [(self._begun, time.perf_counter())] * actions
+
+    # --- the three passes ---
+
+    def _forward(self, action: Action) -> None:
+        at = self._ready_forward(action)
+        self._forward_done(at, self._passes.forward(at))
+
+    def _input_grad(self, action: Action) -> None:
+        at = self._ready_backward(action)
+        with put_aside(self._owed[action.chunk, action.microbatch]):
+            self._passes.backward(at)
+        self._backward_done(action)
+
+    def _forward_and_input_grad(self, pair: Pair, passes: PlanPasses) -> None:
+        at, back = self._ready_forward(pair.forward), self._ready_backward(pair.backward)
+        with put_aside(self._owed[pair.backward.chunk, pair.backward.microbatch]):
+            forwarded = passes.pair(at, back)
+        self._forward_done(at, forwarded)
+        self._backward_done(pair.backward)
+
+    def _ready_forward(self, action: Action) -> Forward:
+        """A forward and its input, which is waited for."""
+        _, chunk, microbatch = action
+        stage, first = self._stages[chunk], chunk not in self._started
+        if first:
+            self._hooks.before_first_forward(chunk)
+            self._started.add(chunk)
+        announce(self.call, chunk, microbatch, first=first)  # before waiting, when there may be time
+        received = None if stage == 0 else self._arrived("F", stage - 1, microbatch)
+        if received is not None and not self.call.forward_only:
+            received.requires_grad_()
+        return Forward(
+            chunk=chunk, microbatch=microbatch, received=received, last_stage=stage == self._last,
+            send=lambda output: self._pass_on("F", stage, microbatch, output, to=stage + 1),
+        )  # fmt: skip
+
+    def _forward_done(self, at: Forward, forwarded: Forwarded) -> None:
+        saved, num_tokens = forwarded
+        if at.last_stage:
+            assert num_tokens is not None
+            self.num_tokens += num_tokens.to(self.num_tokens.device)
+        if self.call.forward_only:
+            return
+        self._saved[at.chunk, at.microbatch] = saved
+        self.record.peak_in_flight = max(self.record.peak_in_flight, len(self._saved))
+        if not at.last_stage and self._config.deallocate_pipeline_outputs:
+            self._let_go(saved.output)
+
+    def _let_go(self, output: torch.Tensor) -> None:
+        """Of an output that was sent only the place in the graph is needed: its sender holds the content.
+        Megatron-core's deallocate_output_tensor does so with a new tensor each time, and raises for a view."""
+        if output._base is None:  # else others hold the content too
+            self._nothing = output.new_empty(1) if self._nothing is None else self._nothing
+            output.data = self._nothing
+
+    def _ready_backward(self, action: Action) -> Backward:
+        """A backward and the gradient that it starts from, which is waited for."""
+        _, chunk, microbatch = action
+        stage = self._stages[chunk]
+        grad = None if stage == self._last else self._arrived("B", stage + 1, microbatch)
+        self._owed[chunk, microbatch] = WeightGrads()
+        self._hooks.before_input_grad(action)
+        return Backward(
+            saved=self._saved[chunk, microbatch], grad=grad,
+            send=lambda grad_input: self._pass_on("B", stage, microbatch, grad_input, to=stage - 1),
+        )  # fmt: skip
+
+    def _backward_done(self, action: Action) -> None:
+        # Only now: until here its activations are alive.
+        del self._saved[action.chunk, action.microbatch]
+        if action.kind == "I":
+            self.record.peak_deferred = max(self.record.peak_deferred, len(self._owed))
+        self._hooks.after_input_grad(action)
+
+    def _weight_grad(self, action: Action) -> None:
+        self._hooks.before_weight_grad(action)
+        self._owed.pop((action.chunk, action.microbatch)).compute(self._hooks.add_weight_grad)
+        self._hooks.after_weight_grad(action)
+
+    def _pass_nothing(self, item: Item) -> None:
+        """Take an action's input and send a tensor of its output's shape."""
+        for kind, chunk, microbatch in item if isinstance(item, Pair) else (item,):
+            if kind == "W":
+                continue
+            message, step = ("F", 1) if kind == "F" else ("B", -1)
+            stage = self._stages[chunk]
+            if 0 <= stage - step <= self._last:
+                self._arrived(message, stage - step, microbatch)
+            if 0 <= stage + step <= self._last:
+                nothing = self.mail.new_buffer((stage, microbatch)).zero_()
+                self._pass_on(message, stage, microbatch, nothing, to=stage + step)
+
+    # --- between stages ---
+
+    def _arrived(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
+        owner = self.schedule.rank_of_stage[stage]
+        if owner == self.rank:
+            return self._passed_on.pop((kind, stage, microbatch))
+        self._awaited = (kind, stage, microbatch)
+        tensor = self.mail.receive(owner, kind, (stage, microbatch))
+        self._awaited, self._begun = None, time.perf_counter()
+        return tensor
+
+    def _pass_on(self, kind: str, stage: int, microbatch: int, tensor: torch.Tensor, *, to: int) -> None:
+        owner = self.schedule.rank_of_stage[to]
+        if owner == self.rank:
+            self._passed_on[kind, stage, microbatch] = tensor
+        else:
+            self.mail.send(tensor.contiguous(), owner, kind)
+
+    # --- failures ---
+
+    _now: Item
+    _awaited: tuple[str, int, int] | None = None
+
+    def _failure(self, error: Exception) -> FlushError:
+        """The error of this rank, which tells the others' what happened first."""
+        key = "megaaccum/flush/" + ",".join(map(str, self.mail.members))
+        where = f"pipeline rank {self.rank} (global rank {dist.get_rank()})"
+        at = f"{self._now.describe()} of schedule {self.schedule.name}"
+        if self._awaited is None:
+            text = f"{where} failed in {at}: {type(error).__name__}: {error}"
+            upstream.note_failure(key, text)
+            return FlushError(text)
+        kind, stage, microbatch = self._awaited
+        what = "activation" if kind == "F" else "gradient"
+        owner = self.schedule.rank_of_stage[stage]
+        first = upstream.noted_failure(key)
+        because = f"; before that, {first}" if first else f": {type(error).__name__}: {error}"
+        return FlushError(
+            f"{where}, in {at}, waited for the {what} of stage {stage}, micro-batch {microbatch}, from pipeline rank"
+            f" {owner}, and it did not come{because}"
+        )
+
+
+def _passes(call: Call) -> ModulePasses | PlanPasses:
+    """Schedule plans where Megatron's configuration asks for them; an evaluation has nothing to interleave."""
+    overlaps = getattr(call.config, "overlap_moe_expert_parallel_comm", False)
+    return PlanPasses(call) if overlaps and not call.forward_only else ModulePasses(call)

@@ -1,0 +1,45 @@
+"""The planner and the proofs, as the training loop takes them (`pretrain.training.advisor.Advisor`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megaaccum.lab.planner import auto_schedule, expected, footprint, sync_mode
+from megaaccum.lab.verification import at_start
+from megaaccum.model import gpt
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.engine import Engine
+    from megaaccum.pretrain.data.dataset import Datasets
+    from megaaccum.pretrain.data.shared import SharedLoader
+    from megaaccum.pretrain.metrics.expected import Expected
+
+
+def resolve(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
+    """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit, and, where there is a choice, why
+    these; the same on every rank. Raises ConfigError if none fits."""
+    settled = auto_schedule.settle(plan, device_bytes, layers_of=gpt.layers_of)
+    is_chosen = sync_mode.limit_of(plan, device_bytes) is not None or auto_schedule.is_open(plan)
+    return settled, [note for note in settled.notes if is_chosen and note not in plan.notes]
+
+
+def sync_mode_of(plan: Plan) -> str:
+    """The sharding mode of a plan, in words."""
+    return str(footprint.chosen(plan))
+
+
+def expected_of(plan: Plan, vocab: int) -> list[Expected]:
+    """Bytes that ranks move and hold, by pipeline rank; empty if the schedule is not known."""
+    return expected.of_plan(plan, vocab, gpt.layers_of(plan))
+
+
+def predicted(plan: Plan, vocab: int, *, device: str | None, device_bytes: float | None) -> dict[str, Any]:
+    """The prediction as a receipt has it. device: its name, None for a CPU."""
+    return expected.for_receipt(plan, vocab, gpt.layers_of(plan), device=device, device_bytes=device_bytes)
+
+
+def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str | None:
+    """Verify the next step of a run if that is due, and return a line for the log. Collective over the world. Raises
+    StepError on every rank if the gradient depends on how its samples are split."""
+    return at_start.verify_start(engine, data, loader) if at_start.is_due(engine) else None

@@ -1,0 +1,234 @@
+"""Bytes that a micro-batch leaves for its backward pass, by part of the model.
+
+T tokens of a micro-batch on a rank are seq_length * micro_batch_size / cp. What the tp ranks hold in full, they hold
+a 1/tp of under sequence parallelism. Terms follow arXiv 2205.05198, section 4, generalised to gated MLPs, grouped
+queries, latent attention and experts; a test counts the tensors that autograd saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner import local_layers
+from megaaccum.lab.planner.layouts import RECOMPUTE, Layouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The parts of the layers, as far as it decides which tensors are kept."""
+
+    element: int = 2
+    """Bytes of an activation."""
+    local: bool = False
+    """Megatron's local layers on torch's own operators, instead of Transformer Engine's: local_layers.py counts."""
+    flash: bool = True
+    """Attention keeps no scores (arXiv 2205.14135)."""
+    matmul_element: float | None = None
+    """Bytes of an input kept for a linear layer's weight gradient: 1 under FP8. None: as `element`."""
+    every_second_matmul: bool = False
+    """Selective recompute by operation, as torchtitan's: a layer keeps its input, the attention's output and every
+    second matrix product, instead of everything but the scores."""
+    recompute_modules: frozenset[str] = frozenset({"core_attn"})
+    """What selective recompute brings back (Megatron's recompute_modules)."""
+    logit_bytes: float = 8.0
+    """Bytes per logit at the peak of the loss: the 16-bit logits, their FP32 softmax, and the 16-bit gradient."""
+
+    @property
+    def saved_input(self) -> float:
+        """Bytes of one element of a linear layer's kept input."""
+        return self.element if self.matmul_element is None else self.matmul_element
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one transformer layer for one micro-batch on one rank."""
+
+    norms: Any
+    attention: Any
+    scores: Any
+    mlp: Any
+
+    @property
+    def total(self) -> Any:
+        """All of them."""
+        return self.norms + self.attention + self.scores + self.mlp
+
+
+def tokens(model: ModelConfig, at: Layouts) -> Any:
+    """T: tokens of a micro-batch on one context-parallel rank."""
+    return model.seq_length * at.micro_batch_size / at.cp
+
+
+def whole_share(at: Layouts) -> Any:
+    """1 / (by how much what is not cut by tp is divided): 1/tp under sequence parallelism, else 1."""
+    return np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
+
+
+def layer_input(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """Bytes of a layer's input: all that full recompute keeps of a layer."""
+    return tokens(model, at) * model.hidden_size * whole_share(at) * kernels.element
+
+
+def gathered_input(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """Bytes of a linear layer's input where sequence parallelism keeps a part of it and gathers the whole to use it."""
+    whole = tokens(model, at) * model.hidden_size * kernels.element
+    return np.where((at.sequence_parallel > 0) & (at.tp > 1), whole, 0.0)
+
+
+def layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> LayerBytes:
+    """Everything that one layer keeps without recompute."""
+    whole = tokens(model, at) * whole_share(at)
+    if kernels.local:
+        return _local_layer(model, at, kernels, whole, moe=moe)
+    dropout = 2 * whole * model.hidden_size if model.hidden_dropout else 0
+    return LayerBytes(
+        norms=2 * whole * model.hidden_size * kernels.element + dropout,
+        attention=_attention(model, at, kernels),
+        scores=0 if kernels.flash else _scores(model, at, kernels),
+        mlp=_experts(model, at, kernels) if moe else _mlp(model, at, kernels, model.ffn_hidden_size or 0),
+    )
+
+
+def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, *, moe: bool) -> LayerBytes:
+    t, element = tokens(model, at), kernels.element
+    dense = local_layers.mlp(model, at, t, whole, element)
+    latent = model.multi_latent_attention
+    heads = local_layers.attention(model, at, t, whole, element, fused=kernels.flash)
+    return LayerBytes(
+        norms=2 * local_layers.norm(model, whole, element) + local_layers.dropouts(model, whole, element),
+        attention=_latent_attention(model, at, kernels) if latent else heads,
+        scores=0 if kernels.flash else local_layers.scores(model, at, t, element),
+        mlp=_experts(model, at, kernels) if moe else dense,
+    )
+
+
+def _attention(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """The projections' inputs, queries, keys and values, and one FP32 number per head and token of the softmax."""
+    t, hidden, heads = tokens(model, at), model.hidden_size, model.num_attention_heads
+    if model.multi_latent_attention:
+        return _latent_attention(model, at, kernels)
+    queries, groups = heads * (model.kv_channels or 0), (model.num_query_groups or 0) * (model.kv_channels or 0)
+    kept = t * hidden * whole_share(at) * kernels.saved_input
+    kept = kept + t * (queries + 2 * groups) * kernels.element / at.tp
+    return kept + t * queries * kernels.element / at.tp + t * heads * 4 / at.tp
+
+
+def _latent_attention(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    t, heads = tokens(model, at), model.num_attention_heads
+    latents = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim
+    head = 2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim
+    kept = t * model.hidden_size * whole_share(at) * kernels.saved_input
+    kept = kept + 2 * t * latents * whole_share(at) * kernels.element
+    kept = kept + t * heads * head * kernels.element / at.tp
+    return kept + t * heads * model.v_head_dim * kernels.element / at.tp + t * heads * 4 / at.tp
+
+
+def _scores(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """Attention that keeps its scores: the softmax, and with dropout its mask (1 byte) and its output."""
+    keys = model.seq_length / at.cp
+    per_score = kernels.element + ((1 + kernels.element) if model.attention_dropout else 0)
+    return tokens(model, at) * keys * model.num_attention_heads * per_score / at.tp
+
+
+def _mlp(model: ModelConfig, at: Layouts, kernels: Kernels, width: int) -> Any:
+    """The first matrix' input, its output (twice as wide when gated), and the second matrix' input."""
+    t, inner = tokens(model, at), (2 if model.swiglu else 1)
+    kept = t * model.hidden_size * whole_share(at) * kernels.saved_input
+    return kept + t * width * (inner * kernels.element + kernels.saved_input) / at.tp
+
+
+def _experts(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """Router, dispatched tokens and experts, with tokens spread evenly over experts and none dropped.
+
+    A rank sends each of its tokens to topk experts and gets as many back: T * topk rows enter its experts (times etp,
+    whose ranks each see all of them and hold a part of the width).
+    """
+    t = tokens(model, at) * whole_share(at)
+    rows, width = t * model.moe_router_topk, model.moe_ffn_hidden_size or 0
+    inner = 2 if model.swiglu else 1
+    kept = t * (model.hidden_size * kernels.element + (model.num_experts or 0) * 4 * 2)
+    kept = kept + rows * model.hidden_size * (kernels.saved_input * at.etp + kernels.element)
+    kept = kept + rows * width * (inner * kernels.element + kernels.saved_input)
+    if model.moe_shared_expert_intermediate_size:
+        kept = kept + _mlp(model, at, kernels, model.moe_shared_expert_intermediate_size)
+    return kept
+
+
+def _every_second_product(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """The layer's input, queries, values, attention's output, the first of the MLP's matrices and its output."""
+    t, hidden, head = tokens(model, at), model.hidden_size, model.kv_channels or 0
+    inside = 2 * model.num_attention_heads * head + (model.num_query_groups or 0) * head + (model.ffn_hidden_size or 0)
+    softmax = t * model.num_attention_heads * 4 / at.tp
+    return (2 * t * hidden * whole_share(at) + t * inside / at.tp) * kernels.element + softmax
+
+
+def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every: LayerBytes, *, moe: bool) -> Any:
+    """Tensors that selective recompute does not keep: per module, its inside but not its input; a norm's output."""
+    names, whole = kernels.recompute_modules, tokens(model, at) * model.hidden_size * whole_share(at)
+    dropped = 0 * every.total
+    if "core_attn" in names:
+        dropped = dropped + every.scores
+    if ("moe" if moe else "mlp") in names:
+        dropped = dropped + every.mlp - whole * kernels.saved_input
+    elif "layernorm" in names:
+        dropped = dropped + whole * kernels.saved_input
+    if "layernorm" in names:
+        dropped = dropped + whole * kernels.saved_input
+    if "mla_up_proj" in names and model.multi_latent_attention:
+        head = 2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim
+        dropped = dropped + tokens(model, at) * model.num_attention_heads * head * kernels.element / at.tp
+    if moe and "moe_act" in names and "moe" not in names:
+        dropped = dropped + whole / model.hidden_size * model.moe_router_topk * (
+            (model.moe_ffn_hidden_size or 0) * kernels.saved_input
+        )
+    return dropped
+
+
+def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
+    """Bytes that a layer keeps under each layout's recompute, in bytes per micro-batch."""
+    every = layer(model, at, kernels, moe=moe)
+    if kernels.every_second_matmul:
+        selective = _every_second_product(model, at, kernels) + 0 * every.total
+    else:
+        selective = every.total - _recomputed_modules(model, at, kernels, every, moe=moe)
+    return np.select(
+        [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
+        [layer_input(model, at, kernels) + 0 * every.total, selective],
+        every.total,
+    )
+
+
+def recomputed_at_once(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
+    """Bytes that a layer's backward pass brings back while it runs, beside what is kept: a layer, or its scores."""
+    every = layer(model, at, kernels, moe=moe)
+    selective = every.total + 0.0
+    if not kernels.every_second_matmul:
+        selective = _recomputed_modules(model, at, kernels, every, moe=moe)
+    return np.select(
+        [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
+        [every.total - layer_input(model, at, kernels), selective],
+        0.0,
+    )
+
+
+def loss(model: ModelConfig, rows: Any, at: Layouts, kernels: Kernels) -> Any:
+    """Logits and loss of one micro-batch on the stage with the head: `rows` vocabulary entries cut over tp."""
+    t, whole = tokens(model, at), tokens(model, at) * whole_share(at)
+    if kernels.local:
+        head_input = local_layers.head(model, t, whole, kernels.element)
+    else:
+        head_input = 2 * whole * model.hidden_size * kernels.element
+    return head_input + t * rows / at.tp * kernels.logit_bytes
+
+
+def embedding(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """The token numbers that the table's gradient needs (8 bytes each), and its dropout's mask."""
+    if kernels.local:
+        t = tokens(model, at)
+        return local_layers.embedding(model, at, t, t * whole_share(at), kernels.element)
+    mask = model.hidden_size * whole_share(at) if model.hidden_dropout else 0
+    return tokens(model, at) * (8 + mask)

@@ -1,0 +1,151 @@
+"""`schedule: auto`: of the built-in schedules that the rules allow and that fit into memory, the one with the fastest
+predicted step. Numbers alone, the same on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from megaaccum.config import resolve
+from megaaccum.config.derive import derive
+from megaaccum.config.plan import Plan
+from megaaccum.config.resolve import with_schedules
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner import expected, micro_batch, sync_mode
+from megaaccum.lab.planner.layouts import SIMULATED, Layouts
+from megaaccum.lab.planner.stages import stages_of
+from megaaccum.lab.planner.time import TimeModel, rank_pass
+from megaaccum.model.layers import Layers
+from megaaccum.schedule.build import build
+from megaaccum.schedule.overlap import seconds_without_barrier
+from megaaccum.schedule.simulate import Costs, simulate
+from megaaccum.units import amount
+
+LayersOf = Callable[[Plan], Layers | None]
+"""The layers of the machine that trains a plan; None is a GPU with Transformer Engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A plan with a schedule that fits, and the predicted seconds of its step, or of one flush of several."""
+
+    plan: Plan
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.plan.layout.schedule
+
+
+def settle(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
+    """`plan` with a schedule, where it says `auto`, and with what micro_batch.settle settles (whose argument
+    `device_bytes` is); a note gives the choice and those that came after it.
+
+    Raises:
+        ConfigError: nothing fits; it lists which rank needs what.
+        DataError: the vocabulary is not known.
+    """
+    if not is_open(plan):
+        return micro_batch.settle(plan, device_bytes, layers=layers_of(plan))
+    fitting: list[Priced] = []
+    refused: list[ConfigError] = []
+    over: list[Plan] = []
+    for option in _options(plan):
+        if option.layout.schedule in SIMULATED and any(each.plan.layout.placement == "v" for each in fitting):
+            continue  # they hold less than other Vs for more time
+        layers = layers_of(option)
+        try:
+            settled = micro_batch.settle(option, device_bytes, layers=layers)
+        except ConfigError as error:
+            over.append(option)
+            refused.append(error)
+        else:
+            fitting.append(Priced(settled, seconds(settled, layers)))
+    needs = [_need(each, device_bytes, layers_of(each)) for each in over]
+    if not fitting:
+        raise ConfigError([f"schedule auto: no schedule fits. {'; '.join(needs)}.", *refused[-1].problems])
+    ranking = sorted(fitting, key=lambda each: each.seconds)
+    best = ranking[0].plan
+    return replace(best, notes=[*best.notes, _reason(ranking, needs, megatrons_choice(plan))])
+
+
+def is_open(plan: Plan) -> bool:
+    """Whether the plan says `schedule: auto`, which nothing has settled yet."""
+    return plan.written is not None and plan.written.parallel.schedule == "auto"
+
+
+def megatrons_choice(plan: Plan) -> str:
+    """The schedule where the key is left out."""
+    assert plan.written is not None
+    config = copy.deepcopy(plan.written)
+    config.parallel.schedule = None
+    derive(config, [])
+    assert config.parallel.schedule is not None
+    return config.parallel.schedule
+
+
+def _options(plan: Plan) -> Iterator[Plan]:
+    """The plan with each schedule that the rules allow."""
+    assert plan.written is not None
+    for named in with_schedules(plan.written):
+        try:
+            yield resolve(named, world_size=plan.layout.world_size)
+        except ConfigError:
+            continue
+
+
+# --- price and need --------------------------------------------------------------------------------------------------
+
+
+def seconds(plan: Plan, layers: Layers | None) -> float:
+    """Predicted seconds of a step (of one flush, where it has several) on the first GPU of the hardware table:
+    schedules are compared, not promised. The flush is simulated with the costs of its own stages."""
+    model, at = expected.time_model(plan, sync_mode.vocab_size_of(plan), layers, micro_batch.PRICED_ON)
+    parts = model.step(at).by_part
+    if plan.layout.pp == 1:
+        return float(sum(part[0] for part in parts.values()))
+    around = float(sum(parts[name][0] for name in ("gather", "reduce", "optimizer", "overhead")))
+    group_size = plan.config.parallel.microbatch_group_size_per_vp_stage
+    at_pp, name, m = plan.layout.pp, plan.layout.schedule, plan.batch.microbatches_per_flush
+    size = {"chunks": plan.layout.vpp, "group_size": group_size} if name == "interleaved" else {}
+    schedule = build(name, pp=at_pp, num_microbatches=m, **size)
+    costs = _costs(plan, model, at)
+    if plan.config.step.speculative_step:
+        return around + seconds_without_barrier(schedule, costs)
+    return around + simulate(schedule, costs).makespan
+
+
+def _costs(plan: Plan, model: TimeModel, at: Layouts) -> Costs:
+    """Seconds of each stage's passes, and of a message."""
+    passes = model.passes(at)
+    stages = [rank_pass(passes, [stage], 1) for stage in stages_of(plan.config)]
+    return Costs(
+        forward=[float(each.forward[0]) for each in stages],
+        input_grad=[float(each.input_grad[0]) for each in stages],
+        weight_grad=[float(each.weight_grad[0]) for each in stages],
+        p2p=float(model.hop_seconds(at)[0]),
+    )
+
+
+def _need(plan: Plan, device_bytes: float | None, layers: Layers | None) -> str:
+    """The need of the most loaded rank under a schedule that does not fit."""
+    limit, peak = sync_mode.limit_of(plan, device_bytes), sync_mode.peak(plan, device_bytes, layers)
+    assert limit is not None, "without a limit everything fits"
+    return (
+        f"{plan.layout.schedule} needs {amount(float(peak.total[0]))} on pipeline rank {peak.rank[0]}, of"
+        f" {amount(limit.num_bytes)}"
+    )
+
+
+def _reason(ranking: list[Priced], needs: list[str], megatrons: str) -> str:
+    """The choice, and what it was chosen from."""
+    best, *others = ranking
+    if best.plan.layout.pp == 1:
+        return "schedule auto: none, as there is no pipeline."
+    sizes = f" with {best.plan.layout.vpp} model chunks per rank" if best.plan.layout.vpp > 1 else ""
+    text = f"schedule auto: {best.name}{sizes}, the fastest predicted"
+    if best.name == megatrons:
+        text += ", and what Megatron takes without the key"
+    after = [f"{each.name} {each.seconds / best.seconds - 1:+.1%}" for each in others]
+    return "; ".join([text + (f" (then {', '.join(after)})" if after else ""), *needs]) + "."

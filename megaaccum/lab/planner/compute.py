@@ -1,0 +1,157 @@
+"""Seconds of matrix products, attention and memory-bound kernels on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner.activations import tokens as tokens_of
+from megaaccum.lab.planner.activations import whole_share
+from megaaccum.lab.planner.layouts import Layouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """How near a GPU comes to its datasheet: fitted to measurements of that GPU, never of one run or publication."""
+
+    gemm: float = 0.80
+    """Of the 16-bit peak, for large matrices."""
+    gemm_fp8: float = 0.65
+    """Of the 8-bit peak."""
+    gemm_fp4: float = 0.50
+    """Of the 4-bit peak."""
+    grouped: float = 0.7
+    """Of a product's rate, in the products of routed experts: unequal loads, many small matrices."""
+    half_m: float = 300.0
+    """Rows (tokens) at which a product is half as fast as a large one; likewise columns and inner width."""
+    half_n: float = 200.0
+    half_k: float = 100.0
+    attention: float = 0.55
+    """Of the 16-bit peak, in fused attention."""
+    scores: float = 0.40
+    """Of the 16-bit peak, in the two products of attention that keeps its scores."""
+    memory: float = 0.80
+    """Of the HBM's bandwidth, in memory-bound kernels."""
+    launch: float = 5e-4
+    """Seconds that the host needs to start one layer's forward kernels: a layer is never faster."""
+    straggler: float = 0.4
+    """By how much more when the tensor-parallel ranks fill a node, all of whose hosts' threads must be on time."""
+    step: float = 5e-3
+    """Seconds of a step beside its micro-batches and its bytes."""
+    microbatch: float = 1e-3
+    """Seconds of a micro-batch beside its layers."""
+    network: float = 0.8
+    """Of the network's bandwidth, between nodes."""
+    spread: float = 0.0
+    """By how much a step is longer per doubling of the nodes: the slowest of many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU's datasheet and how near to it one comes."""
+
+    peak: float
+    """FLOP/s, dense, 16 bit."""
+    peak_fp8: float
+    peak_fp4: float
+    hbm_bandwidth: float
+    """Bytes per second."""
+    efficiency: Efficiency
+
+    def rate(self, precision: str) -> float:
+        """FLOP/s of large products in '16 bit', 'fp8' or 'fp4'."""
+        e = self.efficiency
+        rates = {"16 bit": e.gemm * self.peak, "fp8": e.gemm_fp8 * self.peak_fp8, "fp4": e.gemm_fp4 * self.peak_fp4}
+        return rates[precision]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """`count` products of an m x k by a k x n matrix."""
+
+    m: Any
+    n: Any
+    k: Any
+    count: Any = 1
+    grouped: bool = False
+    """One of several experts' products in one kernel."""
+
+
+def gemm_seconds(product: Gemm, device: Device, precision: str = "16 bit") -> Any:
+    """Seconds of a product: its FLOPs at the rate of large ones, slowed where a side is short of the tiles."""
+    e = device.efficiency
+    flops = 2.0 * product.m * product.n * product.k * product.count
+    slowed = (1 + e.half_m / product.m) * (1 + e.half_n / product.n) * (1 + e.half_k / product.k)
+    return flops / (device.rate(precision) * (e.grouped if product.grouped else 1.0)) * slowed
+
+
+def attention_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
+    """The projections of one attention, on one rank and micro-batch."""
+    t, hidden, heads = tokens_of(model, at), model.hidden_size, model.num_attention_heads
+    if model.multi_latent_attention:
+        head = model.qk_head_dim + model.qk_pos_emb_head_dim
+        if model.q_lora_rank is None:
+            yield Gemm(t, heads * head / at.tp, hidden)
+        else:
+            yield Gemm(t, model.q_lora_rank, hidden)
+            yield Gemm(t, heads * head / at.tp, model.q_lora_rank)
+        yield Gemm(t, model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden)
+        yield Gemm(t, heads * (model.qk_head_dim + model.v_head_dim) / at.tp, model.kv_lora_rank)
+        yield Gemm(t, hidden, heads * model.v_head_dim / at.tp)
+        return
+    channels = model.kv_channels or 0
+    yield Gemm(t, (heads + 2 * (model.num_query_groups or 0)) * channels / at.tp, hidden)
+    yield Gemm(t, hidden, heads * channels / at.tp)
+
+
+def mlp_products(model: ModelConfig, at: Layouts, width: int) -> Iterator[Gemm]:
+    """The products of one dense MLP."""
+    t = tokens_of(model, at)
+    yield Gemm(t, width * (2 if model.swiglu else 1) / at.tp, model.hidden_size)
+    yield Gemm(t, model.hidden_size, width / at.tp)
+
+
+def expert_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
+    """Router, a rank's routed experts (tokens spread evenly), and the shared expert."""
+    t, hidden, width = tokens_of(model, at) * whole_share(at), model.hidden_size, model.moe_ffn_hidden_size or 0
+    experts = np.maximum(1, (model.num_experts or 1) // at.ep)
+    rows = t * model.moe_router_topk * at.etp / experts
+    yield Gemm(t, model.num_experts or 1, hidden)
+    yield Gemm(rows, width * (2 if model.swiglu else 1) / at.etp, hidden, experts, grouped=True)
+    yield Gemm(rows, hidden, width / at.etp, experts, grouped=True)
+    if model.moe_shared_expert_intermediate_size:
+        yield from mlp_products(model, at, model.moe_shared_expert_intermediate_size)
+
+
+def attention_seconds(model: ModelConfig, at: Layouts, device: Device, *, flash: bool) -> Any:
+    """The two products of scores and values in the forward pass: half of them under a causal mask where they are
+    fused (arXiv 2307.08691), all of them and the traffic of the scores where they are not."""
+    t, heads, keys = tokens_of(model, at), model.num_attention_heads, model.seq_length
+    if model.multi_latent_attention:
+        width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+    else:
+        width = 2 * (model.kv_channels or 0)
+    flops = 2.0 * t * keys * heads * width / at.tp
+    e = device.efficiency
+    if flash:
+        # Short sequences leave most of a tile to the mask.
+        return flops / 2 * (1 + 512 / keys) / (device.peak * e.attention)
+    traffic = t * keys * heads / at.tp * 2 * SCORE_PASSES
+    return flops / (device.peak * e.scores) + traffic / (device.hbm_bandwidth * e.memory)
+
+
+SCORE_PASSES = 8
+"""Times that each score is read or written in a forward pass that keeps them: scaled and masked, softmax, dropout."""
+
+
+def memory_bound_seconds(model: ModelConfig, at: Layouts, device: Device, *, width: Any, fused: bool) -> Any:
+    """Norms, residuals, dropouts, biases and activation functions of a forward pass: 2 bytes per element, times
+    how often it is read or written. `width`: of the MLP."""
+    whole_passes, inner_passes = (8.0, 2.0) if fused else (13.0, 2.5)
+    t, inner = tokens_of(model, at), (1.5 if model.swiglu else 1.0)
+    elements = whole_passes * model.hidden_size * whole_share(at) + inner_passes * inner * width / at.tp
+    return 2.0 * t * elements / (device.hbm_bandwidth * device.efficiency.memory)

@@ -1,0 +1,120 @@
+"""The layers of a planned pipeline cut into stages by what they cost, in place of an even split.
+
+The costs are the planner's own predictions, or a profile that was measured (`megaaccum calibrate --layers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from megaaccum.lab.planner import emit
+from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
+from megaaccum.lab.planner.search import Ranked
+from megaaccum.lab.planner.stages import layout_text, make_stages, split_layers
+from megaaccum.lab.planner.time import Pass
+from megaaccum.lab.planner.workload import Workload
+from megaaccum.lab.search.cut import price, tune_cut
+from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, Cut, LayerCost, Profile
+from megaaccum.model.param_count import expert_layers
+from megaaccum.schedule.build import build
+from megaaccum.units import amount
+
+LEAST_GAIN = 0.01
+"""A cut replaces the even one if the flush is faster by this."""
+SIMULATED = 4
+"""Micro-batches per pipeline rank that are simulated at most: more of them repeat the steady state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCut:
+    """A cut of a layout's layers. layout: in Megatron's notation. gain: how much faster the flush is than with
+    `even`, as a share, by simulation. note: why the even split stays, where it does."""
+
+    layout: str = ""
+    gain: float = 0.0
+    note: str = ""
+
+    def __str__(self) -> str:
+        if not self.layout:
+            return f"split evenly: {self.note}"
+        return f"cut into {self.layout}, {self.gain:.1%} faster than the even split (simulated)"
+
+
+def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> PlannedCut:
+    """The cut of the pipeline in row `index`. profile: measured costs, in place of the predicted ones. Raises
+    ScheduleError where it is of another model."""
+    work, at = ranked.workload, ranked.layouts.take(slice(index, index + 1))
+    pp, vpp, name = int(at.pp[0]), int(at.vpp[0]), SCHEDULES[int(at.schedule[0])]
+    if pp == 1:
+        return PlannedCut(note="there is no pipeline to cut")
+    layers = split_layers(work.model.num_layers, pp * vpp)
+    assert layers is not None, "space.py plans only layers that have a split"
+    profile = predicted_profile(work, at) if profile is None else with_one_head(profile)
+    m = min(int(at.num_microbatches[0]), SIMULATED * pp)
+    schedule = build(name, pp=pp, num_microbatches=m, chunks=vpp)
+    placement = schedule.placement
+    assert placement is not None, "only V and loop can be planned"
+    tuned = tune_cut(profile, pp=pp, chunks=vpp, placement=placement, order=lambda costs: schedule)
+    even = price(profile, _with_ends(layers), lambda costs: schedule)
+    gain = even.seconds / tuned.seconds - 1
+    if gain < LEAST_GAIN:
+        return PlannedCut(gain=gain, note=f"the best cut found is {gain:.1%} faster than the even one")
+    counts = list(tuned.cut)
+    counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    if over := _bytes_over(ranked, index, counts):
+        return PlannedCut(gain=gain, note=f"the cut that is {gain:.1%} faster needs {amount(over)} more than a GPU has")
+    layout = layout_text(counts, work.model.mtp_num_layers or 0)
+    if problem := emit.problem(work, ranked.name_of(index) | {"stages": layout}):
+        return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {problem}")
+    return PlannedCut(layout=layout, gain=gain)
+
+
+def _with_ends(layers: list[int]) -> Cut:
+    """Layers per stage, with embedding and head as layers of the first and the last."""
+    return (layers[0] + 1, *layers[1:-1], layers[-1] + 1) if len(layers) > 1 else (layers[0] + 2,)
+
+
+def _bytes_over(ranked: Ranked, index: int, layers: list[int]) -> int:
+    """Bytes by which the most loaded rank of these stages is over the device's memory; 0 where it fits."""
+    work, at = ranked.workload, ranked.layouts.take(slice(index, index + 1))
+    model = replace(work.memory_model(), fixed_stages=tuple(make_stages(work.model, layers)))
+    return max(0, round(float(model.peak(at).total[0]) - work.hardware.hbm_bytes))
+
+
+def predicted_profile(work: Workload, at: Layouts) -> Profile:
+    """The planner's seconds of the layers in one layout (`at` has one row). The prediction of further tokens counts for
+    the head, on whose stage it is."""
+    passes = work.time_model(work.memory_model()).passes(at)
+    is_moe, further = expert_layers(work.model), work.model.mtp_num_layers or 0
+    last = "moe" if is_moe[-1] else "dense"
+    heads = passes["head"] * (1 + further) + passes[last] * further
+    layers = "".join(EXPERTS if moe else DENSE for moe in is_moe)
+
+    kinds = {EMBEDDING: _TABLE, HEAD: heads}
+    kinds |= {kind: passes[name] for kind, name in ((DENSE, "dense"), (EXPERTS, "moe")) if kind in layers}
+    return Profile(pattern=EMBEDDING + layers + HEAD, kinds={kind: _cost(each) for kind, each in kinds.items()})
+
+
+def _cost(seconds: Pass) -> LayerCost:
+    forward, input_grad, weight_grad = (
+        float(np.ravel(each)[0]) for each in (seconds.forward, seconds.input_grad, seconds.weight_grad)
+    )
+    return LayerCost(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+
+
+_TABLE = Pass(1e-9, 1e-9, 0.0, 0.0)
+"""A look-up in the word table: next to nothing, and a profile wants some time of every layer."""
+
+
+def with_one_head(profile: Profile) -> Profile:
+    """`profile` with the prediction of further tokens counted for the head: Megatron has both in one stage."""
+    further = profile.pattern.count(PREDICTION)
+    if not further:
+        return profile
+    head, more = profile.kinds[HEAD], profile.kinds[PREDICTION]
+    names = [field.name for field in fields(LayerCost) if field.name != "name"]
+    joined = replace(head, **{name: getattr(head, name) + further * getattr(more, name) for name in names})
+    kinds = {kind: cost for kind, cost in profile.kinds.items() if kind != PREDICTION}
+    return Profile(pattern=profile.pattern.replace(PREDICTION, ""), kinds=kinds | {HEAD: joined})

@@ -1,0 +1,257 @@
+"""The backends and sync modes: what each moves between ranks in a step, and what it keeps per parameter. Numbers, no
+torch. sync_mode.py puts both together for a plan; counters of real steps (metrics/) are held to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megaaccum.lab.planner.partial_sums import sums_of_runs
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.config.schema import ShardingConfig
+
+BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+"""Per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingMode:
+    """Who shards, over how much, and when it communicates: the keys of the configuration that say so."""
+
+    backend: str
+    sync: str
+    zero_stage: int = 3
+    """Of backend deepspeed alone."""
+    replicas: int = 1
+    """Of backend fsdp2 alone: groups of ranks that hold the whole sharded model each."""
+    live: int = 0
+    """max_live_parameters, in elements."""
+
+    def __str__(self) -> str:
+        stage = f" zero-{self.zero_stage}" if self.backend == "deepspeed" else ""
+        replicas = f" x{self.replicas}" if self.replicas > 1 else ""
+        return f"{self.backend}{stage}{replicas} {self.sync}"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank keeps less of the optimizer's state than of the parameters."""
+        return self.backend != "ddp"
+
+
+def chosen(plan: Plan) -> ShardingMode:
+    """The sync mode of a plan."""
+    sharding = plan.config.sharding
+    return ShardingMode(
+        backend=sharding.backend,
+        sync=sharding.sync,
+        zero_stage=sharding.zero_stage if sharding.backend == "deepspeed" else 3,
+        replicas=sharding.data_parallel_replicas,
+        live=sharding.max_live_parameters,
+    )
+
+
+def every(plan: Plan) -> Iterator[ShardingMode]:
+    """Every sharding mode by name, on the layout of `plan`: HSDP with its replicas, else with two where they divide the
+    ranks, those that hold the same experts too; with its max_live_parameters. Whether a schedule or a model can run it
+    is for config.rules to say."""
+    mine, at = chosen(plan), plan.layout
+    ranks = math.gcd(at.dp * at.cp, at.edp)
+    for sync in ("resident", "streaming"):
+        live = mine.live if sync == "streaming" else 0
+        yield ShardingMode(backend="deepspeed", sync=sync, live=live)
+    yield from (ShardingMode(backend="deepspeed", sync="resident", zero_stage=stage) for stage in (2, 1))
+    replicas = max(mine.replicas, 2)
+    for count in (1, replicas) if ranks % replicas == 0 and ranks > replicas else (1,):
+        yield from (ShardingMode(backend="fsdp2", sync=sync, replicas=count) for sync in ("resident", "streaming"))
+    yield from (ShardingMode(backend=name, sync="resident") for name in ("megatron", "ddp"))
+
+
+# --- bytes moved -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that one rank receives from other data-parallel ranks in a step, for parameters and for gradients."""
+
+    gathered: float
+    reduced: float
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.gathered + other.gathered, self.reduced + other.reduced)
+
+    @property
+    def total(self) -> float:
+        return self.gathered + self.reduced
+
+
+def moved(
+    mode: ShardingMode,
+    sharding: ShardingConfig,
+    elements: float,
+    ranks: int,
+    *,
+    microbatches: int,
+    live: float = 0,
+    rank: int | None = None,
+) -> Moved:
+    """The cost of `elements` parameters that `ranks` ranks share: K ranks, R replicas of S = K / R ranks, P and G bytes
+    of parameters and gradients, L of them `live` elements', m micro-batches per step. rank: which of them receives it;
+    None: the one that receives the most.
+
+    | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
+    | streaming | (K-1)/K * (2 (P - L) * m + L + G * m) |
+    | ZeRO-1 and -2 | (K-1)/K * (P + 2 G): DeepSpeed all-reduces buckets, of which each rank keeps a part; with
+      `reproducible: layout` (K-1)/K * (P + G) |
+    | HSDP | as above with S for K, and 2 (R-1)/R * G / S |
+    | torch DDP | 2 (K-1)/K * G, in FP32 for 16-bit parameters |
+    | `reproducible: layout`, resident | G / K for each sum of another rank in place of (K-1)/K * G: one each where K is
+      a power of two, else as many as its run of micro-batches comes to |
+
+    Padding is left out: to a multiple of K per parameter (ZeRO-3), of whole rows (FSDP2), of 64 elements per parameter
+    and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
+    """
+    param, grad = BYTES[sharding.params_dtype or "fp32"], _reduce_bytes(sharding)
+    inner = ranks // mode.replicas
+    share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
+    p, g = param * elements, grad * elements
+    sums = sums_of_others(mode, sharding, ranks, microbatches)
+    others = max(sums) if rank is None else sums[rank]
+    once = others / ranks
+    if mode.backend == "ddp":
+        return Moved(0.0, (others + ranks - 1) * max(param, 4.0) * elements / ranks)
+    if mode.backend == "deepspeed" and mode.zero_stage < 3:
+        return Moved(share * p, (once if sharding.reproducible == "layout" else 2 * share) * g)
+    replicas = 2 * between * g / inner
+    if mode.sync == "resident":
+        return Moved(share * p, (once if mode.replicas == 1 else share) * g + replicas)
+    live *= param
+    return Moved(share * (2 * (p - live) * microbatches + live), share * g * microbatches + replicas)
+
+
+def sums_of_others(mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int) -> list[int]:
+    """Of each of `ranks` ranks, how many sums of whole gradients the others send pieces of in one reduction."""
+    if sharding.reproducible != "layout" or mode.sync == "streaming":
+        return [ranks - 1] * ranks
+    sums = sums_of_runs(microbatches, ranks)
+    return [sum(sums) - own for own in sums]
+
+
+def _reduce_bytes(sharding: ShardingConfig) -> float:
+    """Per element of a gradient that crosses ranks; float64 stays what it is."""
+    return 8.0 if sharding.params_dtype == "fp64" else BYTES[sharding.grad_reduce_dtype]
+
+
+# --- bytes kept ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter that a rank keeps: of every parameter of its stage, of its shard, and of the units that are
+    gathered for a while."""
+
+    param: float = 2.0
+    param_shard: float = 0.0
+    grad: float = 4.0
+    grad_shard: float = 0.0
+    """Beside the whole gradients."""
+    grad_step: float = 0.0
+    """Of the shard's gradients while the optimizer steps, when whole ones are gone."""
+    optimizer: float = 0.0
+    optimizer_shard: float = 12.0
+    unit_param: float = 0.0
+    unit_grad: float = 0.0
+    waiting: float = 0.0
+    """Of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
+    waiting_shard: float = 0.0
+    """Of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
+    waiting_totals: float = 0.0
+    """Elements whose finished sums stay among those that wait, until the last flush is over."""
+    waiting_total: float = 4.0
+    """Of each such element, for the first of its sums."""
+    alone: bool = False
+    """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are partial sums."""
+        return self.waiting > 0 or self.waiting_shard > 0
+
+    def gradients(self, whole: Any, shard: Any, moving: Any) -> Any:
+        """Bytes at the worse of two moments: the last backward, and the optimizer's step. moving: bytes of what comes
+        and goes, when it is most: gradients of gathered units, and partial sums."""
+        backward = self.grad * whole + self.grad_shard * shard + moving
+        step = self.grad_step * shard
+        return backward + (step > backward) * (step - backward)
+
+
+def state_bytes(
+    mode: ShardingMode, sharding: ShardingConfig, *, with_experts: bool = False, with_undo: bool = False
+) -> StateBytes:
+    """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
+    with_experts: gradients are reduced after the last backward. with_undo: and the copy of `speculative_step`."""
+    kept = _usual_bytes(mode, sharding)
+    if with_undo:
+        kept = _with_undo(kept, mode, sharding)
+    if sharding.reproducible != "layout":
+        return kept
+    each = BYTES[sharding.grad_reduce_dtype]
+    if mode.sync == "streaming":  # FSDP2 adds the finished sum to the shard's gradient at once
+        return replace(kept, waiting_shard=each, waiting_totals=0.0 if mode.backend == "fsdp2" else math.inf)
+    in_place = 0.0 if mode.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
+    waits_in_bucket = math.inf if with_experts else float(sharding.reduce_bucket_size)
+    totals = {"deepspeed": waits_in_bucket, "fsdp2": 0.0}.get(mode.backend, math.inf)
+    return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals, waiting_total=in_place)
+
+
+def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+    """`kept` with a copy of masters, moments and the gradient that the optimizer reads (`speculative_step`). It lives
+    from the update to the verdict, so beside fewer activations than a step's most."""
+    if mode.backend == "ddp":
+        return replace(kept, optimizer=kept.optimizer + 4 * kept.param)
+    state, grad = BYTES[sharding.optimizer_dtype], BYTES[sharding.grad_accum_dtype]
+    return replace(kept, optimizer_shard=kept.optimizer_shard + 3 * state + grad)
+
+
+def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+    param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
+    if mode.backend == "ddp":
+        # Gradients and DDP's buckets of the masters' precision; masters of their own beside 16-bit parameters.
+        master = max(param, 4.0)
+        held = 2 * master if param == master else 3 * master
+        return StateBytes(param=param, grad=2 * master, optimizer=held, optimizer_shard=0)
+    if mode.backend == "megatron":
+        main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
+        return StateBytes(param=param, grad=main, optimizer_shard=8 if param == 4 else 12)
+    if mode.backend == "fsdp2":
+        return _fsdp2_bytes(mode, param, _reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
+    state = 0.0 if sharding.offload_optimizer == "cpu" else BYTES[sharding.optimizer_dtype]
+    return _deepspeed_bytes(mode, param, grad, state)
+
+
+def _fsdp2_bytes(mode: ShardingMode, param: float, reduce: float, state: float) -> StateBytes:
+    """Shards are the masters, in the optimizer's precision (or FP64). Whole gradients are added up in the
+    reduction's."""
+    master = max(param, state)
+    shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=2 * master, grad_step=master)
+    if mode.sync == "resident":
+        return StateBytes(param=param, grad=reduce, **shards)
+    return StateBytes(param=0, grad=0, grad_shard=master, unit_param=param, unit_grad=param, **shards)
+
+
+def _deepspeed_bytes(mode: ShardingMode, param: float, grad: float, state: float) -> StateBytes:
+    """A master and two moments of `state` bytes (0: offloaded) per element of the shard, and for the step a copy of its
+    gradients in that precision: beside them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their
+    place."""
+    shards: dict[str, Any] = dict(optimizer_shard=3 * state, grad_step=grad + state)
+    if mode.zero_stage < 3:
+        shards["grad_step"] -= 0 if grad == param else grad
+        return StateBytes(param=param, grad=grad, **shards)
+    if mode.sync == "resident":
+        return StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, alone=True, **shards)
+    return StateBytes(
+        param=0, param_shard=param, grad=0, grad_shard=grad, unit_param=param, unit_grad=grad, alone=True, **shards
+    )

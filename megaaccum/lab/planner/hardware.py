@@ -1,0 +1,170 @@
+"""The GPUs and networks that the planner knows: megaaccum/lab/planner/hardware.yaml, and files of the same form."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner.comm import Links
+from megaaccum.lab.planner.compute import Device, Efficiency
+from megaaccum.lab.planner.memory import Usage
+from megaaccum.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A kind of GPU in its kind of node."""
+
+    name: str
+    """As the user writes it."""
+    hbm_bytes: float
+    """Memory that a process can have."""
+    device: Device
+    links: Links
+    usage: Usage
+    source: str
+    """Where the figures are from."""
+
+    @property
+    def name_of_peak(self) -> str:
+        """The GPU and its peak, for a table's title."""
+        return f"{self.name} ({self.device.peak / 1e12:.4g} TFLOP/s, {self.hbm_bytes / GIB:.0f} GiB)"
+
+
+_KEYS = frozenset(
+    "like hbm_gib peak_tflops peak_fp8_tflops peak_fp4_tflops hbm_tb_per_s gpus_per_node node_gb_per_s node_latency_us "
+    "net_gb_per_s net_latency_us runtime_gib fragmentation efficiency source".split()
+)
+
+
+def load_hardware(
+    name: str, *, file: str | os.PathLike[str] | None = None, gpus_per_node: int | None = None
+) -> Hardware:
+    """The entry `name` of the file, or of those in the package.
+
+    Raises:
+        ConfigError: no such entry (with the nearest names), or an entry with a key missing or unknown.
+    """
+    entries = dict(_packaged())
+    if file is not None:
+        entries |= _read(str(file))
+    wanted = name.lower().replace("-", "_")
+    if wanted not in entries:
+        near = get_close_matches(wanted, entries, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
+        raise ConfigError(
+            f"--gpu {name} is not in the hardware table; {hint} {', '.join(entries)}."
+            " `megaaccum calibrate` measures a machine and writes an entry for --hardware."
+        )
+    return _make(wanted, _merged(wanted, entries), gpus_per_node)
+
+
+_RATES = ("gemm", "gemm_fp8", "gemm_fp4", "attention", "scores", "memory")
+_DELAYS = ("launch", "step", "microbatch")
+
+
+def slowed(name: str, factor: float, *, source: str, file: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """The entry `name`, whole, of a machine on which everything takes `factor` times as long: rates and bandwidths
+    divided by it, latencies multiplied. source: why, for its `source`. Raises ConfigError as `load_hardware`."""
+    entries = dict(_packaged()) | ({} if file is None else _read(str(file)))
+    entry = _merged(name.lower().replace("-", "_"), entries)
+    efficiency = {key: float(value) for key, value in entry["efficiency"].items()}
+    now = Efficiency(**efficiency)
+    efficiency |= {key: getattr(now, key) / factor for key in _RATES}
+    efficiency |= {key: getattr(now, key) * factor for key in _DELAYS}
+    scaled = {key: entry[key] / factor for key in ("node_gb_per_s", "net_gb_per_s")}
+    scaled |= {key: entry[key] * factor for key in ("node_latency_us", "net_latency_us")}
+    return entry | scaled | {"efficiency": efficiency, "source": f"{entry['source']}; {source}"}
+
+
+def usual_usage() -> Usage:
+    """Memory that a device keeps beside tensors where nothing was measured: the table's entry that others take over."""
+    return load_hardware(names()[0]).usage
+
+
+def entry_of(device: str, num_bytes: float | None) -> str | None:
+    """The entry of a GPU by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), of several the one whose
+    memory is nearest to `num_bytes`; None where the table has none."""
+    words = device.lower().replace("-", " ").split()
+    found = [name for name in names() if name.split("_")[0] in words]
+    if num_bytes is None:
+        return found[0] if found else None
+    return min(found, key=lambda name: abs(load_hardware(name).hbm_bytes - num_bytes), default=None)
+
+
+def names() -> list[str]:
+    """The GPUs in the package."""
+    return list(_packaged())
+
+
+@cache
+def _packaged() -> dict[str, dict[str, Any]]:
+    text = files("megaaccum.lab.planner").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return entries
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the hardware file {path}: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the hardware file {path} is not YAML: {error}.") from None
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ConfigError(f"the hardware file {path} must map names to entries, as `megaaccum calibrate` writes it.")
+    return {str(name).lower().replace("-", "_"): entry for name, entry in entries.items()}
+
+
+def _merged(name: str, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """An entry over the one that it is `like`."""
+    entry = entries[name]
+    if unknown := sorted(entry.keys() - _KEYS):
+        raise ConfigError(
+            f"hardware entry {name} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(_KEYS))}."
+        )
+    if "like" not in entry:
+        return dict(entry)
+    base = str(entry["like"])
+    if base not in entries or base == name:
+        raise ConfigError(f"hardware entry {name} is like {base!r}, which is no other entry.")
+    merged = _merged(base, entries) | entry
+    merged["efficiency"] = (_merged(base, entries).get("efficiency") or {}) | (entry.get("efficiency") or {})
+    return merged
+
+
+def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardware:
+    if missing := sorted(_KEYS - entry.keys() - {"like"}):
+        raise ConfigError(f"hardware entry {name} lacks {', '.join(missing)}.")
+    known = {field.name for field in fields(Efficiency)}
+    if unknown := sorted(entry["efficiency"].keys() - known):
+        raise ConfigError(f"efficiency of hardware entry {name} has unknown keys {', '.join(unknown)}.")
+    efficiency = Efficiency(**{key: float(value) for key, value in entry["efficiency"].items()})
+    return Hardware(
+        name=name,
+        hbm_bytes=entry["hbm_gib"] * GIB,
+        device=Device(
+            peak=entry["peak_tflops"] * 1e12,
+            peak_fp8=entry["peak_fp8_tflops"] * 1e12,
+            peak_fp4=entry["peak_fp4_tflops"] * 1e12,
+            hbm_bandwidth=entry["hbm_tb_per_s"] * 1e12,
+            efficiency=efficiency,
+        ),
+        links=Links(
+            gpus_per_node=gpus_per_node or int(entry["gpus_per_node"]),
+            node_bandwidth=entry["node_gb_per_s"] * 1e9,
+            node_latency=entry["node_latency_us"] * 1e-6,
+            net_bandwidth=entry["net_gb_per_s"] * 1e9 * efficiency.network,
+            net_latency=entry["net_latency_us"] * 1e-6,
+        ),
+        usage=Usage(runtime_bytes=entry["runtime_gib"] * GIB, fragmentation=float(entry["fragmentation"])),
+        source=str(entry["source"]),
+    )

@@ -1,0 +1,311 @@
+"""Peak memory of the most loaded rank of each layout, by kind, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner import activations, pipeline
+from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.footprint import StateBytes
+from megaaccum.lab.planner.gather_units import Units, pieces, units_of
+from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
+from megaaccum.lab.planner.partial_sums import Passes, Waiting, odd_part, sums_of_runs
+from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
+from megaaccum.lab.planner.weights import Elements, rank_parameters, with_input_grad
+from megaaccum.model.flops import padded_rows
+
+StageSource = Callable[[int, int], list[Stage]]
+"""(pp, vpp) -> the stages of the model in order."""
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
+"""What memory goes to, in the order in which a bar is stacked. activations, loss and workspace are what autograd keeps;
+units that streaming gathers count as parameters and gradients; buffers are those of reductions, and a matrix' input and
+its gradient gathered by sequence parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Memory that a device keeps beside tensors: constants of a machine, in bytes, and a share."""
+
+    runtime_bytes: float = 0.0
+    """CUDA context, NCCL's buffers, libraries' workspaces."""
+    fragmentation: float = 0.0
+    """Share of what comes and goes (activations, loss, workspace) that the allocator cannot reuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the most loaded rank of each layout."""
+
+    by_kind: dict[str, np.ndarray]
+    """One array per kind of KINDS, one entry per layout."""
+    rank: np.ndarray
+    """Pipeline rank that is the most loaded."""
+    in_flight: np.ndarray
+    """Micro-batches whose activations that rank holds at its peak, chunks added up and divided by vpp."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes of all kinds together."""
+        return sum(self.by_kind.values(), np.zeros(len(self.rank)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Everything about a model and how it is run that does not differ between layouts."""
+
+    model: ModelConfig
+    """A resolved configuration's."""
+    vocab_size: int
+    """Entries of the vocabulary before padding."""
+    kernels: Kernels = field(default_factory=Kernels)
+    usage: Usage = field(default_factory=Usage)
+    states: dict[tuple[int, int], StateBytes] = field(default_factory=dict)
+    """By (ZeRO stage, index of the sync mode)."""
+    buffer_bytes: float = 0.0
+    """Bytes of buffers whose size nothing decides."""
+    bucket_elements: float = 0.0
+    """Elements that are reduced together; a stage with fewer parameters fills less."""
+    bucket_bytes: float = 0.0
+    """Bytes per element of the buckets, all of them together."""
+    boundary_tensors: float = 0.0
+    """Stage inputs and outputs that an engine holds per micro-batch in flight, beside what autograd keeps."""
+    weight_cache: float = 0.0
+    """Bytes per parameter of the layers that are kept through a step as converted weights (FP8)."""
+    sharded_over_dp: bool = True
+    """False where nothing is sharded, whatever dp is."""
+    replicas: int = 1
+    """Groups of data-parallel ranks that hold the whole sharded model each."""
+    live_elements: float = 0.0
+    """Parameters that stay gathered under streaming (max_live_parameters)."""
+    flushes: int = 1
+    """Of a step, each over the micro-batches that a layout names."""
+    head_copy: bool = False
+    """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
+    joined_units: bool = False
+    """What is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
+    fixed_stages: tuple[Stage, ...] | None = None
+    """The stages of a layout that was given; else split_layers' of each pipeline."""
+
+    def peak(self, at: Layouts) -> Memory:
+        """Bytes of each layout's most loaded rank."""
+        count = len(at)
+        best = {kind: np.zeros(count) for kind in KINDS}
+        worst, rank, flying = np.full(count, -1.0), np.zeros(count, dtype=np.int64), np.zeros(count)
+        for rows, number, held, kinds in self._ranks(at):
+            total = np.sum(list(kinds.values()), axis=0)
+            heavier = total > worst[rows]
+            where = rows[heavier]
+            worst[where], rank[where] = total[heavier], number
+            flying[where] = held[heavier]
+            for kind, values in kinds.items():
+                best[kind][where] = values[heavier]
+        return Memory(best, rank, flying)
+
+    def _ranks(self, at: Layouts) -> Iterator[tuple[np.ndarray, int, np.ndarray, dict[str, np.ndarray]]]:
+        """(rows of the layouts, pipeline rank, micro-batches in flight, bytes by kind) of every kind of rank."""
+        for code, pp, vpp, rows in at.by_pipeline():
+            part, name = at.take(rows), SCHEDULES[code]
+            layers = self._layer_bytes(part)
+            for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
+                passes = Passes(schedule=name, pp=pp, vpp=vpp, rank=rank, flushes=self.flushes)
+                held, kinds = self._of_rank(part, passes, chunks, layers)
+                yield rows, rank, np.mean(held, axis=0), kinds
+
+    def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
+        """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
+        ((code, pp, vpp, _),) = at.by_pipeline()
+        chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
+        passes = Passes(schedule=SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, flushes=self.flushes)
+        return self._of_rank(at, passes, chunks, self._layer_bytes(at))[1]
+
+    def _gathered_until_w(self, at: Layouts, passes: Passes, chunks: list[Stage]) -> Any:
+        """Transformer Engine gathers the inputs of a layer's two column-parallel matrices over tp in I and keeps them
+        until W (2.20: delay_wgrad_compute), where local layers keep this rank's part alone."""
+        gathered = activations.gathered_input(self.model, at, self.kernels) * self.kernels.saved_input
+        if self.kernels.local or not np.any(gathered):
+            return 0.0
+        layers = sum(chunk.layers for chunk in chunks) / len(chunks)
+        owed = pipeline.owed(passes.schedule, pp=passes.pp, rank=passes.rank, microbatches=at.num_microbatches)
+        return owed * layers * 2 * (1 - 1 / at.tp) * gathered / self.kernels.element
+
+    def stages(self, pp: int, vpp: int) -> list[Stage]:
+        """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
+        if self.fixed_stages is not None:
+            return list(self.fixed_stages)
+        layers = split_layers(self.model.num_layers, pp * vpp)
+        assert layers is not None, f"{self.model.num_layers} layers have no split over {pp * vpp} stages"
+        return make_stages(self.model, layers)
+
+    def _layer_bytes(self, at: Layouts) -> dict[str, Any]:
+        """Bytes that one layer of each kind keeps of a micro-batch, and those that it brings back at once."""
+        out: dict[str, Any] = {}
+        for kind in ("dense", "moe") if self.model.num_experts is not None else ("dense",):
+            moe = kind == "moe"
+            out[kind] = activations.kept_per_layer(self.model, at, self.kernels, moe=moe)
+            out[kind + " again"] = activations.recomputed_at_once(self.model, at, self.kernels, moe=moe)
+        return out
+
+    def _of_rank(
+        self, at: Layouts, passes: Passes, chunks: list[Stage], layers: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, np.ndarray]]:
+        """(micro-batches in flight of each chunk, bytes by kind)."""
+        held = pipeline.in_flight(
+            passes.schedule, pp=passes.pp, vpp=passes.vpp, rank=passes.rank, microbatches=at.num_microbatches
+        )
+        params = self._parameters(at, chunks)
+        zero = np.zeros(len(at))
+        kinds = self._states(at, passes, params, chunks)
+        kinds["activations"] = zero + sum(
+            self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
+        )
+        kinds["activations"] += self._gathered_until_w(at, passes, chunks)
+        kinds["loss"] = self._loss(at, chunks)
+        # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
+        again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
+        kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - kinds["loss"])
+        gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
+        bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes * self._bucket_copies(at)
+        kinds["buffers"] = self.buffer_bytes + gathered + bucket + zero
+        kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
+        moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
+        kinds["margin"] = self.usage.fragmentation * moving
+        return held, kinds
+
+    def _bucket_copies(self, at: Layouts) -> Any:
+        """Copies of what a bucket holds while it crosses ranks. In one order for every layout, those are what is sent,
+        for each sum that the rank's run comes to, and what comes of all ranks' runs."""
+        if not any(per.waiting for per in self.states.values()):
+            return 1.0
+        runs = zip((at.num_microbatches * self.flushes).tolist(), at.dp.tolist(), strict=True)
+        sums = [sums_of_runs(each, ranks) for each, ranks in runs]
+        copies = np.array([max(each) + np.mean(each) for each in sums])
+        return np.where(at.sync == SYNC_MODES.index("streaming"), 1.0, copies)
+
+    def _parameters(self, at: Layouts, chunks: list[Stage]) -> Elements:
+        holds = with_head_apart(chunks) if self.head_copy else chunks
+        return rank_parameters(self.model, holds, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+
+    def _shard(self, at: Layouts, params: Elements) -> Any:
+        """Elements of a rank's part of `params`: experts are sharded over fewer ranks than the rest."""
+        shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
+        return params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
+
+    def _states(self, at: Layouts, passes: Passes, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
+        """Parameters, gradients and optimizer state."""
+        whole, zero = params.total + np.zeros(len(at)), np.zeros(len(at))
+        shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
+        shard = self._shard(at, params)
+        shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
+        streams = at.sync == SYNC_MODES.index("streaming")
+        units = self.units(at, chunks) if streams.any() else Units(zero, zero)
+        cache = self.weight_cache * self._of_layers(at, chunks) if self.weight_cache else zero
+        totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
+        for (stage, mode), per in self.states.items():
+            here = (at.zero_stage == stage) & (at.sync == mode)
+            gathered = per.param * whole + per.unit_param * units.params
+            if per.alone:
+                gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
+            totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
+            moving = self._waiting(at, passes, per, chunks) if per.waits else per.unit_grad * units.grads
+            totals["gradients"] += here * per.gradients(whole, shard, moving)
+            totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
+        return totals
+
+    def _waiting(self, at: Layouts, passes: Passes, per: StateBytes, chunks: list[Stage]) -> np.ndarray:
+        """Bytes of partial sums (reproducible: layout) and of gathered units' gradients, of all chunks at one
+        moment."""
+        ranks = at.dp if per.waiting_shard else odd_part(at.dp)
+        out = np.zeros(len(at))
+        for count, together in set(zip(at.num_microbatches.tolist(), ranks.tolist(), strict=True)):
+            rows = (at.num_microbatches == count) & (ranks == together)
+            part = at.take(rows)
+            waiting = Waiting(
+                sizes=[self._waits(part, per, *half) for half in _halves(passes, chunks)],
+                units=[self._in_turn(part, per, *half) for half in _halves(passes, chunks)],
+                per_sum=per.waiting + per.waiting_shard,
+                totals=per.waiting_totals,
+                per_total=per.waiting_total,
+            )
+            out[rows] = waiting.most(passes.changes(count, together, in_runs=not per.waiting_shard))
+        return out
+
+    def _waits(self, at: Layouts, per: StateBytes, piece: Stage, half: str) -> Any:
+        """Elements of a half of a piece of the model, or of its shards, whichever are added up."""
+        elements = self._half(at, per, piece, half)
+        return self._shard(at, elements) if per.waiting_shard else elements.total + np.zeros(len(at))
+
+    def _half(self, at: Layouts, per: StateBytes, piece: Stage, half: str) -> Elements:
+        """Parameters of a half of a piece. FSDP2 keeps all that an I brings for its W where it streams."""
+        if self.joined_units and per.unit_grad:
+            half = {"in W": "whole", "in I": "none"}.get(half, half)
+        if half == "none":
+            return Elements(0, 0)
+        whole = self._parameters(at, [piece])
+        if half == "whole":
+            return whole
+        in_i = with_input_grad(self.model, [piece], self.vocab_size)
+        return in_i if half == "in I" else Elements(whole.plain - in_i.plain, whole.expert - in_i.expert)
+
+    def _in_turn(self, at: Layouts, per: StateBytes, chunk: Stage, half: str) -> list[tuple[Any, Any]]:
+        """Units of a half of a chunk in the order of a backward: bytes of their gradients, elements that went
+        before."""
+        if half == "none" or not per.unit_grad:
+            return [(0.0, 0.0)]
+        if self.joined_units:
+            return [(0.0 if half == "in I" else per.unit_grad * self.units(at, [chunk]).grads, 0.0)]
+        turns, gone = [], np.zeros(len(at))
+        for piece in reversed(list(pieces(chunk))):
+            turns.append((per.unit_grad * self._half(at, per, piece, half).total, gone))
+            gone = gone + self._waits(at, per, piece, half)
+        return turns
+
+    def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
+        """Parameters of a rank's layers, without embedding and head, which FP8 leaves alone."""
+        layers = [replace(chunk, embedding=False, head=False, final_norm=False) for chunk in chunks]
+        return rank_parameters(self.model, layers, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp).total
+
+    def units(self, at: Layouts, chunks: list[Stage]) -> Units:
+        """Parameters that are whole at a time under streaming."""
+
+        def size(piece: Stage) -> Any:
+            one = rank_parameters(self.model, [piece], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+            return one.total + np.zeros(len(at))
+
+        return units_of(chunks, size, live=self.live_elements, joined=self.joined_units)
+
+    def _kept(self, at: Layouts, chunk: Stage, layers: dict[str, Any]) -> Any:
+        """Bytes that one micro-batch leaves in one chunk. Further tokens are predicted by a layer like the last."""
+        sparse = chunk.moe + (chunk.prediction if self.model.num_experts is not None else 0)
+        dense = chunk.layers + chunk.prediction - sparse
+        kept = dense * layers["dense"] + (sparse * layers["moe"] if sparse else 0)
+        if chunk.embedding:
+            kept = kept + activations.embedding(self.model, at, self.kernels)
+        boundary = np.where(at.pp > 1, self.boundary_tensors, 0.0)
+        return kept + boundary * activations.layer_input(self.model, at, self.kernels)
+
+    def _loss(self, at: Layouts, chunks: list[Stage]) -> np.ndarray:
+        """Logits are there for one micro-batch at a time: its backward follows its forward on the last stage."""
+        heads = sum(chunk.head + chunk.prediction for chunk in chunks)
+        rows = padded_rows(self.model, self.vocab_size, at.tp)
+        return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
+
+
+def _halves(passes: Passes, chunks: list[Stage]) -> Iterator[tuple[Stage, str]]:
+    """Each chunk with what its later gradients are of, and then each with what the others are of: matrices, in W, and
+    the rest, in I, where the backward is split; else all and nothing."""
+    for half in ("in W", "in I") if pipeline.splits(passes.schedule) else ("whole", "none"):
+        yield from ((chunk, half) for chunk in chunks)
+
+
+def _merged(chunks: list[Stage], held: list[Any]) -> dict[Stage, Any]:
+    """Micro-batches in flight by kind of chunk: equal chunks of a rank together."""
+    out: dict[Stage, Any] = {}
+    for chunk, count in zip(chunks, held, strict=True):
+        out[chunk] = out.get(chunk, 0) + count
+    return out

@@ -1,0 +1,204 @@
+"""A ranked search as a table, as JSON, and the arithmetic of one of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.table import Table
+
+from megaaccum.config.batch import BatchPlan
+from megaaccum.lab.planner import warmup
+from megaaccum.lab.planner.emit import checked, planned_keys
+from megaaccum.lab.planner.memory import KINDS
+from megaaccum.lab.planner.search import Ranked
+from megaaccum.model.flops import step_flops
+from megaaccum.units import GIB
+
+_SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}
+
+
+def mfu(ranked: Ranked, index: int) -> float:
+    """Model FLOPs of a step over what all GPUs could do in its seconds (PaLM, arXiv 2204.02311, appendix B)."""
+    work = ranked.workload
+    batch = _Batch(work.global_batch_size, work.model.seq_length)
+    flops = step_flops(_config(ranked), batch, vocab_size=work.vocab_size)
+    return float(flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    global_batch_size: int
+    seq_length: int
+
+
+def _config(ranked: Ranked) -> Any:
+    """The settled model in the form that flops.py reads."""
+    return dataclasses.replace(ranked.workload.config, model=ranked.workload.model)
+
+
+def tokens_per_second(ranked: Ranked, index: int) -> float:
+    """Tokens per second over all GPUs."""
+    return ranked.workload.tokens_per_step / float(ranked.time.total[index])
+
+
+def table(ranked: Ranked, rows: int, *, title: str) -> Table:
+    """The first `rows` layouts: what they are, GiB by kind, headroom, seconds, bubble, exposed communication, MFU."""
+    out = Table(title=title, title_justify="left", header_style="bold")
+    moe = ranked.workload.model.num_experts is not None
+    axes = ["tp", "cp", "pp", "vpp", *(["ep"] if moe else []), "dp", "mbs", "dbs", "ga"]
+    for name in ["#", *axes, "recompute", "schedule", "sync"]:
+        out.add_column(name, justify="left" if name in ("recompute", "schedule", "sync") else "right", no_wrap=True)
+    for name in [*_SHORT.values(), "rest", "GiB", "free", "s/step", "bubble", "comm", "MFU", "tokens/s"]:
+        out.add_column(name, justify="right", no_wrap=True)
+    for index in range(min(rows, len(ranked))):
+        at = ranked.name_of(index)
+        out.add_row(
+            str(index + 1),
+            *(str(at[axis]) for axis in axes),
+            at["recompute"],
+            at["schedule"],
+            at["sync"],
+            *_memory_cells(ranked, index),
+            *_time_cells(ranked, index),
+        )
+    return out
+
+
+def _memory_cells(ranked: Ranked, index: int) -> list[str]:
+    kinds = {kind: ranked.memory.by_kind[kind][index] / GIB for kind in KINDS}
+    rest = sum(value for kind, value in kinds.items() if kind not in _SHORT)
+    cells = [*(kinds[kind] for kind in _SHORT), rest, ranked.memory.total[index] / GIB, ranked.headroom[index] / GIB]
+    return [f"{value:.1f}" for value in cells]
+
+
+def _time_cells(ranked: Ranked, index: int) -> list[str]:
+    total = float(ranked.time.total[index])
+    return [
+        f"{total:.3g}",
+        f"{ranked.time.bubble[index]:.1%}",
+        f"{ranked.time.exposed[index] / total:.1%}",
+        f"{mfu(ranked, index):.1%}",
+        f"{tokens_per_second(ranked, index):,.0f}",
+    ]
+
+
+def as_json(ranked: Ranked, rows: int) -> dict[str, Any]:
+    """The first `rows` layouts with every number of the table, in bytes and seconds."""
+    work = ranked.workload
+    return {
+        "gpu": work.hardware.name,
+        "gpus": work.world_size,
+        "hbm_bytes": work.hardware.hbm_bytes,
+        "tokens_per_step": work.tokens_per_step,
+        "legal_layouts": ranked.num_legal,
+        "fitting_layouts": len(ranked),
+        "layouts": [_one(ranked, index) for index in range(min(rows, len(ranked)))],
+    }
+
+
+def _one(ranked: Ranked, index: int) -> dict[str, Any]:
+    return {
+        "rank": index + 1,
+        **ranked.name_of(index),
+        "keys": planned_keys(ranked.workload, ranked.name_of(index)),
+        "memory_bytes": {kind: float(ranked.memory.by_kind[kind][index]) for kind in KINDS},
+        "memory_total_bytes": float(ranked.memory.total[index]),
+        "headroom_bytes": float(ranked.headroom[index]),
+        "most_loaded_pipeline_rank": int(ranked.memory.rank[index]),
+        "seconds_per_step": float(ranked.time.total[index]),
+        "seconds_by_part": {name: float(seconds[index]) for name, seconds in ranked.time.by_part.items()},
+        "exposed_communication_seconds": float(ranked.time.exposed[index]),
+        "bubble": float(ranked.time.bubble[index]),
+        "mfu": mfu(ranked, index),
+        "tokens_per_second": tokens_per_second(ranked, index),
+        "batch_warmup": _warmup(ranked, index),
+    }
+
+
+def _warmup(ranked: Ranked, index: int) -> list[dict[str, Any]]:
+    """The batches on the way to the configured one; none without batch warm-up."""
+    plan = checked(ranked.workload, ranked.name_of(index))
+    if plan.ramp.is_constant:
+        return []
+    return [
+        {
+            "first_step": each.rung.first_step,
+            "sequences": each.rung.size,
+            "seconds_per_step": each.seconds,
+            "bubble": each.bubble,
+            "memory_total_bytes": each.num_bytes,
+        }
+        for each in warmup.price(ranked.workload, plan)
+    ]
+
+
+def explain(ranked: Ranked, index: int) -> str:
+    """The arithmetic of one layout, line by line, with the formulas' names and sources."""
+    at = ranked.name_of(index)
+    plan = checked(ranked.workload, at)
+    sections = [
+        (f"Layout {index + 1}", _layout_lines(at, plan.batch)),
+        ("Memory of the most loaded rank", _memory_lines(ranked, index)),
+        ("Time of a step", _time_lines(ranked, index)),
+    ]
+    if not plan.ramp.is_constant:
+        sections.append(("Batch warm-up", warmup.lines(warmup.price(ranked.workload, plan))))
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def _layout_lines(at: dict[str, Any], batch: BatchPlan) -> list[str]:
+    world = at["tp"] * at["cp"] * at["pp"] * at["dp"]
+    ranks = f"world_size = tp {at['tp']} * cp {at['cp']} * pp {at['pp']} * dp {at['dp']} = {world}"
+    return [ranks, *batch.describe().splitlines()]
+
+
+_MEMORY_SOURCES = {
+    "parameters": "whole stage in 16 bit under resident, and the ZeRO-3 shard (docs/concepts/design.md)",
+    "gradients": "whole stage in grad_accum_dtype until they are reduced, and the shard's",
+    "optimizer": "FP32 master and two moments of the shard: 12 bytes / (dp * cp) (arXiv 1910.02054, section 3.1)",
+    "activations": "per layer and micro-batch (arXiv 2205.05198, section 4) * those in flight (planner/pipeline.py)",
+    "loss": "logits of one micro-batch: the 16-bit logits, FP32 exponentials, their gradient",
+    "workspace": "what is recomputed at once, as far as it is more than the loss that is gone by then",
+    "buffers": "DeepSpeed's reduction buckets, units gathered under streaming, inputs under sequence parallelism",
+    "runtime": "CUDA context, NCCL and libraries (hardware.yaml)",
+    "margin": "fragmentation: a share of what comes and goes (hardware.yaml)",
+}
+
+
+def _memory_lines(ranked: Ranked, index: int) -> list[str]:
+    memory = ranked.memory
+    lines = [
+        f"{kind:<12}{memory.by_kind[kind][index] / GIB:8.2f} GiB  {_MEMORY_SOURCES[kind]}" for kind in KINDS
+    ]  # fmt: skip
+    return [
+        f"pipeline rank {memory.rank[index]}, which holds {memory.in_flight[index]:.3g} micro-batches in flight",
+        *lines,
+        f"{'total':<12}{memory.total[index] / GIB:8.2f} GiB  of {ranked.workload.hardware.hbm_bytes / GIB:.1f} GiB:"
+        f" {ranked.headroom[index] / GIB:.2f} GiB free",
+    ]
+
+
+_TIME_SOURCES = {
+    "compute": "num_microbatches * the slowest rank's forward and backward: products at the GPU's rate for their shape,"
+    " attention, memory-bound kernels, recomputation, tensor-parallel communication",
+    "bubble": "filling and draining (planner/pipeline.py: arXiv 2104.04473, 2401.10241)",
+    "p2p": "messages between stages that nothing hides",
+    "gather": "parameters over dp * cp, once per step: (K - 1) alpha + (K - 1) / K * S / beta",
+    "reduce": "gradients over dp * cp, what the last backward does not hide",
+    "optimizer": "30 bytes per parameter of the shard at the HBM's bandwidth",
+    "overhead": "per step and per micro-batch (hardware.yaml)",
+}
+
+
+def _time_lines(ranked: Ranked, index: int) -> list[str]:
+    time = ranked.time
+    lines = [f"{name:<12}{seconds[index]:10.4f} s  {_TIME_SOURCES[name]}" for name, seconds in time.by_part.items()]
+    work = ranked.workload
+    return [
+        *lines,
+        f"{'total':<12}{time.total[index]:10.4f} s  bubble {time.bubble[index]:.1%} of the flush, exposed communication"
+        f" {time.exposed[index]:.3g} s",
+        f"MFU {mfu(ranked, index):.1%} of {work.world_size} * {work.hardware.device.peak / 1e12:.1f} TFLOP/s,"
+        f" {tokens_per_second(ranked, index):,.0f} tokens/s",
+    ]

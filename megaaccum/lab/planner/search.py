@@ -1,0 +1,154 @@
+"""Predicting and ranking every legal layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner import emit
+from megaaccum.lab.planner.layouts import Layouts
+from megaaccum.lab.planner.memory import Memory
+from megaaccum.lab.planner.space import Limits
+from megaaccum.lab.planner.time import StepTime
+from megaaccum.lab.planner.workload import Workload
+from megaaccum.units import GIB
+
+RANKINGS = ("default", "time", "memory")
+NEAR_FASTEST = 1.25
+"""The default ranking puts layouts that take more than this many times the fastest step after the others: without it
+"larger device batches" would favour the deepest pipeline that fills."""
+BLOCK = 20_000
+"""Layouts that are predicted at a time: progress is called between blocks, and memory stays small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Layouts that fit, best first."""
+
+    layouts: Layouts
+    memory: Memory
+    time: StepTime
+    num_legal: int
+    """Layouts that keep every rule, of which these fit."""
+    workload: Workload
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def headroom(self) -> np.ndarray:
+        """Bytes that are left of the device's memory."""
+        return self.workload.hardware.hbm_bytes - self.memory.total
+
+    def name_of(self, index: int) -> dict[str, Any]:
+        """A layout in the user's names."""
+        return self.layouts.axes(index)
+
+    def find(self, wanted: dict[str, Any]) -> np.ndarray:
+        """Indices of the layouts with these values, in order of rank."""
+        names = [self.name_of(index) for index in range(len(self))]
+        return np.array([i for i, name in enumerate(names) if all(name[k] == v for k, v in wanted.items())], dtype=int)
+
+
+def search(
+    workload: Workload,
+    limits: Limits | None = None,
+    *,
+    rank: str = "default",
+    progress: Callable[[int, int], None] | None = None,
+) -> Ranked:
+    """Every legal layout that fits, ranked.
+
+    rank: 'default' (of the layouts near the fastest: larger device batches, no recompute, fewer accumulation steps,
+    more headroom, smaller tp, smaller ep), 'time' or 'memory'. progress: called with (layouts done, of all).
+
+    Raises:
+        ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
+    """
+    assert rank in RANKINGS, rank
+    layouts = accepted(workload, workload.space(limits or Limits()).layouts())
+    model = workload.memory_model()
+    blocks = [layouts.take(slice(start, start + BLOCK)) for start in range(0, len(layouts), BLOCK)]
+    memories, done = [], 0
+    for block in blocks:
+        memories.append(model.peak(block))
+        done += len(block)
+        if progress is not None:
+            progress(done, len(layouts))
+    memory = _joined(memories)
+    fits = memory.total <= workload.hardware.hbm_bytes
+    if not fits.any():
+        raise ConfigError(_closest_miss(workload, layouts, memory))
+    kept = layouts.take(fits)
+    time = workload.time_model(model).step(kept)
+    order = _order(kept, _rows(memory, fits), time, workload, rank)
+    memory = _rows(_rows(memory, fits), order)
+    return Ranked(kept.take(order), memory, _time_rows(time, order), len(layouts), workload)
+
+
+def accepted(workload: Workload, layouts: Layouts) -> Layouts:
+    """The layouts that `megaaccum check` accepts, judged by one of every kind: what differs within a kind are numbers,
+    and the rules on those are the space's own.
+
+    Raises:
+        ConfigError: it accepts none; the text is its own on the first.
+    """
+    kinds = np.stack(
+        [layouts.schedule, layouts.sync, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
+         layouts.vpp > 1, layouts.tp > 1, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
+         workload.model.num_layers % (layouts.pp * layouts.vpp) == 0], axis=1
+    )  # fmt: skip
+    _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+    problems = [emit.problem(workload, layouts.axes(int(index))) for index in first]
+    legal = np.array([problem is None for problem in problems])
+    if not legal.any():
+        raise ConfigError(str(problems[0]))
+    return layouts.take(legal[kind.ravel()])
+
+
+def _order(at: Layouts, memory: Memory, time: StepTime, workload: Workload, rank: str) -> np.ndarray:
+    """Indices, best first. np.lexsort sorts by its last key first."""
+    if rank == "time":
+        return np.lexsort((memory.total, time.total))
+    if rank == "memory":
+        return np.lexsort((time.total, memory.total))
+    # Headroom in steps of a GiB, so that a few bytes do not outrank a smaller tp.
+    headroom = np.floor((workload.hardware.hbm_bytes - memory.total) / GIB)
+    slow = time.total > NEAR_FASTEST * time.total.min()
+    wishes = (-at.device_batch_size, at.recompute, at.grad_accum_steps, -headroom, at.tp, at.ep, time.total)
+    return np.lexsort((*reversed(wishes), slow))
+
+
+def _joined(parts: list[Memory]) -> Memory:
+    return Memory(
+        {kind: np.concatenate([part.by_kind[kind] for part in parts]) for kind in parts[0].by_kind},
+        np.concatenate([part.rank for part in parts]),
+        np.concatenate([part.in_flight for part in parts]),
+    )
+
+
+def _rows(memory: Memory, rows: np.ndarray) -> Memory:
+    return Memory({k: v[rows] for k, v in memory.by_kind.items()}, memory.rank[rows], memory.in_flight[rows])
+
+
+def _time_rows(time: StepTime, rows: np.ndarray) -> StepTime:
+    parts = {name: seconds[rows] for name, seconds in time.by_part.items()}
+    return StepTime(time.total[rows], parts, time.exposed[rows], time.bubble[rows])
+
+
+def _closest_miss(workload: Workload, layouts: Layouts, memory: Memory) -> str:
+    """The layout that lacks the least, by how much, and for what."""
+    least = int(np.argmin(memory.total))
+    name = ", ".join(f"{key}={value}" for key, value in layouts.axes(least).items())
+    short = (memory.total[least] - workload.hardware.hbm_bytes) / GIB
+    kinds = sorted(memory.by_kind, key=lambda kind: -memory.by_kind[kind][least])
+    most = ", ".join(f"{kind} {memory.by_kind[kind][least] / GIB:.1f} GiB" for kind in kinds[:4])
+    return (
+        f"no layout fits {workload.world_size} GPUs of {workload.hardware.name} with"
+        f" {workload.hardware.hbm_bytes / GIB:.1f} GiB: the closest of {len(layouts):,}, {name}, lacks {short:.1f} GiB"
+        f" ({most}): use more GPUs, offload_optimizer cpu, or a smaller seq_length."
+    )

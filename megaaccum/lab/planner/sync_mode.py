@@ -1,0 +1,263 @@
+"""Bytes that every sharding mode would move and hold on a plan's layout, and which of them fits: `sync: auto`, and the
+refusal of a mode that does not. Numbers alone: no torch, no process group, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megaaccum.config import resolve
+from megaaccum.config.plan import Plan
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner import footprint
+from megaaccum.lab.planner.footprint import Moved, ShardingMode
+from megaaccum.lab.planner.hardware import usual_usage
+from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
+from megaaccum.lab.planner.memory import Memory, MemoryModel, Usage
+from megaaccum.lab.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
+from megaaccum.lab.planner.weights import Elements, rank_parameters
+from megaaccum.lab.planner.workload import memory_model
+from megaaccum.model.layers import Layers, on_a_gpu
+from megaaccum.pretrain.data.sources import vocab_size
+from megaaccum.units import GIB, amount
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Memory that a rank can have, in bytes, and who says so."""
+
+    num_bytes: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The cost of a sync mode: bytes received per step by the rank with the most parameters, and bytes by kind
+    (planner/memory.py) of the rank that holds the most."""
+
+    mode: ShardingMode
+    moved: Moved
+    memory: dict[str, float]
+
+    @property
+    def held(self) -> float:
+        """Bytes of all kinds together."""
+        return sum(self.memory.values())
+
+    def kinds(self) -> str:
+        """`parameters 1.0 GiB, gradients ...`, the largest first; kinds of nothing left out."""
+        largest = sorted(self.memory.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {amount(size)}" for kind, size in largest if size)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The cost of sync modes on the layout of `plan`. vocab: entries of the vocabulary before padding. layers: those of
+    the machine that trains; None is a GPU with Transformer Engine. usage: what its device keeps beside tensors."""
+
+    plan: Plan
+    vocab: int
+    layers: Layers | None = None
+    usage: Usage = field(default_factory=Usage)
+
+    def every(self) -> list[Predicted]:
+        """Every sync mode, the one that the plan names among them."""
+        return [self.of(mode) for mode in footprint.every(self.plan)]
+
+    def of(self, mode: ShardingMode) -> Predicted:
+        """The cost of `mode`."""
+        at = self.plan.layout
+        ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
+        moved = max((self.moved(mode, rank) for rank in ranks), key=lambda each: each.total)
+        peak = self.model(mode).peak(self.layout(mode))
+        return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
+
+    def moved(self, mode: ShardingMode, pp_rank: int, dp_rank: int | None = None) -> Moved:
+        """Bytes that a rank at `pp_rank` receives, at `dp_rank` or the one that receives the most. Experts are gathered
+        and reduced over their own ranks."""
+        at, held = self.plan.layout, self.elements(pp_rank)
+        sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
+        live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
+        plain = footprint.moved(mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank)
+        alike = dp_rank if at.edp == at.dp * at.cp else None
+        return plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m, rank=alike)
+
+    def elements(self, pp_rank: int) -> Elements:
+        """Parameters of a rank of pipeline rank `pp_rank`."""
+        at = self.plan.layout
+        chunks = self.chunks(pp_rank)
+        if self.plan.config.sharding.reproducible == "layout":
+            chunks = with_head_apart(chunks)
+        return rank_parameters(self.plan.config.model, chunks, self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+
+    def chunks(self, pp_rank: int) -> list[Stage]:
+        """The stages of pipeline rank `pp_rank`."""
+        at = self.plan.layout
+        return chunks_of_rank(stages_of(self.plan.config), pp_rank, pp=at.pp, schedule=at.schedule)
+
+    def model(self, mode: ShardingMode) -> MemoryModel:
+        """The planner's memory model of `mode`."""
+        model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
+        return memory_model(
+            model,
+            self.plan.config.sharding,
+            self.vocab,
+            [mode],
+            made_of=self.layers or on_a_gpu(self.plan.config),
+            usage=self.usage,
+            stages=stages_of(self.plan.config),
+            in_fp8=in_fp8,
+            with_undo=self.plan.config.step.speculative_step,
+            flushes=self.plan.batch.num_microbatches // self.plan.batch.microbatches_per_flush,
+        )
+
+    def layout(self, mode: ShardingMode) -> Layouts:
+        """The layout of the plan as the planner's one row."""
+        return from_rows([row_of(self.plan) | dict(sync=SYNC_MODES.index(mode.sync), zero_stage=mode.zero_stage)])
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
+    """The memory that the step has to fit into: `memory_gib`, else what the device has, else no limit."""
+    asked = plan.config.sharding.memory_gib
+    if asked is not None:
+        return Limit(asked * GIB, f"memory_gib {asked:g}")
+    return (
+        None if device_bytes is None else Limit(device_bytes, "free on the rank with the least; memory_gib outranks it")
+    )
+
+
+def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
+    """`plan` with the sync mode that it asks for, or, for `sync: auto`, the one that fits with the fewest bytes; a note
+    gives the numbers. The same on every rank that is given the same.
+
+    device_bytes: memory that is free on the smallest device before training, None where it is not known; of it the
+    libraries' buffers and the allocator's gaps still come off. layers: as Forecast's.
+
+    Raises:
+        ConfigError: nothing that was asked for fits. It lists what is needed by kind and what would fit.
+        DataError: there is a limit, and the vocabulary is not known.
+    """
+    limit, is_auto = limit_of(plan, device_bytes), _is_auto(plan)
+    if limit is None:
+        why = "sync auto: resident, as no limit of memory is known; memory_gib sets one."
+        return replace(plan, notes=[*plan.notes, why]) if is_auto else plan
+    if plan.layout.schedule not in SCHEDULES:
+        why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
+        return replace(plan, notes=[*plan.notes, why])
+    forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
+    tried = [(each, replace(forecast, plan=each).of(footprint.chosen(each))) for each in _options(forecast, limit)]
+    for option, row in tried:
+        if row.held <= limit.num_bytes:
+            return replace(option, notes=[*option.notes, *_reason(tried, row, limit, is_auto)])
+    raise ConfigError(_refusal(forecast, [row for _, row in tried], limit))
+
+
+def peak(plan: Plan, device_bytes: float | None = None, layers: Layers | None = None) -> Memory:
+    """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `settle`'s."""
+    mode = footprint.chosen(plan)
+    forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
+    return forecast.model(mode).peak(forecast.layout(mode))
+
+
+def _usage(device_bytes: float | None) -> Usage:
+    return Usage() if device_bytes is None else usual_usage()
+
+
+def vocab_size_of(plan: Plan) -> int:
+    """Entries of the vocabulary before padding. Raises DataError where there is neither a key nor a dataset."""
+    return plan.config.model.vocab_size or vocab_size(plan.config)
+
+
+def _is_auto(plan: Plan) -> bool:
+    return plan.written is not None and plan.written.sharding.sync == "auto"
+
+
+def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
+    """Modes to choose from, by bytes moved, least first: the plan itself, and for `sync: auto` streaming where no rule
+    refuses it, with as many live parameters as fit."""
+    plan = forecast.plan
+    yield plan
+    if not _is_auto(plan):
+        return
+    try:
+        streaming = _with(plan, sync="streaming")
+    except ConfigError:
+        return
+    left = limit.num_bytes - replace(forecast, plan=streaming).of(footprint.chosen(streaming)).held
+    live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
+    if plan.config.sharding.backend == "deepspeed" and live > 0:
+        yield _with(plan, sync="streaming", max_live_parameters=live)
+    else:
+        yield streaming
+
+
+def _with(plan: Plan, **keys: object) -> Plan:
+    """The plan of the same configuration with these keys of its sharding. Raises ConfigError where a rule refuses."""
+    assert plan.written is not None
+    written = replace(plan.written, sharding=replace(plan.written.sharding, **keys))  # type: ignore[arg-type]
+    return replace(resolve(written, world_size=plan.layout.world_size), written=plan.written)
+
+
+def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, is_auto: bool) -> list[str]:
+    """Why `row` was chosen; nothing where the user chose."""
+    if not is_auto:
+        return []
+    before = [
+        f"{other.mode.sync} would hold {amount(other.held)}" for _, other in tried if other.held > limit.num_bytes
+    ]
+    live = f" with max_live_parameters {row.mode.live}" if row.mode.live else ""
+    text = (
+        f"sync auto: {row.mode.sync}{live} holds {amount(row.held)} of {amount(limit.num_bytes)} ({limit.source}) and"
+        f" moves {amount(row.moved.total)} per step"
+    )
+    return ["; ".join([text, *before]) + "."]
+
+
+def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
+    """The sizes that do not fit, by kind, and what to change."""
+    lines = [
+        f"{row.mode} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
+        f" ({limit.source}): {row.kinds()}."
+        for row in tried
+    ]
+    return " ".join([*lines, _remedy(forecast, limit)])
+
+
+def _remedy(forecast: Forecast, limit: Limit) -> str:
+    """The sync mode that fits with the least bytes; else what makes any of them smaller."""
+    legal = [row for row in forecast.every() if _is_legal(forecast.plan, row.mode)]
+    if rows := [row for row in legal if row.held <= limit.num_bytes]:
+        best = min(rows, key=lambda row: row.moved.total)
+        return f"{best.mode} would hold {amount(best.held)}: set {', '.join(_keys(best.mode))}."
+    smallest = min(legal, key=lambda row: row.held)
+    return (
+        f"The smallest sync mode, {smallest.mode}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
+        " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
+        f" there is, at least {smallest.held / GIB:.3g}."
+    )
+
+
+def _is_legal(plan: Plan, mode: ShardingMode) -> bool:
+    try:
+        _with(plan, **_values(mode))
+    except ConfigError:
+        return False
+    return True
+
+
+def _values(mode: ShardingMode) -> dict[str, object]:
+    """The keys that name a sync mode."""
+    keys: dict[str, object] = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
+    if mode.backend == "deepspeed":
+        keys["zero_stage"] = mode.zero_stage
+    return keys | {"data_parallel_replicas": mode.replicas}
+
+
+def _keys(mode: ShardingMode) -> list[str]:
+    plain = {"max_live_parameters": 0, "data_parallel_replicas": 1}
+    return [f"{key} to {value}" for key, value in _values(mode).items() if plain.get(key) != value]

@@ -1,0 +1,357 @@
+"""Seconds of an optimizer step of each layout, by what they go to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner import comm, compute, pipeline
+from megaaccum.lab.planner.activations import tokens as tokens_of
+from megaaccum.lab.planner.comm import Group
+from megaaccum.lab.planner.compute import Gemm
+from megaaccum.lab.planner.hardware import Hardware
+from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
+from megaaccum.lab.planner.memory import StageSource
+from megaaccum.lab.planner.partial_sums import sums_of_runs
+from megaaccum.lab.planner.stages import Stage, rank_kinds
+from megaaccum.lab.planner.weights import rank_parameters
+from megaaccum.model.flops import padded_rows
+from megaaccum.model.param_count import expert_layers
+
+OPTIMIZER_BYTES = 30.0
+"""Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""
+PCIE_BANDWIDTH = 25e9
+"""Bytes per second and direction between a GPU and its host: PCIe 4 x16, of 32e9 on paper."""
+HOST_BANDWIDTH = 200e9
+"""Bytes per second of a host's memory, shared by its GPUs' optimizers: two sockets of eight channels, half used."""
+LOSS_BYTES = 14.0
+"""Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
+
+MOE_KERNELS = 6.0
+"""Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """A framework's habits, as far as it decides the time. The defaults are megaaccum's own."""
+
+    precision: str = "16 bit"
+    """Of matrix products: '16 bit', 'fp8' or 'fp4'."""
+    flash: bool = True
+    """Fused attention."""
+    first_flash: bool = False
+    """The fused attention is of the first generation (arXiv 2205.14135), half as fast as the second (2307.08691)."""
+    fused: bool = True
+    """Norms, biases, dropouts and activations in few kernels."""
+    grad_bytes: float = 4.0
+    """Per element of a gradient that crosses ranks."""
+    param_bytes: float = 2.0
+    """Per element of a parameter that crosses ranks."""
+    grads_overlap: bool = True
+    """The reduction runs under the last backward."""
+    params_overlap: bool = False
+    """The gather runs under the first forward."""
+    sharded: bool = True
+    """Gradients are reduce-scattered and parameters all-gathered; else gradients are all-reduced."""
+    in_runs: bool = False
+    """A rank sends a gradient for each sum that its run of micro-batches comes to (reproducible: layout)."""
+    scattered_messages: bool = False
+    """Each tp rank sends its part of a stage's output and the receivers gather, also without sequence parallelism."""
+    offloaded: bool = False
+    """The optimizer runs on the host, which takes gradients and gives back parameters over PCIe."""
+    tp_exposed: float = 1.0
+    """Share of tensor-parallel communication that no compute hides."""
+    ep_exposed: float = 1.0
+    """Share of expert-parallel communication that no compute hides."""
+    barrier: bool = True
+    """A step waits for the slowest rank of the one before."""
+    host: float = 1.0
+    """Share of `Efficiency.launch` that the host needs: 0 with CUDA graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one micro-batch in one layer (or stage): forward, input gradient, weight gradient."""
+
+    forward: Any
+    input_grad: Any
+    weight_grad: Any
+    exposed: Any
+    """Of these, what is spent in communication that nothing hides."""
+
+    @property
+    def whole(self) -> Any:
+        """Forward and backward."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Pass)))
+
+    def __mul__(self, times: float) -> Pass:
+        return Pass(*(getattr(self, f.name) * times for f in fields(Pass)))
+
+
+NOTHING = Pass(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step of each layout."""
+
+    total: np.ndarray
+    by_part: dict[str, np.ndarray]
+    """compute (of the slowest rank, its model-parallel communication included), bubble, p2p, gather, reduce,
+    optimizer, overhead: they add up to `total`."""
+    exposed: np.ndarray
+    """Seconds of communication that nothing hides, over all parts."""
+    bubble: np.ndarray
+    """Share of the flush in which the slowest rank waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeModel:
+    """Everything about a model, a machine and a framework that does not differ between layouts."""
+
+    model: ModelConfig
+    vocab_size: int
+    hardware: Hardware
+    stages: StageSource
+    """(pp, vpp) -> stages in model order."""
+    software: Software = field(default_factory=Software)
+
+    def step(self, at: Layouts) -> StepTime:
+        """Seconds of an optimizer step of each layout."""
+        names = ("compute", "bubble", "p2p", "gather", "reduce", "optimizer", "overhead")
+        parts = {name: np.zeros(len(at)) for name in names}
+        exposed, bubble = np.zeros(len(at)), np.zeros(len(at))
+        for code, pp, vpp, rows in at.by_pipeline():
+            here, one_exposed, one_bubble = self._pipeline(at.take(rows), SCHEDULES[code], pp, vpp)
+            for name, seconds in here.items():
+                parts[name][rows] = seconds
+            exposed[rows], bubble[rows] = one_exposed, one_bubble
+        total = np.sum(list(parts.values()), axis=0)
+        return StepTime(total, parts, exposed, bubble)
+
+    def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
+        """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
+        passes = self.passes(at)
+        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
+        slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
+        mean = self._mean_pass(passes, at, pp)
+        m = at.num_microbatches
+        hop = self.hop_seconds(at) * (pp > 1)
+        p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
+        fill = pipeline.fill_seconds(
+            name,
+            pp=pp,
+            vpp=vpp,
+            forward=mean.forward,
+            input_grad=mean.input_grad,
+            weight_grad=mean.weight_grad,
+            p2p=hop,
+            m=m,
+            barrier=self.software.barrier,
+        )
+        gather, reduce = self._sharding_seconds(at, pp, vpp, name, slowest)
+        parts = {
+            "compute": m * slowest.whole,
+            "bubble": fill,
+            "p2p": p2p,
+            "gather": gather,
+            "reduce": reduce,
+            "optimizer": self._optimizer_seconds(at, pp, vpp, name),
+            "overhead": self._overhead_seconds(at, m),
+        }
+        slow = 1 + self.hardware.device.efficiency.spread * np.log2(self._nodes(at))
+        parts["overhead"] = parts["overhead"] + (slow - 1) * np.sum([v + 0.0 * m for v in parts.values()], axis=0)
+        exposed = m * slowest.exposed + p2p + gather + reduce
+        return parts, exposed, fill / (fill + m * slowest.whole + p2p)
+
+    def _nodes(self, at: Layouts) -> Any:
+        return np.maximum(1.0, at.world_size / self.hardware.links.gpus_per_node)
+
+    def _overhead_seconds(self, at: Layouts, m: Any) -> Any:
+        e = self.hardware.device.efficiency
+        return e.step + m * e.microbatch * self.software.host
+
+    # --- compute -----------------------------------------------------------------------------------------------
+
+    def passes(self, at: Layouts) -> dict[str, Pass]:
+        """One micro-batch through one layer of each kind, and through the head."""
+        passes = {"dense": self._layer(at, moe=False), "head": self._head(at)}
+        if self.model.num_experts is not None:
+            passes["moe"] = self._layer(at, moe=True)
+        return passes
+
+    def _mean_pass(self, passes: dict[str, Pass], at: Layouts, pp: int) -> Pass:
+        """A rank's pass on average: what the pipeline fills and drains with."""
+        pattern = expert_layers(self.model)
+        whole = Stage(len(pattern) - sum(pattern), sum(pattern), head=True, prediction=self.model.mtp_num_layers or 0)
+        return rank_pass(passes, [whole], len(at)) * (1 / pp)
+
+    def _layer(self, at: Layouts, *, moe: bool) -> Pass:
+        """One transformer layer, one micro-batch."""
+        model, device, soft = self.model, self.hardware.device, self.software
+        products = [*compute.attention_products(model, at)]
+        width: Any = model.ffn_hidden_size or 0
+        if moe:
+            products += compute.expert_products(model, at)
+            width = (model.moe_ffn_hidden_size or 0) * model.moe_router_topk
+        else:
+            products += compute.mlp_products(model, at, width)
+        matmul = sum(compute.gemm_seconds(product, device, soft.precision) for product in products)
+        attention = compute.attention_seconds(model, at, device, flash=soft.flash) * (1 + soft.first_flash)
+        light = compute.memory_bound_seconds(model, at, device, width=width, fused=soft.fused)
+        talk = self._layer_talk(at, moe=moe)
+        kernels = MOE_KERNELS if moe else 1.0
+        forward = self._not_below_host(at, matmul + attention + light + talk, kernels)
+        backward = (2.5 if soft.flash else 2.0) * attention + 2 * light + talk
+        weight_grad = matmul + 0.0 * forward
+        input_grad = self._not_below_host(at, matmul + backward + matmul, 0.9 * kernels) - weight_grad
+        again = np.select(
+            [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
+            [forward, 0.0 * forward if soft.flash else attention],
+            0.0,
+        )
+        talks = talk * (2 + (at.recompute == RECOMPUTE.index("full")))
+        return self._under_gathers(at, Pass(forward, input_grad + again, weight_grad, talks), moe=moe)
+
+    def _not_below_host(self, at: Layouts, seconds: Any, share: float) -> Any:
+        """A layer is not faster than its kernels are started, which takes longer where a node's ranks wait for each
+        other."""
+        e, links = self.hardware.device.efficiency, self.hardware.links
+        crowded = 1 + e.straggler * np.minimum(1.0, at.tp / links.gpus_per_node) ** 3
+        return np.maximum(seconds, self.software.host * share * e.launch * crowded)
+
+    def _head(self, at: Layouts) -> Pass:
+        """Output matrix and loss of one micro-batch."""
+        model, device = self.model, self.hardware.device
+        t, rows = tokens_of(model, at), padded_rows(model, self.vocab_size, at.tp)
+        product = compute.gemm_seconds(Gemm(t, rows / at.tp, model.hidden_size), device)
+        light = LOSS_BYTES * t * rows / at.tp / (device.hbm_bandwidth * device.efficiency.memory)
+        return Pass(product + light, product + light, product, 0.0 * product)
+
+    # --- communication -----------------------------------------------------------------------------------------
+
+    def _layer_talk(self, at: Layouts, *, moe: bool) -> Any:
+        """Exposed seconds of tensor, context and expert parallel communication in one pass through a layer."""
+        model, links, soft = self.model, self.hardware.links, self.software
+        size = tokens_of(model, at) * model.hidden_size * 2.0
+        reductions = 1 if moe else 2
+        talk = soft.tp_exposed * reductions * comm.all_reduce(size, Group.strided(at.tp, 1, links), links)
+        if moe:
+            group = Group.strided(at.ep, at.etp, links)
+            share = np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
+            sent = size * share * model.moe_router_topk
+            talk = talk + soft.ep_exposed * 2 * comm.all_to_all(sent, group, links)
+        keys = tokens_of(model, at) * 2 * (model.num_query_groups or 0) * (model.kv_channels or 0) * 2.0 / at.tp
+        around = comm.ring(keys * at.cp, Group.strided(at.cp, at.tp, links), links)
+        busy = compute.attention_seconds(model, at, self.hardware.device, flash=soft.flash)
+        return talk + np.maximum(0.0, around - busy)
+
+    def _under_gathers(self, at: Layouts, one: Pass, *, moe: bool) -> Pass:
+        """Under `streaming` a layer is gathered for its forward and its backward, and its gradient reduced, each
+        under the compute of the layer next to it: the longer of the two counts."""
+        streams = at.sync == SYNC_MODES.index("streaming")
+        if not streams.any():
+            return one
+        unit = Stage(0, 1) if moe else Stage(1, 0)
+        here = rank_parameters(self.model, [unit], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        links, soft = self.hardware.links, self.software
+        group, experts = self._dp_group(at), self._edp_group(at)
+        gather = comm.gather(here.plain * soft.param_bytes, group, links)
+        gather = gather + comm.gather(here.expert * soft.param_bytes, experts, links)
+        reduce = comm.gather(here.plain * soft.grad_bytes, group, links)
+        reduce = reduce + comm.gather(here.expert * soft.grad_bytes, experts, links)
+        wait_forward = np.where(streams, np.maximum(0.0, gather - one.forward), 0.0)
+        hiding = one.input_grad + one.weight_grad
+        wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - hiding), 0.0)
+        waits = wait_forward + wait_backward
+        return Pass(
+            one.forward + wait_forward, one.input_grad + wait_backward, one.weight_grad, one.exposed + waits
+        )  # fmt: skip
+
+    def _dp_group(self, at: Layouts) -> Group:
+        return Group.strided(at.dp * at.cp, at.tp, self.hardware.links)
+
+    def _edp_group(self, at: Layouts) -> Group:
+        return Group.strided(at.edp, at.ep * at.etp, self.hardware.links)
+
+    def hop_seconds(self, at: Layouts) -> Any:
+        """One activation from a pipeline rank to the next, which is on another node if a stage fills one."""
+        links = self.hardware.links
+        size = tokens_of(self.model, at) * self.model.hidden_size * 2.0
+        size = size * np.where((at.sequence_parallel > 0) | self.software.scattered_messages, 1 / at.tp, 1.0)
+        return comm.message(size, at.world_size > links.gpus_per_node, links)
+
+    def _sharding_seconds(self, at: Layouts, pp: int, vpp: int, name: str, slowest: Pass) -> tuple[Any, Any]:
+        """Exposed seconds of (the parameters' gather, the gradients' reduction) of the most loaded rank, once per
+        step. Under `streaming` both are in the layers."""
+        soft, links = self.software, self.hardware.links
+        params, experts = self._most_parameters(at, pp, vpp, name)
+        once = at.sync != SYNC_MODES.index("streaming")
+        groups = ((params, self._dp_group(at)), (experts, self._edp_group(at)))
+        collective = comm.gather if soft.sharded else comm.all_reduce
+        grad_bytes = soft.grad_bytes * self._sums_sent(at)
+        reduce = sum(collective(count * grad_bytes, group, links) for count, group in groups)
+        gather = sum(comm.gather(count * soft.param_bytes, group, links) for count, group in groups)
+        if not soft.sharded:
+            gather = 0.0 * reduce
+        if soft.grads_overlap:
+            reduce = np.maximum(0.1 * reduce, reduce - 0.8 * (slowest.input_grad + slowest.weight_grad))
+        if soft.params_overlap:
+            gather = np.maximum(0.1 * gather, gather - 0.8 * slowest.forward)
+        return np.where(once, gather, 0.0), np.where(once, reduce, 0.0)
+
+    def _sums_sent(self, at: Layouts) -> Any:
+        """Whole gradients that a rank sends on the average in one reduction, each as often as all ranks but one."""
+        if not self.software.in_runs:
+            return 1.0
+        runs = zip(at.num_microbatches.tolist(), at.dp.tolist(), strict=True)
+        sums = np.array([np.mean(sums_of_runs(each, ranks)) for each, ranks in runs])
+        return sums if self.software.sharded else (sums + 1) / 2  # the gathers of what is summed are as always
+
+    def _optimizer_seconds(self, at: Layouts, pp: int, vpp: int, name: str) -> Any:
+        params, experts = self._most_parameters(at, pp, vpp, name)
+        sharded = at.zero_stage > 0
+        mine = np.where(sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts)
+        if self.software.offloaded:
+            crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
+            return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)
+        device = self.hardware.device
+        return mine * OPTIMIZER_BYTES / (device.hbm_bandwidth * device.efficiency.memory)
+
+    def _most_parameters(self, at: Layouts, pp: int, vpp: int, name: str) -> tuple[Any, Any]:
+        """Parameters (plain, expert) of the rank that holds the most."""
+        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
+        ranks = [
+            rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp) for chunks in kinds
+        ]
+        totals = np.array([rank.total for rank in ranks])
+        most = np.argmax(totals, axis=0)
+        column = np.arange(len(at))
+        plain = np.array([rank.plain + np.zeros(len(at)) for rank in ranks])[most, column]
+        return plain, np.array([rank.expert + np.zeros(len(at)) for rank in ranks])[most, column]
+
+
+def rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
+    """One micro-batch through all chunks of a rank. A further token takes a layer like the last and a head."""
+    predicted = sum(chunk.prediction for chunk in chunks)
+    layers = {"dense": sum(chunk.dense for chunk in chunks), "moe": sum(chunk.moe for chunk in chunks)}
+    layers["moe" if "moe" in passes else "dense"] += predicted
+    layers["head"] = predicted + sum(chunk.head for chunk in chunks)
+    total = NOTHING
+    for kind, times in layers.items():
+        if times:
+            total = total + passes[kind] * times
+    return total + Pass(*[np.zeros(count)] * 4)
+
+
+def _slowest(kinds: list[Pass]) -> Pass:
+    """Of several kinds of rank, the one that each layout waits for."""
+    whole = np.array([kind.whole for kind in kinds])
+    pick = np.argmax(whole, axis=0), np.arange(whole.shape[1])
+    return Pass(*(np.array([getattr(kind, f.name) for kind in kinds])[pick] for f in fields(Pass)))

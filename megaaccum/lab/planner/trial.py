@@ -1,0 +1,180 @@
+"""Running one candidate of `megaaccum tune`: a short training run in processes of its own, and what it says."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaaccum.config import Config, batch_ramp
+from megaaccum.config.plan import MONITORS
+from megaaccum.lab.planner import emit
+from megaaccum.lab.planner.ladder import (
+    FAILED,
+    HANGS,
+    MEASURED,
+    NOT_FINITE,
+    OUT_OF_MEMORY,
+    UNSTEADY,
+    Candidate,
+    Outcome,
+)
+from megaaccum.lab.planner.workload import Workload
+from megaaccum.pretrain.launch import processes
+from megaaccum.pretrain.metrics import journal, receipts
+from megaaccum.pretrain.metrics.journal import Record
+
+STEPS = 4
+"""Steps of a candidate. The first one allocates, compiles and warms up, and counts for nothing."""
+TIMED = slice(1, 4)
+DECAY = 0.9
+"""Of the moving average of the gradient's norm."""
+GRACE_SECONDS = 10.0
+_NO_MEMORY = (
+    "out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "MemoryError",
+    "killed by the system for want of memory",
+)  # fmt: skip
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL)
+"""Exit codes of a process that the system ended, of a shell or our launcher about it, and of DeepSpeed's launcher."""
+_WRITES = ("save", "load", "finetune", "tensorboard_dir", "wandb_project", "csv_dir")
+_ENDS_EARLY = ("exit_interval", "exit_duration_in_mins", *batch_ramp.KEYS)
+"""Keys by which a run ends before its steps are done, or has smaller batches in them than the planner priced."""
+_HELD = ("parameters", "gradients", "optimizer", "buffers", "activations", "p2p")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Runs candidates of one workload.
+
+    folder: of their configurations and runs. command: starts a run, followed by the path of a configuration.
+    time_limit: seconds after which a candidate is ended. steps: at least 4. band: the gradient's norm may be this many
+    times its moving average, or that part of it.
+    """
+
+    workload: Workload
+    folder: Path
+    command: Sequence[str]
+    time_limit: float
+    steps: int = STEPS
+    band: float = 4.0
+    env: dict[str, str] = field(default_factory=dict)
+
+    def run(self, candidate: Candidate) -> Outcome:
+        """Train `steps` steps of `candidate` in fresh processes."""
+        folder = self.folder / f"row_{candidate.row}"
+        path = folder / "config.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(emit.as_sections(self.config(candidate, folder)), sort_keys=False))
+        code, output = _run([*self.command, str(path)], self.time_limit, os.environ | self.env)
+        if code is None:
+            text = f"it had not ended after {self.time_limit:g} s\n{_tail(output)}"
+            return Outcome(verdict=HANGS, text=text)
+        if code in _KILLED or (code != 0 and any(mark in output for mark in _NO_MEMORY)):
+            return Outcome(verdict=OUT_OF_MEMORY, text=_tail(output))
+        return self._judged(folder, code, output)
+
+    def config(self, candidate: Candidate, folder: Path) -> Config:
+        """The candidate's configuration: no checkpoints, evaluations or metrics, and a run in `folder`."""
+        config = emit.planned_config(self.workload, dict(candidate.axes))
+        keys: dict[str, Any] = dict(
+            max_steps=self.steps, output_dir=str(folder / "run"), save_interval=0, save_at_end=False, eval_interval=0,
+            sample_every=0, core_metric_every=0, verify_at_start=False, no_load=True, log_interval=1,
+            transformer_impl=self.workload.config.model.transformer_impl,
+            data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
+            nproc_per_node=self.workload.world_size,
+        )  # fmt: skip
+        emit.set_aside(config, (*_WRITES, *_ENDS_EARLY))
+        emit.put(config, keys)
+        config.deepspeed = {name: block for name, block in config.deepspeed.items() if name not in MONITORS}
+        return config
+
+    def _judged(self, folder: Path, code: int, output: str) -> Outcome:
+        """The verdict on an ended run, from its log and receipt."""
+        log = folder / "run" / "log.jsonl"
+        steps = [each for each in journal.read(log) if each["kind"] == "train"] if log.exists() else []
+        seconds = [float(each["seconds_per_step"]) for each in steps]
+        norms = [_norm_of(each) for each in steps if not _finds_the_loss_scale(each)]
+        seen: dict[str, Any] = dict(steps=seconds, grad_norms=norms)
+        if None in norms or (steps and not norms):
+            text = f"gradient norms by step (None where the gradient was not finite): {norms}"
+            return Outcome(verdict=NOT_FINITE, text=text, **seen)
+        if code != 0 or len(steps) < self.steps:
+            return Outcome(verdict=FAILED, text=f"exit code {code}\n{_tail(output)}", **seen)
+        if problem := self._leaves_band([norm for norm in norms if norm is not None]):
+            return Outcome(verdict=UNSTEADY, text=problem, **seen)
+        (*_, receipt) = receipts.read_all(folder / "run")
+        held = receipt["measured"]["memory"]
+        return Outcome(
+            verdict=MEASURED,
+            seconds=statistics.median(seconds[TIMED]),
+            bytes=float(sum(held.get(kind, 0) for kind in _HELD)),
+            receipt=str(folder / "run" / "receipts" / f"start_{receipt['number']}.json"),
+            **seen,
+        )
+
+    def _leaves_band(self, norms: Sequence[float]) -> str:
+        """Why a gradient's norm is outside the band around its moving average; empty where none is."""
+        average = norms[0]
+        for step, norm in enumerate(norms):
+            if not average / self.band <= norm <= average * self.band:
+                return (
+                    f"the gradient's norm is {norm:.4g} in step {step}, and its moving average {average:.4g}: more than"
+                    f" {self.band:g} times apart"
+                )
+            average = DECAY * average + (1 - DECAY) * norm
+        return ""
+
+
+def _norm_of(step: Record) -> float | None:
+    """The norm of a step's gradient; None where it was not finite, also where `nonfinite` made it so."""
+    norm = step.get("grad_norm")
+    return None if norm is None or not math.isfinite(norm) or step.get("sanitized") else float(norm)
+
+
+def _finds_the_loss_scale(step: Record) -> bool:
+    """Whether an FP16 step overflowed and the loss scale could go down for it: no lane is worse for that."""
+    return bool("loss_scale" in step and step.get("skipped") and not step.get("note"))
+
+
+def _run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int | None, str]:
+    """(exit code, what it printed); None for a command that was ended after `limit` seconds, with all of its ranks."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+        start_new_session=True, errors="replace", preexec_fn=partial(processes.end_with, os.getpid()),
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, _end(process)
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End the process and its ranks: a launcher passes the first signal on, and ends its ranks at the second. Returns
+    what it printed."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            output, _ = process.communicate(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            output, _ = process.communicate()
+        return output
+    return ""
+
+
+def _tail(output: str, lines: int = 8) -> str:
+    return "\n".join(output.strip().splitlines()[-lines:])

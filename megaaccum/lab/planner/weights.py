@@ -1,0 +1,147 @@
+"""How many parameters one rank holds, in closed form (megatron.core.models.gpt.GPTModel, megatron-core 0.19)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner.stages import Stage
+from megaaccum.model import param_count
+from megaaccum.model.flops import padded_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Parameters in elements: numbers, or one per layout. `plain` are sharded over dp * cp, `expert` over edp."""
+
+    plain: Any
+    expert: Any
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.plain + other.plain, self.expert + other.expert)
+
+    def __mul__(self, times: int) -> Elements:
+        return Elements(self.plain * times, self.expert * times)
+
+    @property
+    def total(self) -> Any:
+        """All of them."""
+        return self.plain + self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """One layer: elements that tp cuts, that every tp rank holds whole, and that ep and etp cut."""
+
+    cut: int
+    whole: int
+    expert: int
+
+    def on_rank(self, tp: Any, ep: Any, etp: Any) -> Elements:
+        return Elements(self.cut // tp + self.whole, self.expert // (ep * etp))
+
+
+def rank_parameters(
+    model: ModelConfig, chunks: Iterable[Stage], vocab_size: int, *, tp: Any, ep: Any = 1, etp: Any = 1
+) -> Elements:
+    """Parameters of one rank with these chunks. tp, ep, etp: numbers or columns."""
+    zero = np.zeros_like(np.asarray(tp)) if np.ndim(tp) else 0
+    total = Elements(zero, zero)
+    for chunk in chunks:
+        total = total + stage_parameters(model, chunk, vocab_size, tp=tp, ep=ep, etp=etp)
+    return total
+
+
+def stage_parameters(
+    model: ModelConfig, stage: Stage, vocab_size: int, *, tp: Any, ep: Any = 1, etp: Any = 1
+) -> Elements:
+    """Parameters that one rank holds of one stage.
+
+    A stage that predicts further tokens holds a copy of the word table, and a last stage whose output matrix is tied to
+    the table holds one more, unless it is the first stage too.
+    """
+    table = padded_rows(model, vocab_size, tp) // tp * model.hidden_size
+    total = _layer(model, False).on_rank(tp, ep, etp) * stage.dense
+    total = total + _layer(model, True).on_rank(tp, ep, etp) * stage.moe
+    total = total + _prediction(model).on_rank(tp, ep, etp) * stage.prediction
+    if stage.embedding or stage.prediction:
+        total = total + Elements(table + _positions(model), 0)
+    if stage.head:
+        tied = not model.untie_embeddings_and_output_weights
+        total = total + Elements(0 if tied and stage.embedding else table, 0)
+    if stage.final_norm:
+        total = total + Elements(_norm(model), 0)
+    return total
+
+
+def with_input_grad(model: ModelConfig, stages: Iterable[Stage], vocab_size: int) -> Elements:
+    """Of these stages' parameters at tp 1, those whose gradient comes with the input's where a backward is split:
+    norms, biases, routers, and tables of embeddings."""
+    total = Elements(0, 0)
+    for stage in stages:
+        total = total + _vectors(model, False) * (stage.dense + stage.prediction) + _vectors(model, True) * stage.moe
+        total = total + Elements(_norm(model), 0) * (stage.final_norm + 3 * stage.prediction)
+        if stage.embedding or stage.prediction:
+            total = total + Elements(padded_rows(model, vocab_size, 1) * model.hidden_size + _positions(model), 0)
+    return total
+
+
+def _vectors(model: ModelConfig, moe: bool) -> Elements:
+    """Norms, biases and the router of a layer at tp 1."""
+    if moe and model.num_experts is None:
+        return Elements(0, 0)
+    bare = replace(model, add_bias_linear=False, add_qkv_bias=False)
+    whole, plain = _layer(model, moe).on_rank(1, 1, 1), _layer(bare, moe).on_rank(1, 1, 1)
+    twice, once = replace(model, normalization="LayerNorm"), replace(model, normalization="RMSNorm")
+    widths = param_count.layer_parameters(twice, moe=moe) - param_count.layer_parameters(once, moe=moe)
+    norms = widths * (2 if model.normalization == "LayerNorm" else 1)
+    router = model.hidden_size * (model.num_experts or 0) if moe else 0
+    return Elements(whole.plain - plain.plain + norms + router, whole.expert - plain.expert)
+
+
+def _positions(model: ModelConfig) -> int:
+    learned = model.position_embedding_type == "learned_absolute"
+    return (model.max_position_embeddings or 0) * model.hidden_size if learned else 0
+
+
+def _norm(model: ModelConfig) -> int:
+    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _prediction(model: ModelConfig) -> _Parts:
+    """A multi-token-prediction layer: three norms, a 2h x h matrix cut over tp, and a layer like the last one."""
+    inner = _layer(model, param_count.expert_layers(model)[-1])
+    return _Parts(inner.cut + 2 * model.hidden_size**2, inner.whole + 3 * _norm(model), inner.expert)
+
+
+def _layer(model: ModelConfig, moe: bool) -> _Parts:
+    if moe and model.num_experts is None:
+        return _Parts(0, 0, 0)
+    total = param_count.layer_parameters(model, moe=moe)
+    expert = param_count.expert_parameters(model) if moe else 0
+    whole = _whole_on_every_tp_rank(model, moe)
+    return _Parts(total - whole - expert, whole, expert)
+
+
+def _whole_on_every_tp_rank(model: ModelConfig, moe: bool) -> int:
+    """Norms, the biases of matrices whose output is summed over tp, the router, and latent down-projections."""
+    hidden = model.hidden_size
+    whole = 2 * _norm(model)
+    if model.add_bias_linear:
+        whole += hidden * (1 if moe else 2)  # those of routed experts count as experts
+    if model.multi_latent_attention:
+        whole += _latent_whole(model)
+    elif model.qk_layernorm:
+        whole += 2 * (model.kv_channels or 0) * (2 if model.normalization == "LayerNorm" else 1)
+    return whole + (hidden * (model.num_experts or 0) if moe else 0)
+
+
+def _latent_whole(model: ModelConfig) -> int:
+    """Down-projections of latent attention are whole on every tp rank, and the norms of the latents with them."""
+    widths = model.kv_lora_rank + (model.q_lora_rank or 0)
+    norms = widths * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
+    return model.hidden_size * (widths + model.qk_pos_emb_head_dim) + norms

@@ -1,0 +1,130 @@
+"""Why a layout is not in the table: the rule it breaks, the memory it lacks, or the rank it has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megaaccum.config import resolve
+from megaaccum.config.keys import names_where
+from megaaccum.config.schema import Config
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner.emit import set_aside
+from megaaccum.lab.planner.search import Ranked, search
+from megaaccum.lab.planner.space import AXES, Limits, schedules
+from megaaccum.lab.planner.stages import layout_text, split_layers
+from megaaccum.lab.planner.workload import Workload
+from megaaccum.units import GIB
+
+_KEYS = {
+    "tp": ("parallel", "tensor_model_parallel_size"),
+    "cp": ("parallel", "context_parallel_size"),
+    "pp": ("parallel", "pipeline_model_parallel_size"),
+    "vpp": ("parallel", "virtual_pipeline_model_parallel_size"),
+    "ep": ("parallel", "expert_model_parallel_size"),
+    "etp": ("parallel", "expert_tensor_parallel_size"),
+    "schedule": ("parallel", "schedule"),
+    "sync": ("sharding", "sync"),
+    "zero": ("sharding", "zero_stage"),
+    "mbs": ("batch", "micro_batch_size"),
+    "dbs": ("batch", "device_batch_size"),
+    "ga": ("batch", "grad_accum_steps"),
+}
+
+
+def parse_axes(text: str) -> dict[str, Any]:
+    """'tp=4,pp=8,schedule=1f1b' as a dictionary.
+
+    Raises:
+        ConfigError: something else is written, or an axis that does not exist.
+    """
+    wanted: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or name not in AXES or not value:
+            raise ConfigError(f"{part!r} must read axis=value, with an axis of {', '.join(AXES)}.")
+        if name in ("recompute", "schedule", "sync"):
+            wanted[name] = value
+        elif value.isdecimal() and int(value) >= 1:
+            wanted[name] = int(value)
+        else:
+            raise ConfigError(f"{part!r}: {name} must be a number of at least 1.")
+    return wanted
+
+
+def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranked: Ranked, *, rank: str) -> str:
+    """Why no layout with these values is the first: a text of one paragraph."""
+    named = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
+    places = ranked.find(dict(wanted))
+    if len(places):
+        return _place(ranked, int(places[0]), named, rank)
+    narrowed = replace(limits, fixed={**limits.fixed, **wanted})
+    try:
+        workload.space(narrowed).layouts()
+    except ConfigError as error:
+        return f"{named} is out: {_broken_rules(workload, wanted) or error}"
+    try:
+        search(workload, narrowed)
+    except ConfigError as error:
+        return f"{named} is legal: {error}"
+    raise AssertionError("a layout that fits is ranked")
+
+
+def _place(ranked: Ranked, index: int, named: str, rank: str) -> str:
+    """A layout that fits: its place, and what the first is better at."""
+    seconds, best = ranked.time.total[index], ranked.time.total[0]
+    gib, best_gib = ranked.memory.total[index] / GIB, ranked.memory.total[0] / GIB
+    if index == 0:
+        return f"{named} is the first of {len(ranked)} layouts by {rank}."
+    return (
+        f"{named} fits, and its best layout is number {index + 1} of {len(ranked)} by {rank}: {gib:.1f} GiB and"
+        f" {seconds:.3g} s per step, where the first takes {best_gib:.1f} GiB and {best:.3g} s."
+    )
+
+
+def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
+    """The rules of the configuration that these values break, with their nearest legal values; None if none."""
+    per_node = workload.hardware.links.gpus_per_node
+    if wanted.get("tp", 1) > per_node:
+        return (
+            f"tensor_model_parallel_size {wanted['tp']} is more than the {per_node} GPUs of a node: its all-reduces in"
+            f" every layer would cross the network; set it to at most {per_node}."
+        )
+    name = wanted.get("schedule")
+    if name is not None and name not in schedules():
+        return f"schedule {name} is none that is planned: {', '.join(schedules())}."
+    config = _with_keys(workload.config, wanted)
+    try:
+        resolve(config, world_size=workload.world_size)
+    except ConfigError as error:
+        return " ".join(error.problems)
+    return None
+
+
+def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
+    """The configuration with only these of the planned keys."""
+    config = copy.deepcopy(config)
+    set_aside(config, set(names_where(lambda facts: facts.planned)) - {"global_batch_size"})
+    if wanted.get("tp", 1) > 1:
+        config.parallel.sequence_parallel = True
+    for axis, value in wanted.items():
+        if axis in _KEYS:
+            section_name, name = _KEYS[axis]
+            if axis == "vpp" and value == 1:
+                continue
+            setattr(getattr(config, section_name), name, value)
+            config.origin[name] = "--why-not"
+    return _with_split(config, wanted.get("pp", 1), wanted.get("vpp", 1))
+
+
+def _with_split(config: Config, pp: int, vpp: int) -> Config:
+    """The configuration with the planner's split of the layers, where they do not divide."""
+    layers = split_layers(config.model.num_layers, pp * vpp)
+    if layers is not None and len(set(layers)) > 1:
+        config.parallel.pipeline_model_parallel_layout = layout_text(layers, config.model.mtp_num_layers or 0)
+        config.parallel.virtual_pipeline_model_parallel_size = None
+        config.origin["pipeline_model_parallel_layout"] = "--why-not"
+        config.origin.pop("virtual_pipeline_model_parallel_size", None)
+    return config

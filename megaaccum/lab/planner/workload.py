@@ -1,0 +1,212 @@
+"""The subject of a plan: a model, a batch, GPUs, and how megaaccum runs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megaaccum.config.derive import derive
+from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
+from megaaccum.errors import ConfigError, DataError
+from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.footprint import BYTES, ShardingMode, state_bytes
+from megaaccum.lab.planner.hardware import Hardware
+from megaaccum.lab.planner.layouts import SYNC_MODES
+from megaaccum.lab.planner.memory import MemoryModel, Usage
+from megaaccum.lab.planner.space import Limits, Space
+from megaaccum.lab.planner.stages import Stage
+from megaaccum.lab.planner.time import Software, TimeModel
+from megaaccum.model.layers import Layers, on_a_gpu
+from megaaccum.pretrain.data.sources import vocab_size
+
+FP8_WEIGHTS = 2.0
+"""Bytes per matrix element of weights in FP8: one copy for the forward, and a transposed one for the backward
+(transformer-engine 2.20: row-wise and column-wise data), kept through a step beside the BF16 weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A configuration whose layout is open, on a number of GPUs of a kind."""
+
+    config: Config
+    """As it was read: nothing of it is derived."""
+    model: ModelConfig
+    """Its model, with every key that can be derived filled in."""
+    sharding: ShardingConfig
+    """Its sharding, likewise."""
+    vocab_size: int
+    """Entries of the vocabulary before padding."""
+    world_size: int
+    hardware: Hardware
+    global_batch_size: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks."""
+        return self.global_batch_size * self.model.seq_length
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the layers' products are in FP8."""
+        return self.config.quantization.fp8_format is not None
+
+    @property
+    def layers(self) -> Layers:
+        """Those of a GPU with Transformer Engine, as far as the configuration wants them."""
+        return on_a_gpu(self.config)
+
+    def space(self, limits: Limits) -> Space:
+        """The legal layouts within `limits`."""
+        return Space(
+            model=self.model,
+            world_size=self.world_size,
+            gpus_per_node=self.hardware.links.gpus_per_node,
+            global_batch_size=self.global_batch_size,
+            zero_stage=self.sharding.zero_stage,
+            limits=limits,
+            fused_attention=self.layers.fused_attention,
+        )
+
+    def memory_model(self) -> MemoryModel:
+        """Bytes per rank as megaaccum's own backend keeps them, for every layout."""
+        kept = modes_of(self.sharding)
+        return memory_model(
+            self.model,
+            self.sharding,
+            self.vocab_size,
+            kept,
+            made_of=self.layers,
+            usage=self.hardware.usage,
+            in_fp8=self.in_fp8,
+            with_undo=self.config.step.speculative_step,
+        )
+
+    def time_model(self, memory: MemoryModel) -> TimeModel:
+        """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
+        return TimeModel(
+            model=self.model,
+            vocab_size=self.vocab_size,
+            hardware=self.hardware,
+            stages=memory.stages,
+            software=Software(
+                flash=self.layers.fused_attention,
+                precision="fp8" if self.in_fp8 else "16 bit",
+                grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
+                param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
+                sharded=self.sharding.backend == "deepspeed",
+                in_runs=self.sharding.reproducible == "layout",
+                offloaded=self.sharding.offload_optimizer == "cpu",
+                barrier=not self.config.step.speculative_step,
+            ),
+        )
+
+
+def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Workload:
+    """The workload of a configuration that was read.
+
+    Raises:
+        ConfigError: the model's shape, the vocabulary or global_batch_size is missing.
+    """
+    settled = copy.deepcopy(config)
+    problems: list[str] = []
+    derive(settled, [])
+    model, batch = settled.model, settled.batch.global_batch_size
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(model, name) < 1:
+            problems.append(f"{name} is required to plan; add it to the file, or give --{name} on the command line.")
+    if batch is None:
+        problems.append(
+            "global_batch_size is required to plan: it is what the layouts divide; add it to the file, or give"
+            " --global_batch_size on the command line (tokens per step / seq_length)."
+        )
+    if world_size < 1:
+        problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile.")
+    if problems:
+        raise ConfigError(problems)
+    assert batch is not None
+    return Workload(
+        config=config,
+        model=model,
+        sharding=settled.sharding,
+        vocab_size=vocabulary(settled),
+        world_size=world_size,
+        hardware=hardware,
+        global_batch_size=batch,
+    )
+
+
+def vocabulary(config: Config) -> int:
+    """Entries of the vocabulary before padding. Raises ConfigError where neither a key nor the data says."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    try:
+        return vocab_size(config)
+    except DataError as error:
+        raise ConfigError(
+            f"the plan needs the vocabulary: set vocab_size, as there is no dataset yet ({error})."
+        ) from None
+
+
+def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *, in_fp8: bool = False) -> Kernels:
+    """Kernels that decide what these layers keep. In FP8 the inputs of matrix products are kept in FP8."""
+    element = BYTES[sharding.params_dtype or "fp32"]
+    modules = frozenset(model.recompute_modules or ["core_attn"])
+    kernels = Kernels(
+        element=int(element),
+        local=made_of.local,
+        flash=made_of.fused_attention,
+        matmul_element=1.0 if in_fp8 else None,
+        recompute_modules=modules,
+    )
+    # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
+    return replace(kernels, logit_bytes=2 * element + 4.0)
+
+
+def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
+    """The sync modes that a layout can name with this backend: those of its ZeRO stages and syncs that there are."""
+    name = sharding.backend
+    resident = [ShardingMode(backend=name, sync="resident", zero_stage=stage) for stage in (1, 2, 3)]
+    streaming = [ShardingMode(backend=name, sync="streaming")] if name in ("deepspeed", "fsdp2") else []
+    return resident + streaming
+
+
+def memory_model(
+    model: ModelConfig,
+    sharding: ShardingConfig,
+    vocab_size: int,
+    modes: Sequence[ShardingMode],
+    *,
+    made_of: Layers,
+    usage: Usage | None = None,
+    stages: Sequence[Stage] | None = None,
+    in_fp8: bool = False,
+    with_undo: bool = False,
+    flushes: int = 1,
+) -> MemoryModel:
+    """Bytes per rank under `modes`, which are of one backend and differ in ZeRO stage and sync. stages:
+    those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
+    layers' weights in FP8 too. with_undo: `speculative_step` keeps a copy of what an update changes.
+    flushes: of a step."""
+    first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
+    more = dict(with_experts=model.num_experts is not None, with_undo=with_undo)
+    # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
+    bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
+    return MemoryModel(
+        model=model,
+        vocab_size=vocab_size,
+        kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
+        usage=usage or Usage(),
+        states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more) for each in modes},
+        buffer_bytes=bucket * reduce,
+        bucket_elements=bucket,
+        bucket_bytes=reduce,
+        sharded_over_dp=first.is_sharded,
+        replicas=first.replicas,
+        flushes=flushes,
+        live_elements=first.live,
+        head_copy=sharding.reproducible == "layout",
+        weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
+        joined_units=first.backend == "fsdp2",
+        fixed_stages=None if stages is None else tuple(stages),
+    )

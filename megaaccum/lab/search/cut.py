@@ -1,0 +1,216 @@
+"""Which layers to put on which stage: a local search whose every step is priced by the order that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megaaccum.errors import ScheduleError
+from megaaccum.lab.search.profile import Cut, Profile, even_cut
+from megaaccum.schedule.actions import Placement, Schedule, place
+from megaaccum.schedule.memory import TINY
+from megaaccum.schedule.simulate import Costs, simulate
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+Order = Callable[[Costs], Schedule]
+"""The schedule to run with these costs of stages: a named one (which ignores them), or a greedy one."""
+MAX_PRICED = 400
+"""Cuts that are simulated. A local optimum at 16 stages and 128 layers takes 100 to 300."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedCut:
+    """A cut and what it comes to. excess: by how much the fullest rank is over the limit; 0 where it fits."""
+
+    cut: Cut
+    seconds: float
+    peaks: tuple[float, ...]
+    excess: float
+
+
+def tune_cut(
+    profile: Profile,
+    *,
+    pp: int,
+    chunks: int,
+    placement: Placement,
+    order: Order,
+    limit: float | None = None,
+    p2p: float = 0.0,
+    max_priced: int = MAX_PRICED,
+) -> PricedCut:
+    """The fastest cut found of `profile`'s layers into pp * chunks stages of at least one layer each, in `order`.
+
+    It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
+    pass one on) while that is faster. limit: of the profile's memory on every rank, all of
+    activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, where no cut found
+    fits it.
+    """
+    search = _Search(profile, place(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
+    best = min((search.descend(start) for start in search.starts()), key=_rank)
+    if best.excess > 0:
+        needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
+        raise ScheduleError(
+            f"no cut into {pp * chunks} stages fits the memory limit {limit:.6g}: of {search.priced} the closest is"
+            f" {'-'.join(map(str, best.cut))}, where {needs}: raise the limit, or choose a schedule that holds less"
+        )
+    return best
+
+
+def price(profile: Profile, cut: Cut, order: Order, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
+    """The price of `cut` in `order`."""
+    costs = profile.costs(cut, p2p=p2p)
+    schedule = order(costs)
+    memory = profile.memory(cut, chunks=schedule.chunks)
+    peaks = memory.peaks(schedule)
+    excess = 0.0 if limit is None else max(0.0, max(peaks) - limit)
+    return PricedCut(cut=cut, seconds=simulate(schedule, costs).makespan, peaks=peaks, excess=excess)
+
+
+def _rank(priced: PricedCut) -> tuple[float, float]:
+    return priced.excess, priced.seconds
+
+
+class _Search:
+    def __init__(
+        self,
+        profile: Profile,
+        stages: tuple[tuple[int, ...], ...],
+        order: Order,
+        limit: float | None,
+        p2p: float,
+        max_priced: int,
+    ):
+        self.profile, self.order, self.limit, self.p2p, self.left = profile, order, limit, p2p, max_priced
+        self.rank_of = {stage: rank for rank, held in enumerate(stages) for stage in held}
+        self.seconds = [layer.seconds for layer in profile.layers]
+        self.priced = 0
+
+    def starts(self) -> Iterator[Cut]:
+        even = even_cut(self.profile, len(self.rank_of))
+        yield even
+        levelled = self.level(even)
+        if levelled != even:
+            yield levelled
+
+    def price(self, cut: Cut) -> PricedCut:
+        self.priced, self.left = self.priced + 1, self.left - 1
+        return price(self.profile, cut, self.order, limit=self.limit, p2p=self.p2p)
+
+    def work(self, cut: Cut) -> list[float]:
+        """Seconds of each rank's work on one micro-batch, most first."""
+        ranks, at = [0.0] * (1 + max(self.rank_of.values())), 0
+        for stage, count in enumerate(cut):
+            ranks[self.rank_of[stage]] += sum(self.seconds[at : at + count])
+            at += count
+        return sorted(ranks, reverse=True)
+
+    def level(self, cut: Cut) -> Cut:
+        """`cut` with layers moved while the busiest ranks' work falls."""
+        while True:
+            then = min(_neighbours(cut), key=self.work)
+            if self.work(then) >= self.work(cut):
+                return cut
+            cut = then
+
+    def descend(self, cut: Cut) -> PricedCut:
+        """To a local optimum, with half of what is left of the budget at most."""
+        best, seen, end = self.price(cut), {cut}, self.left // 2
+        improved = True
+        while improved and self.left > end:
+            improved = False
+            # The most promising first; where the rank that works most has more to do than now, seldom any good.
+            for then in sorted(_neighbours(best.cut), key=self.work):
+                if then in seen or self.left <= end:
+                    continue
+                seen.add(then)
+                priced = self.price(then)
+                if _rank(priced) < _rank(best):
+                    best, improved = priced, True
+                    break
+        return best
+
+
+def _neighbours(cut: Cut) -> Iterator[Cut]:
+    """Every cut in which one stage has a layer less and another one more."""
+    for giver, count in enumerate(cut):
+        if count < 2:
+            continue
+        for taker in range(len(cut)):
+            if taker != giver:
+                then = list(cut)
+                then[giver] -= 1
+                then[taker] += 1
+                yield tuple(then)
+
+
+# --- all cuts -------------------------------------------------------------------------------------------------------
+
+
+def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placement, num_microbatches: int) -> float:
+    """The time that no cut of the layers into pp * chunks stages can be faster than, in any order, however much it
+    holds.
+
+    The least, over all cuts, of the busiest rank's work and of how long its first forward has to wait (of a loop of
+    several chunks: the average rank's work, and the longest layer's). Stages may be empty in it. Time is halved until
+    0.1 % is left, and the lower end is returned.
+    """
+    import numpy as np  # here: schedules are built and timed without it
+
+    layers = profile.layers
+    seconds = np.array([layer.seconds for layer in layers]) * num_microbatches
+    low, high = max(seconds.sum() / pp, seconds.max()), seconds.sum()
+    if placement == "loop" and chunks > 1:
+        return float(low)
+    work = np.concatenate([[0.0], np.cumsum(seconds)])
+    enter = np.concatenate([[0.0], np.cumsum([layer.forward for layer in layers])])
+    fits = _v_fits if placement == "v" else _loop_fits
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        if fits(work, enter, pp, middle):
+            high = middle
+        else:
+            low = middle
+    return float(low)
+
+
+def _loop_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
+    """Whether pp consecutive pieces, each as long as it can be, take all layers in `seconds`. A longer piece only
+    leaves less, but makes later ones start later: all ends are followed."""
+    import numpy as np
+
+    reached = np.zeros(len(work), dtype=bool)
+    reached[0] = True
+    for _ in range(pp):
+        then = reached.copy()
+        for start in np.flatnonzero(reached):
+            end = np.searchsorted(work, work[start] + seconds - enter[start] + TINY * seconds, side="right")
+            then[start:end] = True
+        reached = then
+    return bool(reached[-1])
+
+
+def _v_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
+    """The same from both ends: for each number of layers taken from the left, as many as can be from the right."""
+    import numpy as np
+
+    count, layers = len(work), len(work) - 1
+    right = np.full(count, count)  # layers from here on are taken; `count` is unreachable
+    right[0] = layers
+    for _ in range(pp):
+        then = right.copy()
+        for left in np.flatnonzero(right <= layers):
+            ends = np.arange(left, right[left] + 1)
+            rest = seconds - enter[left] - (work[ends] - work[left]) + TINY * seconds
+            ends, rest = ends[rest >= 0], rest[rest >= 0]
+            taken = np.searchsorted(work, work[right[left]] - rest, side="left")
+            then[ends] = np.minimum(then[ends], np.maximum(taken, ends))
+        right = then
+        if (right <= np.arange(count)).any():
+            return True
+    return False

@@ -1,0 +1,273 @@
+"""`verify_at_start`: whether the first step's gradient depends on how its samples are split, on the run's own ranks.
+
+The step's gradient is made twice and updates nothing: as the plan cuts the batch, and of the same samples cut
+otherwise: dealt to the data-parallel ranks in runs where the plan has them take turns, in reverse order, in more or
+fewer flushes, or in micro-batches of half the size. Both are projected, parameter by parameter, on random vectors of
+signs that each rank draws for its own shards, so that ranks exchange a few numbers per parameter. With k projections
+of a difference d,
+
+    mean of (d . r)^2 over the k vectors r  =  |d|^2 (1 +- sqrt(2 / k))
+
+What both splits get wrong alike is not seen: a factor that no split changes, a sum over tp that is missing, a wrong
+loss, norm, clipping or optimizer. `megaaccum verify` sees those, in small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.config.resolve import flush_problems
+from megaaccum.config.rules.step import is_random
+from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.errors import StepError
+from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
+from megaaccum.lab.verification.relations import CLOSE, Sizes, name_of_factor
+from megaaccum.model import gpt
+from megaaccum.platform import cpu
+from megaaccum.pretrain.training.evaluation import loader_of
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.engine import Engine
+    from megaaccum.pretrain.data.dataset import Datasets
+    from megaaccum.pretrain.data.shared import SharedLoader
+    from megaaccum.step.recovery import Attempt
+
+NUM_PROJECTIONS = 8
+_BLOCK = 1 << 19
+"""Elements of a shard that are projected at once; they take a hundred bytes each meanwhile."""
+
+
+def is_due(engine: Engine) -> bool:
+    """Whether this start is to be verified: the run has not been, in this layout."""
+    return engine.plan.config.run.verify_at_start and engine.verified != layout_of(engine.plan)
+
+
+def layout_of(plan: Plan) -> str:
+    """In words, all by whose change a run has to be verified again."""
+    sharding = plan.config.sharding
+    return f"{plan.layout} {plan.batch} {sharding.backend} {sharding.zero_stage} {sharding.sync}"
+
+
+def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
+    """Verify the next step of a run, whose micro-batches `loader` has. Returns a line for the log. Collective over the
+    world. Raises StepError on every rank where the gradient depends on the split."""
+    begun, plan = time.monotonic(), engine.plan
+    planned, other = engine.batch, other_split(plan, engine.batch)
+    mine = _read(loader, planned)
+    first = _gradient(engine, mine, planned)
+    if first is None:
+        return "verify_at_start: not verified, the gradient of this step is not finite"
+    theirs, place = _otherwise(engine, data, planned, other)
+    second = _gradient(engine, theirs, other, place)
+    if second is None:
+        raise printed_once(StepError(_failed("its gradient is finite as planned and not in the other", planned, other)))
+    found = compare(plan, first, second, planned, other)
+    if found.problem:
+        raise printed_once(StepError(found.problem))
+    engine.verified = layout_of(plan)
+    return (
+        f"verify_at_start: {len(first.names)} parameters, at most {found.error:.1e} apart in two splits of"
+        f" {planned.global_batch_size} sequences ({_cut(planned)}; {_cut(other)}), {time.monotonic() - begun:.1f} s"
+    )
+
+
+def _otherwise(
+    engine: Engine, data: Datasets, planned: BatchPlan, other: BatchPlan
+) -> tuple[list[Any], Callable[[int], int]]:
+    """(this rank's micro-batches of the same samples in another cut, the number of each in the global batch)."""
+    in_runs, after = not engine.plan.in_runs, engine.consumed_samples
+    with closing(loader_of(engine, data.train, data, consumed_samples=after, batch=other, in_runs=in_runs)) as loader:
+        found = _read(loader, other)[::-1]
+    last, rank = len(found) - 1, engine.groups.dp.rank()
+    return found, lambda index: planned.place(last - index, rank, in_runs=in_runs)
+
+
+def _read(loader: SharedLoader, batch: BatchPlan) -> list[Any]:
+    """This rank's micro-batches of the next step. Raises on every rank where one cannot read."""
+    found, problem = loader.try_next_step(batch.num_microbatches)
+    raise_together(problem)
+    return found
+
+
+# --- another split ----------------------------------------------------------------------------------------------------
+
+
+def other_split(plan: Plan, batch: BatchPlan) -> BatchPlan:
+    """The same samples in another cut that the schedule can run; `batch` itself where there is none."""
+    return next((cut for cut in _cuts(plan, batch) if not flush_problems(plan.config, cut)), batch)
+
+
+def _cuts(plan: Plan, batch: BatchPlan) -> Iterator[BatchPlan]:
+    """Micro-batches of half the size, where that means the same loss: balancing losses of experts, the weight of
+    prediction layers, means over micro-batches and masks of dropout depend on the micro-batch. Else in other
+    flushes."""
+    model, count = plan.config.model, batch.num_microbatches
+    if plan.config.batch.static_graph:
+        return
+    by_microbatch = model.num_experts or model.mtp_num_layers or batch.loss_norm != "token" or is_random(plan.config)
+    if not by_microbatch and batch.micro_batch_size % 2 == 0:
+        size, chunks = batch.micro_batch_size // 2, 2 * batch.pp_microbatches
+        yield replace(batch, micro_batch_size=size, pp_microbatches=chunks)
+    if batch.num_flushes > 1 and plan.layout.schedule != "gpipe":  # which holds the activations of a whole flush
+        yield replace(batch, flush="merged")
+    for rounds in (each for each in range(2, count + 1) if count % each == 0 and batch.num_flushes == 1):
+        yield replace(batch, flush="per_round", grad_accum_steps=rounds, pp_microbatches=count // rounds)
+
+
+def _cut(batch: BatchPlan) -> str:
+    count, flushes = batch.num_microbatches, batch.num_flushes
+    return f"{count} micro-batches of {batch.micro_batch_size} per rank in {flushes} flush{'es' * (flushes > 1)}"
+
+
+# --- projections ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A gradient in a few numbers, the same on every rank. names: of parameters, in the order of the model. table:
+    [parameters, NUM_PROJECTIONS + 1], float64: its projections, and the square of its norm. weight, loss: of the step.
+    loss_scale: that it was made with."""
+
+    names: list[str]
+    table: torch.Tensor
+    weight: float
+    loss: float
+    loss_scale: float
+
+
+def _gradient(engine: Engine, microbatches: list[Any], batch: BatchPlan, place: Any = None) -> Sketch | None:
+    """None where it is not finite, in FP16 at any loss scale."""
+    scaler = engine.train_steps.recovery.scaler
+    before = None if scaler is None else scaler.state_dict()
+    try:
+        while True:
+            with engine.trial(microbatches, batch=batch, place=place) as attempt:
+                if attempt.is_finite:
+                    return _sketch(engine, attempt)
+            if scaler is None or not scaler.can_back_off:
+                return None
+            scaler.update(overflow=True)
+    finally:
+        if scaler is not None and before is not None:
+            scaler.load_state_dict(before)
+
+
+def _sketch(engine: Engine, attempt: Attempt) -> Sketch:
+    names = _names(engine)
+    rows = {name: row for row, name in enumerate(names)}
+    table = torch.zeros(len(names), NUM_PROJECTIONS + 1, dtype=torch.float64, device=cpu.device())
+    for shard in engine.backend.shards():
+        for row in _projections(shard.name, shard.grad):
+            table[rows[shard.name]] += row.to(table.device)
+    dist.all_reduce(table)
+    table[:, :-1] *= attempt.factor
+    table[:, -1] *= attempt.factor**2
+    return Sketch(names, table.cpu(), attempt.weight, attempt.loss, engine.backend.loss_scale)
+
+
+def _projections(name: str, grad: torch.Tensor) -> Iterator[torch.Tensor]:
+    """[NUM_PROJECTIONS + 1] of each block of a shard, by signs that depend on the name and the rank alone."""
+    seed = hashlib.sha256(f"{name} {dist.get_rank()}".encode()).digest()[:7]
+    generator = torch.Generator(grad.device).manual_seed(int.from_bytes(seed, "little"))
+    for block in grad.detach().reshape(-1).split(_BLOCK):
+        values, shape = block.double(), (NUM_PROJECTIONS, block.numel())
+        signs = torch.randint(0, 2, shape, generator=generator, device=grad.device, dtype=torch.int8)
+        yield torch.cat([(2 * signs.double() - 1) @ values, values.square().sum().reshape(1)])
+
+
+def _names(engine: Engine) -> list[str]:
+    """Of all trained parameters, in the order of the model. Collective over the world."""
+    stages = engine.plan.layout.stages(dist.get_rank())
+    mine = [
+        (stage, number, name)
+        for stage, chunk in zip(stages, engine.chunks, strict=True)
+        for number, (name, param) in enumerate(gpt.named_parameters([chunk]))
+        if param.requires_grad
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    places = sorted({place for each in everyone for place in each})
+    return list(dict.fromkeys(name for _, _, name in places))
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """error: the largest distance, in a parameter's own norm. problem: why the splits do not agree; else empty."""
+
+    error: float
+    problem: str = ""
+
+
+def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other: BatchPlan) -> Found:
+    """`first`, of the planned split, beside `second`, of another. Two gradients of a parameter are taken for one where
+    they are apart by what CLOSE allows of their norm, and by four roundings of a parameter of usual size."""
+    lane = plan.config.sharding.params_dtype or "fp32"
+    summed = MODEL_UNIT if plan.config.sharding.backend == "ddp" else UNIT
+    close = CLOSE[lane] + planned.num_microbatches * planned.data_parallel_size * summed[lane]
+    sizes = torch.maximum(first.table[:, -1], second.table[:, -1]).sqrt()
+    usual = float(sizes.square().mean().sqrt())
+    distances = (first.table - second.table)[:, :-1].square().mean(dim=1).sqrt()
+    wrong = torch.logical_not(distances <= close * sizes + 4 * MODEL_UNIT[lane] * usual).nonzero().flatten().tolist()
+    error = float((distances / sizes.clamp_min(1e-300)).max())
+    differing = _scalars(first, second, close)
+    if not wrong and not differing:
+        return Found(error)
+    if wrong:
+        r = float((first.table[wrong[0], :-1] * second.table[wrong[0], :-1]).sum())
+        r /= max(float(second.table[wrong[0], :-1].square().sum()), 1e-300)
+        left = first.table[wrong[0], :-1] - r * second.table[wrong[0], :-1]
+        known = float(left.norm()) <= close * float(first.table[wrong[0], :-1].norm())
+        name, apart = first.names[wrong[0]], float(distances[wrong[0]] / sizes[wrong[0]].clamp_min(1e-300))
+        how = _factor(plan, r, first, planned, other, close) if known else f"{apart:.1%} away from it"
+        differing.append(
+            f"{len(wrong)} of {len(first.names)} parameters have another gradient; the first in the order of the model"
+            f" is {name}, {how}"
+        )
+    return Found(error, _failed("; ".join(differing), planned, other))
+
+
+def _failed(how: str, planned: BatchPlan, other: BatchPlan) -> str:
+    return (
+        "verify_at_start: the step depends on how its samples are split, so it is not that of the one big batch:"
+        f" {how}. As planned: {_cut(planned)}. Compared with: {_cut(other)}, dealt to other ranks, in reverse order."
+        " Nothing was saved. `megaaccum verify` looks for the place; verify_at_start false starts the"
+        " run all the same."
+    )
+
+
+def _scalars(first: Sketch, second: Sketch, close: float) -> list[str]:
+    """The weight N and the loss, where they differ."""
+    return [
+        f"the {name} is {one:.9g} as planned and {other:.9g} in the other split"
+        for name, one, other, allowed in (
+            ("weight N", first.weight, second.weight, 1e-9),
+            ("loss", first.loss, second.loss, close),
+        )
+        if not abs(one - other) <= allowed * max(abs(one), abs(other))
+    ]
+
+
+def _factor(plan: Plan, r: float, first: Sketch, planned: BatchPlan, other: BatchPlan, close: float) -> str:
+    """Words for a gradient that is r times that of the other split."""
+    ratio = other.microbatches_per_flush / planned.microbatches_per_flush
+    if ratio != 1 and min(abs(r / ratio - 1), abs(r * ratio - 1)) <= close:
+        return f"x {r:.6g} of that of the other split, whose flushes have {ratio:g} times the micro-batches"
+    at = plan.layout
+    sizes = Sizes(
+        dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, ga=planned.grad_accum_steps,
+        pp_microbatches=planned.pp_microbatches, loss_scale=first.loss_scale,
+    )  # fmt: skip
+    return f"{name_of_factor(r, sizes, close)} of that of the other split"

@@ -1,0 +1,140 @@
+"""Axes of a case, and the same case without one of them: the same model and samples, cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megaaccum.config.keys import that_need
+from megaaccum.lab.verification.case import Case, Keys
+
+_SCHEDULE: Keys = {"schedule": None, "virtual_pipeline_model_parallel_size": None}
+_OF_EXPERTS: Keys = dict.fromkeys(that_need("num_experts")) | {
+    "num_experts": None, "moe_router_load_balancing_type": None, "moe_token_dispatcher_type": None,
+    "cold_expert_offload": None, "cold_expert_tokens": None, "cold_expert_steps": None,
+}  # fmt: skip
+
+
+def axes_of(case: Case) -> dict[str, Case]:
+    """By the name of each axis that the case has, the case without it. Some may not be legal."""
+    return {name: without for name, remove in _AXES.items() if (without := remove(case)) is not None}
+
+
+def _with(case: Case, keys: Keys, **fields: object) -> Case | None:
+    """None where nothing changes."""
+    changed = case.changed(case.keys | keys, **fields)
+    return None if changed == case else changed
+
+
+def _tp(case: Case) -> Case | None:
+    tp = case.keys.get("tensor_model_parallel_size", 1)
+    keys: Keys = {"tensor_model_parallel_size": None, "sequence_parallel": None}
+    return None if tp == 1 else _with(case, keys, world_size=case.world_size // tp)
+
+
+def _cp(case: Case) -> Case | None:
+    cp = case.keys.get("context_parallel_size", 1)
+    return None if cp == 1 else _with(case, {"context_parallel_size": None}, world_size=case.world_size // cp)
+
+
+def _pp(case: Case) -> Case | None:
+    pp = case.keys.get("pipeline_model_parallel_size", 1)
+    keys = {"pipeline_model_parallel_size": None} | _SCHEDULE
+    return None if pp == 1 else _with(case, keys, world_size=case.world_size // pp)
+
+
+def _dp(case: Case) -> Case | None:
+    """One data-parallel rank takes the micro-batches of all."""
+    plan = case.plan()
+    dp = plan.layout.dp
+    keys: Keys = {"pp_microbatches": plan.batch.pp_microbatches * dp, "data_parallel_replicas": None}
+    keys |= {"expert_model_parallel_size": None} if plan.layout.ep > 1 else {}
+    return None if dp == 1 else _with(case, keys, world_size=case.world_size // dp)
+
+
+def _ga(case: Case) -> Case | None:
+    """One accumulation step of as many pipeline micro-batches."""
+    rounds, chunks = case.keys.get("grad_accum_steps", 1), case.keys.get("pp_microbatches", 1)
+    keys: Keys = {"grad_accum_steps": None, "pp_microbatches": rounds * chunks, "flush": None}
+    return None if rounds == 1 else _with(case, keys)
+
+
+def _microbatches(case: Case) -> Case | None:
+    """One micro-batch per rank, of all its samples; only without a pipeline, and where the samples are made here."""
+    plan = case.plan()
+    count = plan.batch.num_microbatches
+    keys: Keys = {
+        "grad_accum_steps": None,
+        "pp_microbatches": 1,
+        "micro_batch_size": plan.batch.micro_batch_size * count,
+    }
+    overflow = None if case.overflow is None else (case.overflow[0], 0)
+    return None if count == 1 or plan.layout.pp > 1 or case.own else _with(case, keys, overflow=overflow)
+
+
+def _only(condition: str, **keys: object) -> Callable[[Case], Case | None]:
+    """Where the key `condition` is set."""
+    return lambda case: _with(case, keys) if case.keys.get(condition) else None
+
+
+def _recompute(case: Case) -> Case | None:
+    return _with(case, {name: None for name in case.keys if name.startswith("recompute_")})
+
+
+def _tied(case: Case) -> Case | None:
+    return _with(case, {"untie_embeddings_and_output_weights": True}) if case.own is None else None
+
+
+def _backend(case: Case) -> Case | None:
+    """torch DDP in place of another; what is an option of that other falls away."""
+    keys: Keys = dict.fromkeys(
+        ("zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas", "deterministic",
+         "reproducible", "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
+    )  # fmt: skip
+    return None if case.keys.get("backend") == "ddp" else _with(case, keys | {"backend": "ddp"})
+
+
+def _overflow(case: Case) -> Case | None:
+    return None if case.overflow is None else replace(case, overflow=None)
+
+
+def _masks(case: Case) -> Case | None:
+    return replace(case, masks="full") if case.masks != "full" and case.own is None else None
+
+
+def _schedule(case: Case) -> Case | None:
+    pp = case.keys.get("pipeline_model_parallel_size", 1)
+    named = case.keys.get("schedule") not in (None, "1f1b", "none")
+    return _with(case, _SCHEDULE) if pp > 1 and (named or "virtual_pipeline_model_parallel_size" in case.keys) else None
+
+
+_AXES: dict[str, Callable[[Case], Case | None]] = {
+    "recompute": _recompute,
+    "sync": _only("sync", sync=None, max_live_parameters=None),
+    "offload": _only("offload_optimizer", offload_optimizer=None),
+    "deterministic": _only("deterministic", deterministic=None, reproducible=None),
+    "flush": _only("flush", flush=None),
+    "schedule": _schedule,
+    "sp": _only("sequence_parallel", sequence_parallel=None),
+    "tp": _tp,
+    "cp": _cp,
+    "ep": _only("expert_model_parallel_size", expert_model_parallel_size=None, expert_tensor_parallel_size=None),
+    "pp": _pp,
+    "dp": _dp,
+    "ga": _ga,
+    "micro-batches": _microbatches,
+    "backend": _backend,
+    "loss scale": _only("fp16", loss_scale=1.0, initial_loss_scale=None, hysteresis=None),
+    "overflow": _overflow,
+    "unequal weights": _masks,
+    "mtp": _only("mtp_num_layers", mtp_num_layers=None, mtp_loss_scaling_factor=None),
+    "aux loss": _only("moe_aux_loss_coeff", moe_aux_loss_coeff=None, moe_router_load_balancing_type="none"),
+    "z loss": _only("moe_z_loss_coeff", moe_z_loss_coeff=None),
+    "router bias": _only("moe_router_enable_expert_bias", moe_router_enable_expert_bias=None),
+    "experts": lambda case: _with(case, _OF_EXPERTS) if case.keys.get("num_experts") else None,
+    "tied embedding": _tied,
+    "clipping": _only("clip_grad", clip_grad=0.0),
+    "weight decay": _only("weight_decay", weight_decay=0.0),
+    "micro-batch means": _only("loss_norm", loss_norm=None),
+}  # fmt: skip
+"""In the order in which they are taken away: what is left in the end is what the failure needs."""

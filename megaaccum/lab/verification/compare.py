@@ -1,0 +1,281 @@
+"""The accumulated step beside one process' step: every number, how far it is away, and how far rounding lets it be.
+
+A bound is not a tolerance that was chosen for the case. In float64 it is 1e-12 of a gradient, or FACTOR times the
+distance of one process' whole batch from the sum of its parts, where the model casts to FP32. In other precisions it
+comes from a measurement and a sum: one process in that precision, on the same batch, is `e` away from float64; adding
+m summands of which the norms are A times as large as the norm of their sum rounds by at most (m - 1) * u * A, with u
+the unit roundoff in which they are added. The bound is FACTOR * e + (m + 8) * u * A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megaaccum.lab.verification.case import Lane
+from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Step, TrueStep, Truth
+
+EXACT = 1e-12
+"""Float64: largest relative distance of a gradient."""
+FACTOR = 4.0
+"""How much farther from float64 than one process of the same precision a layout may be."""
+UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16": 2.0**-24}
+"""Unit roundoff in which gradients are added."""
+MODEL_UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-11}
+"""Unit roundoff of the model's own weights and activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison. kind: loss, weight, norm, lr, loss_scale, skipped, router, ranks, or a kind of tensor. name: of a
+    parameter. error: relative distance, and `bound`, what rounding explains. step: from 1. got, true: of a scalar.
+    rank: the one that is farthest away. note: in words, where no number says it."""
+
+    kind: str
+    name: str = ""
+    step: int
+    error: float
+    bound: float
+    got: float | None = None
+    true: float | None = None
+    rank: int | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of {self.name}" if self.name else self.kind
+        values = "" if self.got is None else f" {self.got!r}, one process {self.true!r};"
+        tail = f" ({self.note})" if self.note else ""
+        return f"step {self.step}: {what}:{values} off by {self.error:.2e}, rounding explains {self.bound:.1e}{tail}"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All rows of one lane. largest: max |w_acc - w_big| over all weights, after the last step."""
+
+    lane: Lane
+    rows: list[Row] = field(default_factory=list)
+    largest: float = 0.0
+    num_weights: int = 0
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if not row.ok]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    def worst(self, kind: str) -> Row | None:
+        """The row of a kind that is farthest from its bound."""
+        rows = [row for row in self.rows if row.kind == kind]
+        return max(rows, key=lambda row: _order(row), default=None)
+
+
+def _order(row: Row) -> float:
+    ratio = row.error / max(row.bound, 1e-300)
+    return ratio if ratio == ratio else math.inf
+
+
+def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, summands: int) -> Comparison:
+    """`ranks` beside `exact`, one process in float64, and `near`, one in the precision of the lane. summands:
+    micro-batches of a step over all ranks."""
+    compared = Comparison(lane, num_weights=sum(each.numel() for each in exact.before.values()))
+    compared.rows += [*_initial_weights(ranks, near), *_random_states(ranks)]
+    for number, (true, like) in enumerate(zip(exact.steps, near.steps, strict=True)):
+        steps = [(rank.rank, rank.steps[number]) for rank in ranks]
+        measure = _Measure(lane, number + 1, summands, true, like)
+        compared.rows += [*measure.scalars(steps), *measure.buffers(steps)]
+        for kind in KINDS:
+            compared.rows += measure.tensors(kind, steps, exact.before, near.before)
+    if exact.steps:
+        compared.largest = _largest(ranks, _from(near.before, exact.before, exact.steps[-1].tensors["param"]))
+    return compared
+
+
+def _from(
+    near: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Weights `after`, had they begun at `near` and not at `exact`: 16-bit weights are rounded before the first
+    step."""
+    return {name: near[name] + (each - exact[name]) for name, each in after.items()}
+
+
+class _Measure:
+    """Compares one step."""
+
+    def __init__(self, lane: Lane, number: int, summands: int, true: TrueStep, like: TrueStep):
+        self.lane, self.number, self.summands, self.true, self.like = lane, number, summands, true, like
+
+    # --- numbers ---
+
+    def scalars(self, steps: list[tuple[int, Step]]) -> Iterator[Row]:
+        for name in ("skipped", "weight", "loss_scale", "lr", "loss", "norm"):
+            if self.true.skipped and name in ("loss", "norm"):
+                continue
+            true, like = (
+                float(getattr(self.like if name == "loss_scale" else self.true, name)),
+                getattr(self.like, name),
+            )
+            values = {rank: float(getattr(step, name)) for rank, step in steps}
+            rank, got = max(values.items(), key=lambda each: _distance(each[1], true))
+            slack = 0.0
+            if name in ("loss", "norm"):
+                own = max(EXACT, FACTOR * self.like.rounding) if self.lane == "fp64" else 16 * MODEL_UNIT[self.lane]
+                slack = own + FACTOR * _relative(float(like), true)
+            bound = 1e-9 if name == "lr" else slack
+            yield Row(
+                kind=name, step=self.number, error=_distance(got, true) if name == "skipped" else _relative(got, true),
+                bound=bound, got=got, true=true, rank=rank,
+            )  # fmt: skip
+            if len(set(values.values())) > 1 and name not in ("loss",):
+                yield Row(
+                    kind="ranks", step=self.number, error=math.inf, bound=0.0, rank=rank,
+                    note=f"ranks disagree about {name}: {sorted(set(values.values()))}",
+                )  # fmt: skip
+
+    def buffers(self, steps: list[tuple[int, Step]]) -> Iterator[Row]:
+        """Routers' biases: they move by whole steps of a fixed rate."""
+        for rank, step in steps:
+            for name, got in step.buffers.items():
+                true = self.true.buffers.get(name)
+                if true is not None and got.shape == true.shape:
+                    error = (
+                        float((got - true).norm() / true.norm().clamp_min(1e-30)) if bool((got != true).any()) else 0.0
+                    )
+                    yield Row(kind="router", name=name, step=self.number, error=error, bound=1e-6, rank=rank)
+
+    # --- tensors ---
+
+    def tensors(
+        self, kind: str, steps: list[tuple[int, Step]], before: dict[str, torch.Tensor], near: dict[str, torch.Tensor]
+    ) -> Iterator[Row]:
+        trues, likes = self.true.tensors.get(kind, {}), self.like.tensors.get(kind, {})
+        moves = kind in ("param", MODEL)
+        if moves:
+            trues = _from(near, before, trues)
+        if self.true.skipped and not moves:
+            return
+        pieces = _by_part([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
+        if not pieces:
+            return
+        total = _root_mean_square({n: each - near[n] for n, each in trues.items()} if moves else trues)
+        for name, true in trues.items():
+            parts = [key for key in pieces if key[0] == name]
+            if not parts:
+                if kind != MODEL:
+                    yield Row(kind=kind, name=name, step=self.number, error=math.inf, bound=0.0, note="is on no rank")
+                continue
+            errors = [_distance_of(true, key, pieces[key]) for key in parts]
+            distance, rank = max(errors, key=lambda each: each[0] if each[0] == each[0] else math.inf)
+            size = float((true - near[name]).norm()) if moves else float(true.norm())
+            # What hardly moves, or has hardly a gradient, is measured beside the others.
+            size = max(size, 1e-3 * total, 1e-300)
+            off = float((likes[name] - true).norm())
+            error = distance / size
+            bound = self._bound(kind, name, off / size, float(true.norm()) / size)
+            yield Row(kind=kind, name=name, step=self.number, error=error, bound=bound, rank=rank)
+
+    def _bound(self, kind: str, name: str, off: float, ratio: float) -> float:
+        """off: relative distance of one process in the same precision. ratio: size of the tensor beside what is
+        measured (a weight's change is small beside the weight)."""
+        amplification = self.like.amplification.get(name, 1.0)
+        summed = (self.summands + 8) * UNIT[self.lane] * amplification
+        if self.lane == "fp64":
+            exact = max(EXACT, summed, FACTOR * self.like.rounding)
+            if kind == GRADIENT:
+                return exact
+            # Adam divides by a root of squares: elements near zero lose digits.
+            return 1e3 * exact + 16 * UNIT["fp64"] * ratio
+        unit = MODEL_UNIT[self.lane] if kind == MODEL else UNIT[self.lane]
+        typical = MODEL_UNIT[self.lane]
+        return FACTOR * off + summed + 4 * unit * ratio + 16 * typical * (2.0 if kind == "exp_avg_sq" else 1.0)
+
+
+def _by_part(pieces: list[tuple[int, Piece]]) -> dict[tuple[str, int, int], list[tuple[int, Piece]]]:
+    """By (name, tp rank, tp size)."""
+    found: dict[tuple[str, int, int], list[tuple[int, Piece]]] = {}
+    for rank, piece in pieces:
+        found.setdefault((piece.name, piece.tp_rank, piece.tp_size), []).append((rank, piece))
+    return found
+
+
+def _distance_of(
+    true: torch.Tensor, key: tuple[str, int, int], pieces: list[tuple[int, Piece]]
+) -> tuple[float, int | None]:
+    """(distance of what ranks hold of one tp rank's part from the truth, the rank that is farthest away). Of elements
+    that several ranks hold, the farthest counts; one that no rank holds makes it nan."""
+    mine = cut(true, pieces[0][1])
+    farthest = torch.full_like(mine, float("nan"))
+    worst: tuple[float, int | None] = (-1.0, None)
+    for rank, piece in pieces:
+        end = piece.start + piece.values.numel()
+        off = (piece.values - mine[piece.start : end]).abs()
+        here = farthest[piece.start : end]
+        here.copy_(torch.where(here.isnan() | (off > here) | off.isnan(), off.nan_to_num(nan=math.inf), here))
+        largest = float(off.nan_to_num(nan=math.inf).max()) if off.numel() else 0.0
+        worst = max(worst, (largest, rank), key=lambda each: each[0])
+    return float(farthest.norm()) * key[2] ** 0.5, worst[1]
+
+
+def cut(true: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The tp rank's part of a whole parameter, flat."""
+    if piece.tp_size == 1:
+        return true.reshape(-1)
+    if piece.gated and piece.axis == 0:
+        return torch.cat([half.chunk(piece.tp_size)[piece.tp_rank] for half in true.chunk(2)]).reshape(-1)
+    return true.chunk(piece.tp_size, dim=piece.axis)[piece.tp_rank].reshape(-1)
+
+
+def _initial_weights(ranks: list[Observed], near: Truth) -> Iterator[Row]:
+    """Every rank starts with the weights of one process in the same precision, to the bit."""
+    pieces = _by_part([(rank.rank, piece) for rank in ranks for piece in rank.before])
+    for name, true in near.before.items():
+        for key in (key for key in pieces if key[0] == name):
+            distance, rank = _distance_of(true, key, pieces[key])
+            error = distance / max(float(true.norm()), 1e-300)
+            yield Row(kind="initial weight", name=name, step=1, error=error, bound=0.0, rank=rank)
+
+
+def _random_states(ranks: list[Observed]) -> Iterator[Row]:
+    """Ranks with different samples, or different layers, draw different dropout; error: states too few."""
+    states = {tuple(rank.place[name] for name in ("pp", "dp", "cp", "tp")): rank.random for rank in ranks}
+    seeds = {key[:3] for key in states}
+    if "" in states.values():
+        return
+    missing = len(seeds) - len({state for key, state in states.items() if key[3] == 0})
+    yield Row(
+        kind="random", step=len(ranks[0].steps), error=float(missing), bound=0.0,
+        note=f"{len(seeds)} ranks with samples or layers of their own have {len(seeds) - missing} random states",
+    )  # fmt: skip
+
+
+def _largest(ranks: list[Observed], true: dict[str, torch.Tensor]) -> float:
+    """max |w_acc - w_big| over all elements that some rank holds."""
+    largest = 0.0
+    for rank in ranks:
+        for piece in rank.steps[-1].tensors.get("param", []):
+            mine = cut(true[piece.name], piece)
+            off = (piece.values - mine[piece.start : piece.start + piece.values.numel()]).abs()
+            largest = max(largest, float(off.max()) if off.numel() else 0.0)
+    return largest
+
+
+def _root_mean_square(tensors: dict[str, torch.Tensor]) -> float:
+    return (sum(float(each.square().sum()) for each in tensors.values()) / max(len(tensors), 1)) ** 0.5
+
+
+def _distance(got: float, true: float) -> float:
+    return abs(got - true) if got == got else math.inf
+
+
+def _relative(got: float, true: float) -> float:
+    if got == true:
+        return 0.0
+    return _distance(got, true) / max(abs(true), 1e-300)

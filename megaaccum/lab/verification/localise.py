@@ -1,0 +1,245 @@
+"""Where a step that is not the big batch's goes wrong: the axes that the failure needs, the first number and the first
+parameter that are wrong, and what the wrong gradient is of the right one.
+
+Axes are taken away one after the other, from a case that fails; an axis without which it does not fail stays. What is
+left is a smallest layout that fails: each of its axes is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megaaccum.errors import ConfigError
+from megaaccum.lab.verification import borders, relations
+from megaaccum.lab.verification.axes import axes_of
+from megaaccum.lab.verification.case import Case, Lane
+from megaaccum.lab.verification.compare import Comparison, compare
+from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Truth
+from megaaccum.lab.verification.testing.ranks import RanksFailed
+from megaaccum.lab.verification.verdict import Progress, Verdict, Verifier
+
+_PHASES = {
+    "initial weight": "before the step", "weight": "in the divisor", "loss": "in the forward",
+    GRADIENT: "in the backward or the reduction", "param": "in the update", MODEL: "in the gather of new weights",
+}  # fmt: skip
+_KINDS = (
+    "initial weight",
+    "skipped",
+    "weight",
+    "loss",
+    GRADIENT,
+    "norm",
+    "ranks",
+    "loss_scale",
+    "lr",
+    "router",
+    "random",
+)
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """Where it goes wrong.
+
+    lane: the precision in which it was looked for. axes: those that the failure needs; empty where one rank with one
+    micro-batch fails. first: the first kind of number that is wrong, in the order of a step. parameter: the first that
+    is wrong, in the order of the model. wrong, of: parameters with a wrong gradient (or, where gradients are right,
+    with a wrong update), of all. stages: pipeline ranks that hold wrong ones. border: the first activation or gradient
+    that is wrong at a border of stages, in words. relation: what the wrong gradient is of
+    the right one. smallest: keys of the smallest layout that fails."""
+
+    lane: Lane
+    axes: list[str] = field(default_factory=list)
+    first: str = ""
+    parameter: str = ""
+    wrong: int = 0
+    of: int = 0
+    stages: list[int] = field(default_factory=list)
+    border: str = ""
+    relation: str = ""
+    smallest: dict[str, object] = field(default_factory=dict)
+    world_size: int = 1
+
+    def lines(self) -> list[str]:
+        """For the report."""
+        needs = ", ".join(self.axes) or "no axis: one rank with one micro-batch fails too"
+        lines = [f"Where       needs: {needs}", f"            first wrong number: {self.first}"]
+        if self.parameter:
+            stages = f", on pipeline ranks {self.stages}" if len(self.stages) else ""
+            lines.append(f"            first wrong parameter: {self.parameter} ({self.wrong} of {self.of}{stages})")
+        lines += [f"            {self.border}"] if self.border else []
+        return lines + ([f"            it is: {self.relation}"] if self.relation else [])
+
+
+def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagnosis | None:
+    """Of a verdict that failed; None where no precision was compared. Starts ranks several times."""
+    failed = next((each for each in verdict.comparisons if not each.ok), None)
+    if failed is None:
+        return None
+    lane = failed.lane
+    # A case of several lanes was compared as `in_lane` has it.
+    case = verdict.case.in_lane(lane)
+    found = Diagnosis(lane, of=0)
+    _describe(found, failed)
+    if any(each.ok for each in verdict.comparisons):
+        found.axes += _precision_axes(verdict)
+    _relate(found, verifier, case)
+    smallest = _smallest(verifier, case, lane, found, progress)
+    found.smallest, found.world_size = dict(smallest.keys), smallest.world_size
+    return found
+
+
+def _precision_axes(verdict: Verdict) -> list[str]:
+    """Where some precisions pass and another fails: its own name, or the backend that float64 does without."""
+    failing = [each.lane for each in verdict.comparisons if not each.ok]
+    if failing == [verdict.case.lane] and failing[0] in ("bf16", "fp16"):
+        return [f"precision {failing[0]}"]
+    return []
+
+
+def _describe(found: Diagnosis, failed: Comparison) -> None:
+    """First kind, first parameter, how many."""
+    step = min(row.step for row in failed.failed)
+    rows = [row for row in failed.failed if row.step == step]
+    first = min(rows, key=lambda row: _KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS))
+    words = first.note or _PHASES.get(first.kind, "")
+    found.first = f"{first.kind} of step {step}" + (f" ({words})" if words else "")
+    tensors = [row for row in rows if row.name]
+    kinds = list(dict.fromkeys(row.kind for row in tensors))
+    kind = first.kind if first.name else GRADIENT if GRADIENT in kinds else kinds[0] if kinds else ""
+    wrong = [row for row in tensors if row.kind == kind]
+    found.wrong, found.of = len(wrong), len({row.name for row in failed.rows if row.kind == kind})
+    found.parameter = wrong[0].name if wrong else ""
+
+
+# --- the relation to the right gradient -------------------------------------------------------------------------------
+
+
+def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
+    """Name what the wrong gradients of the first step are of the right ones."""
+    truth = verifier.truths(case, ["fp64"], keep_parts=True)["fp64"]
+    try:
+        ranks = verifier.observe(case, at_borders=True)
+    except RanksFailed:
+        return
+    if truth.steps[0].skipped or not found.parameter:
+        return
+    found.border = borders.first_wrong(ranks, truth, relations.CLOSE[found.lane])
+    plan, lane = case.plan(), found.lane
+    true = truth.steps[0].tensors[GRADIENT]
+    got, right = relations.gather(ranks, true), relations.laid_out(ranks, true)
+    close = relations.CLOSE[lane]
+    wrong = {name: each for name, each in got.items() if relations.distance(each, right[name]) > close}
+    found.stages = sorted({rank.place["pp"] for rank in ranks for name in wrong if _holds(rank, name)})
+    if not wrong:
+        return
+    at = plan.layout
+    sizes = relations.Sizes(
+        dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, ga=plan.batch.grad_accum_steps,
+        pp_microbatches=plan.batch.pp_microbatches, loss_scale=ranks[0].steps[0].loss_scale,
+    )  # fmt: skip
+    factors = {name: relations.factor_of(each, right[name]) for name, each in wrong.items()}
+    if all(left <= close for _, left in factors.values()):
+        found.relation = _of_factors({name: r for name, (r, _) in factors.items()}, sizes, close, ranks, truth)
+        return
+    parts = [
+        {name: each * truth.clip for name, each in relations.laid_out(ranks, part).items() if name in wrong}
+        for part in truth.parts
+    ]
+    shares, left = relations.shares_of(wrong, parts)
+    found.relation = relations.name_of_shares(shares, truth, at.dp, close) if left <= close else ""
+    if not found.relation:
+        found.relation = _copies(ranks, wrong, close) or "no sum of the micro-batches' gradients"
+
+
+def _holds(rank: Observed, name: str) -> bool:
+    return any(piece.name == name and piece.values.numel() for piece in rank.steps[0].tensors.get(GRADIENT, []))
+
+
+def _of_factors(
+    factors: dict[str, float], sizes: relations.Sizes, close: float, ranks: list[Observed], truth: Truth
+) -> str:
+    """One factor for all, or by stage."""
+    values = list(factors.values())
+    clip = _clip_of_norm(ranks, truth)
+    if max(values) - min(values) <= 10 * close * abs(values[0]):
+        name = relations.name_of_factor(values[0], sizes, close)
+        if clip is not None and abs(values[0] - clip) <= 10 * close * clip:
+            return (
+                f"{name}: clipped by a wrong norm, {ranks[0].steps[0].norm:.6g} where it is {truth.steps[0].norm:.6g}"
+            )
+        return name
+    by_stage: dict[int, set[str]] = {}
+    for name, r in factors.items():
+        for rank in ranks:
+            if _holds(rank, name):
+                by_stage.setdefault(rank.place["pp"], set()).add(
+                    relations.name_of_factor(r, sizes, 10 * close) or "right"
+                )
+    return "; ".join(
+        f"pipeline rank {stage}: {', '.join(sorted(words)[:4])}" for stage, words in sorted(by_stage.items())
+    )
+
+
+def _clip_of_norm(ranks: list[Observed], truth: Truth) -> float | None:
+    """The factor that follows where gradients were clipped by the ranks' norm and not by the right one."""
+    got, true = ranks[0].steps[0].norm, truth.steps[0].norm
+    return true / got if got and truth.clip < 1.0 and abs(got / true - 1) > 1e-12 else None
+
+
+def _copies(ranks: list[Observed], wrong: Iterable[str], close: float) -> str:
+    """Whether ranks that hold the same parameter have different gradients of it."""
+    for name in wrong:
+        squares: dict[str, dict[int, float]] = {"pp": {}, "dp": {}, "tp": {}}
+        for rank in (each for each in ranks if _holds(each, name)):
+            square = sum(float(p.values.square().sum()) for p in rank.steps[0].tensors[GRADIENT] if p.name == name)
+            whole = all(p.start == 0 and p.tp_size == 1 for p in rank.steps[0].tensors[GRADIENT] if p.name == name)
+            for axis, by_rank in squares.items() if whole else ():
+                by_rank[rank.place[axis]] = square
+        for axis, by_rank in squares.items():
+            if len(by_rank) > 1 and max(by_rank.values()) - min(by_rank.values()) > close * max(by_rank.values()):
+                return f"{axis} ranks {sorted(by_rank)} have different gradients of {name}: they were not summed"
+    return ""
+
+
+# --- the axes ---------------------------------------------------------------------------------------------------------
+
+
+_IMPLIED_BY = {"micro-batches": "ga", "backend": "sync"}
+"""An axis without which another that is needed cannot be."""
+
+
+def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis, progress: Progress) -> Case:
+    """The case without every axis that the failure does not need; those that it needs go into `found`."""
+    tried: set[str] = set()
+    needed: list[str] = []
+    while True:
+        left = {name: without for name, without in axes_of(case).items() if name not in tried}
+        if not left:
+            break
+        name, without = next(iter(left.items()))
+        tried.add(name)
+        if not without.is_legal() or _IMPLIED_BY.get(name) in needed:
+            continue
+        progress(f"without {name}")
+        if _fails(verifier, without, lane):
+            case = without
+        else:
+            needed.append(name)
+    found.axes += needed
+    return case
+
+
+def _fails(verifier: Verifier, case: Case, lane: Lane) -> bool:
+    """Whether the case still fails by its numbers. One whose ranks end early does not count."""
+    try:
+        plan = case.plan()
+        truths = verifier.truths(case, ["fp64", lane])
+        if any(truth.problem for truth in truths.values()):
+            return False
+        ranks = verifier.observe(case)
+    except (RanksFailed, ConfigError):
+        return False
+    summands = plan.batch.num_microbatches * plan.layout.dp
+    return not compare(lane, ranks, truths["fp64"], truths[lane], summands=summands).ok

@@ -1,0 +1,179 @@
+"""Factors and sums by which a wrong gradient is recognised: the right one times a number that the layout has, or a sum
+over micro-batches in which one is missing, counted twice, or weighed otherwise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megaaccum.lab.verification.compare import cut
+from megaaccum.lab.verification.records import Observed, Piece, Truth
+
+CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
+"""Relative distance within which a number, or a sum of vectors, is taken for the one that is recognised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The numbers of a layout that gradients are wrongly multiplied or divided by."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    ga: int
+    pp_microbatches: int
+    loss_scale: float = 1.0
+
+    def named(self) -> dict[str, float]:
+        """By name, those that are not 1."""
+        micro = self.ga * self.pp_microbatches
+        every = {
+            "dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "ga": self.ga,
+            "pp_microbatches": self.pp_microbatches, "micro-batches": micro, "dp * micro-batches": self.dp * micro,
+            "loss scale": self.loss_scale,
+        }  # fmt: skip
+        return {name: float(size) for name, size in every.items() if size != 1}
+
+
+def gather(ranks: list[Observed], true: dict[str, torch.Tensor], kind: str = "gradient") -> dict[str, torch.Tensor]:
+    """By name, what ranks hold of the first step, the tp ranks' parts one after the other; where ranks differ, the
+    value that is farthest from the truth. A parameter that lacks elements is left out."""
+    pieces: dict[str, dict[int, list[Piece]]] = {}
+    for rank in ranks:
+        for piece in rank.steps[0].tensors.get(kind, []):
+            pieces.setdefault(piece.name, {}).setdefault(piece.tp_rank, []).append(piece)
+    found = {}
+    for name, by_tp in pieces.items():
+        parts = [_filled(by_tp[tp], cut(true[name], by_tp[tp][0])) for tp in sorted(by_tp)]
+        whole = torch.cat(parts)
+        if bool(whole.isfinite().all()) and whole.numel() == true[name].numel():
+            found[name] = whole
+    return found
+
+
+def _filled(pieces: list[Piece], true: torch.Tensor) -> torch.Tensor:
+    filled = torch.full_like(true, float("nan"))
+    for piece in pieces:
+        at = slice(piece.start, piece.start + piece.values.numel())
+        here = filled[at]
+        farther = here.isnan() | ((piece.values - true[at]).abs() > (here - true[at]).abs())
+        filled[at] = torch.where(farther, piece.values, here)
+    return filled
+
+
+def laid_out(ranks: list[Observed], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole parameters in the order of elements that `gather` has."""
+    like: dict[str, dict[int, Piece]] = {}
+    for rank in ranks:
+        for piece in rank.steps[0].tensors.get("gradient", []):
+            like.setdefault(piece.name, {})[piece.tp_rank] = piece
+    return {
+        name: torch.cat([cut(whole[name], by_tp[tp]) for tp in sorted(by_tp)])
+        for name, by_tp in like.items()
+        if name in whole
+    }
+
+
+def distance(got: torch.Tensor, true: torch.Tensor) -> float:
+    """|got - true| / |true|."""
+    return float((got - true).norm()) / max(float(true.norm()), 1e-300)
+
+
+def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
+    """(r, relative distance of `got` from r * true)."""
+    square = float(true.square().sum())
+    r = float((got * true).sum()) / square if square else 0.0
+    size = float(got.norm())
+    return r, float((got - r * true).norm()) / size if size else math.inf
+
+
+def name_of_factor(r: float, sizes: Sizes, close: float) -> str:
+    """`x2 (dp, pp)`, `1/4 (ga)`; a bare number where none fits; empty for 1."""
+    if abs(r - 1) <= close:
+        return ""
+    if abs(r) <= close:
+        return "is zero"
+    text = f"x {r:.6g}"
+    up = [name for name, size in sizes.named().items() if abs(r / size - 1) <= close]
+    down = [name for name, size in sizes.named().items() if abs(r * size - 1) <= close]
+    if up:
+        return f"x {r:.6g} ({' or '.join(up)})"
+    if down:
+        return f"x {r:.6g} (1 / {' or 1 / '.join(down)})"
+    if abs(r - 2) <= close:
+        return "x 2 (counted twice)"
+    if abs(r + 1) <= close:
+        return "x -1 (another sign)"
+    return text
+
+
+def shares_of(got: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]) -> tuple[list[float], float]:
+    """(c, relative distance of `got` from the sum over micro-batches i of c[i] * their gradients), least squares over
+    all names together."""
+    columns = torch.stack([torch.cat([part[name] for name in got]) for part in parts], dim=1)
+    values = torch.cat(list(got.values()))
+    solution = torch.linalg.lstsq(columns, values[:, None], driver="gelsd").solution[:, 0]
+    left = float((columns @ solution - values).norm()) / max(float(values.norm()), 1e-300)
+    return solution.tolist(), left
+
+
+def name_of_shares(c: list[float], truth: Truth, dp: int, close: float) -> str:
+    """Words for the weights with which micro-batches enter; micro-batch i is number i // dp of data-parallel rank
+    i % dp. Empty where no words are known."""
+    count, close = len(c), max(close, 1e-9)
+    zero, one, two = ([abs(each - value) <= 10 * close for each in c] for value in (0.0, 1.0, 2.0))
+    if all(one):
+        return ""
+    rows = [c[number * dp : (number + 1) * dp] for number in range(count // dp)]
+    if all(z or o for z, o in zip(zero, one, strict=True)) and any(zero):
+        return _missing(zero, dp)
+    if all(o or t for o, t in zip(one, two, strict=True)):
+        return f"counted twice: {_listed([i for i, each in enumerate(two) if each], dp)}"
+    total = sum(truth.weights)
+    by_mean = [total / (weight * count) if weight else 0.0 for weight in truth.weights]
+    if _alike(c, by_mean, close):
+        return "each micro-batch weighs the same, however many tokens it has (a mean of means)"
+    own = [sum(truth.weights[rank::dp]) for rank in range(dp)]
+    per_rank = [total / (dp * own[i % dp]) if own[i % dp] else 0.0 for i in range(count)]
+    if dp > 1 and _alike(c, per_rank, close):
+        return "each data-parallel rank divides by its own weight, and the ranks are averaged"
+    if dp > 1 and max(abs(each - rows[0][rank]) for row in rows for rank, each in enumerate(row)) <= 10 * close:
+        return "each data-parallel rank has a factor of its own: " + ", ".join(f"{each:.4g}" for each in rows[0])
+    steps = [rows[i][0] / rows[i + 1][0] for i in range(len(rows) - 1) if abs(rows[i + 1][0]) > close]
+    if (
+        len(steps) > 1
+        and max(abs(each - steps[0]) for each in steps) <= 10 * close * abs(steps[0])
+        and abs(steps[0] - 1) > close
+    ):
+        return f"each micro-batch enters with {steps[0]:.4g} times the weight of the one after it"
+    return "micro-batches enter with the weights " + ", ".join(f"{each:.3g}" for each in c)
+
+
+def _missing(zero: list[bool], dp: int) -> str:
+    count = len(zero)
+    numbers = range(count // dp)
+    for rank in range(dp):
+        if dp > 1 and zero == [i % dp == rank for i in range(count)]:
+            return f"the gradient of data-parallel rank {rank} is missing"
+    if zero == [i // dp != numbers[-1] for i in range(count)]:
+        return "only the last micro-batch of each rank counts"
+    if zero == [i // dp == numbers[-1] for i in range(count)]:
+        return "the last micro-batch of each rank is missing"
+    if zero == [i // dp == 0 for i in range(count)]:
+        return "the first micro-batch of each rank is missing"
+    gone = [number for number in numbers if all(zero[number * dp : (number + 1) * dp])]
+    if len(gone) * dp == sum(zero) and len(gone) > 1:
+        return f"missing: micro-batches {', '.join(map(str, gone))} of each rank"
+    return f"missing: {_listed([i for i, each in enumerate(zero) if each], dp)}"
+
+
+def _listed(indices: list[int], dp: int) -> str:
+    return ", ".join(f"micro-batch {i // dp} of data-parallel rank {i % dp}" for i in indices)
+
+
+def _alike(c: list[float], other: list[float], close: float) -> bool:
+    return all(abs(one - two) <= 10 * close * max(abs(two), 1.0) for one, two in zip(c, other, strict=True))

@@ -1,0 +1,222 @@
+"""The model, the loss and the data of a case, on a rank of its layout and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
+from megaaccum.errors import ConfigError
+from megaaccum.lab.verification.case import Case, OwnModel
+from megaaccum.model import gpt
+from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.step.chunk_config import batch_statistics
+
+DTYPES = gpt.DTYPES
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+
+
+class Subject(Protocol):
+    """Model, loss and samples of a case. Micro-batches are numbered over all ranks: number i of data-parallel rank r is
+    i * dp + r."""
+
+    reports: dict[str, str]
+
+    def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
+        """This rank's chunks of a layout."""
+
+    def forward_step(self, plan: Plan, groups: Groups) -> Any:
+        """The forward step function that the engine is given."""
+
+    def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
+        """The whole model in one process."""
+
+    def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        """(sum of the losses of `batch`, its weight) in one process."""
+
+    def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
+        """Over masters of the parameters."""
+
+    def microbatches(self, step: int, count: int) -> list[Any]:
+        """The `count` micro-batches of a step."""
+
+
+def vocab_size_of(case: Case) -> int:
+    """Of a configured GPT."""
+    return int(case.keys.get("vocab_size") or 61)
+
+
+def of(case: Case) -> Subject:
+    return _Gpt(case) if case.own is None else _Own(case, case.own)
+
+
+def whole_batch(batches: list[Any]) -> Any | None:
+    """All micro-batches as one, where each is a dict of tensors of one number of rows (or such a tensor); else None."""
+    if all(isinstance(each, torch.Tensor) for each in batches):
+        return torch.cat(batches) if len({each.shape[1:] for each in batches}) == 1 else None
+    if not all(isinstance(each, dict) and each.keys() == batches[0].keys() for each in batches):
+        return None
+    for each in batches:
+        if not all(isinstance(value, torch.Tensor) and value.dim() for value in each.values()):
+            return None
+        if len({value.shape[0] for value in each.values()}) != 1:
+            return None
+    if any(len({each[name].shape[1:] for each in batches}) != 1 for name in batches[0]):
+        return None
+    return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+
+
+class _Gpt:
+    """Megatron's GPT of a configuration, its cross entropy, and made-up tokens."""
+
+    reports = REPORTS
+
+    def __init__(self, case: Case):
+        self._case = case
+        self.vocab_size = vocab_size_of(case)
+
+    def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
+        chunks = gpt.build_chunks(plan, groups, vocab_size=self.vocab_size)
+        for chunk in chunks if self._case.masks == "padded" else ():
+            chunk.register_forward_pre_hook(_give_padding_mask, with_kwargs=True)
+        return list(chunks)
+
+    def forward_step(self, plan: Plan, groups: Groups) -> Any:
+        return Spoiled(GptForwardStep(groups, plan.batch.loss_norm))
+
+    def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
+        (chunk,) = self.chunks(plan, groups)
+        return chunk
+
+    def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        mask = batch["loss_mask"]
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+        losses = losses if losses.dtype is torch.float64 else losses.float()
+        total, tokens = (losses * mask.to(losses.dtype)).sum(), float(mask.sum())
+        return (total, tokens) if plan.batch.loss_norm == "token" else (total / max(tokens, 1.0), 1.0)
+
+    def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
+        keys = plan.config.optimizer
+        groups = [
+            {
+                "params": [each for _, each in named if (each.dim() > 1) == decays],
+                "weight_decay": keys.weight_decay * decays,
+                "wd_mult": float(decays),  # which the schedule reads
+            }
+            for decays in (True, False)
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=keys.lr, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps,
+        )  # fmt: skip
+
+    def microbatches(self, step: int, count: int) -> list[Any]:
+        made = [self._microbatch(step, index, step * count + index) for index in range(count)]
+        if self._case.overflow is not None and self._case.overflow[0] == step:
+            made[self._case.overflow[1]]["overflows"] = torch.ones(())
+        return made
+
+    def _microbatch(self, step: int, index: int, place: int) -> dict[str, torch.Tensor]:
+        """place: its number over all steps."""
+        rows, seq = int(self._case.keys.get("micro_batch_size", 1)), int(self._case.keys["seq_length"])
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        made = self._made_up(rows, seq, generator) if self._case.samples is None else self._read(place, rows)
+        if self._case.masks != "full":
+            lengths = torch.randint(1, seq + 1, (rows, 1), generator=generator)
+            made["loss_mask"] = made["loss_mask"] * (torch.arange(seq) < lengths)
+        return {name: each.contiguous() for name, each in made.items()}
+
+    def _made_up(self, rows: int, seq: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, self.vocab_size, (rows, seq + 1), generator=generator)
+        positions = torch.arange(seq).expand(rows, seq)
+        return {
+            "tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions,
+            "loss_mask": torch.ones(rows, seq),
+        }  # fmt: skip
+
+    def _read(self, place: int, rows: int) -> dict[str, torch.Tensor]:
+        """From the data, which begins again where it ends."""
+        assert self._case.samples is not None
+        parts = self._case.samples.parts
+        at = torch.arange(place * rows, (place + 1) * rows) % len(parts["tokens"])
+        return {name: part[at] for name, part in parts.items()}
+
+
+def _give_padding_mask(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"padding_mask": kwargs["loss_mask"] == 0}
+
+
+class Spoiled:
+    """A forward step function whose last stage has a gradient that is not finite where a micro-batch says so."""
+
+    def __init__(self, inner: GptForwardStep):
+        self._inner = inner
+        self.weights, self.token_weights = inner.weights, inner.token_weights
+
+    def __call__(self, data_iterator: Iterator[Any], chunk: Any, **plan: Any) -> Any:
+        made = dict(next(data_iterator))
+        overflows = made.pop("overflows", None)
+        output, loss_func = self._inner(iter([made]), chunk, **plan)
+        if overflows is not None and chunk.post_process and output.requires_grad:
+            output.register_hook(lambda grad: grad * float("inf"))
+        return output, loss_func
+
+
+class _Own:
+    """A model of a user's own. Its dropout modules are switched off."""
+
+    def __init__(self, case: Case, own: OwnModel):
+        self._case, self._own = case, own
+        self.reports = dict(own.reports)
+
+    def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
+        stages, rank = plan.layout.num_stages, torch.distributed.get_rank()
+        return [self._built(stage, stages, plan) for stage in plan.layout.stages(rank)]
+
+    def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
+        model = self._built(0, 1, plan)
+        if problems := batch_statistics(model):
+            raise ConfigError(problems)
+        return model
+
+    def _built(self, stage: int, stages: int, plan: Plan) -> torch.nn.Module:
+        model: torch.nn.Module = self._own.build(stage, stages)
+        for module in model.modules():
+            if isinstance(module, _DROPOUTS):
+                module.p = 0.0
+        dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
+        own = next((param.dtype for param in model.parameters()), dtype)
+        if own != dtype:
+            model.to(dtype)
+            config: Any = getattr(model, "config", None)
+            for name in ("params_dtype", "pipeline_dtype"):
+                if getattr(config, name, None) == own:
+                    setattr(config, name, dtype)
+        return model if hasattr(model, "set_input_tensor") else TorchChunk(model)
+
+    def forward_step(self, plan: Plan, groups: Groups) -> Any:
+        return self._own.forward_step_func
+
+    def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        output, loss_func = self._own.forward_step_func(iter([batch]), model)
+        total, weight, _ = loss_func(output)
+        return total, float(weight)
+
+    def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
+        if self._own.optimizer is None:
+            return _Gpt.optimizer(self, named, plan)  # type: ignore[arg-type]
+        return self._own.optimizer([each for _, each in named])  # type: ignore[no-any-return]
+
+    def microbatches(self, step: int, count: int) -> list[Any]:
+        data = self._own.data
+        made = data(step) if callable(data) else data[step * count :] or data
+        if len(made) < count:
+            raise ConfigError(
+                f"the data has {len(made)} micro-batches for a step, and the plan takes {count} over all"
+                f" data-parallel ranks: give {count}, or set grad_accum_steps lower"
+            )
+        return list(made[:count])

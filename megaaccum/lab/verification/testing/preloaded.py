@@ -1,0 +1,34 @@
+"""Imports of the process that forks the ranks of tests: torch, DeepSpeed and Megatron, on the CPU lane, and what nearly
+every test's ranks import then: a fifth of a second on each of them, and more in a run that draws its pictures."""
+
+import contextlib
+import importlib
+
+from megaaccum.distributed import preload
+from megaaccum.pretrain.metrics import plots
+
+WHAT_RANKS_IMPORT = (
+    "deepspeed.module_inject.auto_ep_layer",  # by deepspeed.initialize, as the next ones
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "matplotlib.backends.backend_agg",  # by the picture of a run, as the next one
+    "matplotlib.figure",
+    "megaaccum.cli.train",
+    "megaaccum.lab.advisor",
+    "megaaccum.lab.verification.testing.ranks",  # ranks find their own code imported too
+    "megaaccum.pretrain.interop.load",
+    "megaaccum.pretrain.training.loop",
+    "megaaccum.sharding.ddp",
+    "megaaccum.sharding.deepspeed",
+    "megaaccum.sharding.fsdp2",
+    "megaaccum.sharding.megatron",
+    "megaaccum.sharding.streaming",
+)
+
+preload.libraries()
+with plots.quiet():
+    for name in WHAT_RANKS_IMPORT:
+        importlib.import_module(name)
+with contextlib.suppress(ImportError):  # by the file of a test, which holds what its ranks call
+    importlib.import_module("pytest")
+preload.keep()

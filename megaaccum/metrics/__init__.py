@@ -1,4 +1,0 @@
-"""A run's reports: the journal (log.jsonl), the progress line, TensorBoard / W&B / CSV, the summary.
-
-`megaaccum.metrics.log.RunLog` is the one object that the training loop talks to.
-"""

@@ -1,0 +1,136 @@
+"""The observer of a step: seconds by phase, what crosses ranks, memory by kind, and where this rank is right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megaaccum.distributed.breadcrumbs import Trace
+from megaaccum.observe.memory import Activations, Holder, Memory
+from megaaccum.observe.phases import Stopwatch
+from megaaccum.observe.traffic import Count, Meter, Traffic
+from megaaccum.platform import cpu
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+
+
+class Measured(NamedTuple):
+    """Of one step on this rank: seconds by phase, seconds in its forwards, traffic, and memory by kind."""
+
+    seconds: dict[str, float]
+    forward_seconds: float
+    traffic: Traffic
+    memory: Memory
+
+
+class Observer:
+    """Watches the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
+
+    Seconds are the host's: on a GPU what is still queued counts for a later phase. stopwatch: also of what happens
+    between the steps, as `between` unless the loop enters a phase.
+    """
+
+    def __init__(self, groups: Groups, chunks: list[torch.nn.Module], backend: Holder):
+        self.trace = Trace()
+        self.stopwatch = Stopwatch()
+        self._backend = backend
+        self._meter = Meter(groups)
+        self._activations = Activations(chunks)
+        self._traffic: Traffic = {}
+        self._ended: Measured | None = None
+        self.forward = _Forwards(lambda: self.stopwatch.clock())
+        """Around one forward of this rank, on a GPU by its own clock."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around all that the step does in one call; what several calls did until `take` adds up."""
+        self.phase("agree")
+        with self._meter.counting() as traffic:
+            yield
+        self.stopwatch.enter("between")
+        self._add(traffic)
+        self._backend.memory.note("p2p", self._meter.most_receiving)
+
+    def _add(self, traffic: Traffic) -> None:
+        for lane, count in traffic.items():
+            known = self._traffic.setdefault(lane, Count())
+            known.calls += count.calls
+            known.num_bytes += count.num_bytes
+            known.seconds += count.seconds
+
+    def phase(self, name: str) -> None:
+        """The phase that was entered last ends, and this one begins."""
+        self.stopwatch.enter(name)
+        self.trace.enter(name)
+
+    def flushing(self) -> AbstractContextManager[None]:
+        """Around the flushes of an attempt: what they hold beside the backend's tensors."""
+        return self._activations.watching(self._backend.memory)
+
+    def note_held(self) -> None:
+        """Note what the backend holds now."""
+        self._backend.memory.look(self._backend.tensors)
+
+    def forget(self) -> None:
+        """Drop what was measured since the last `take`: it belongs to no step."""
+        self.take()
+
+    def end_early(self) -> None:
+        """Count what comes from here on for the next step, though `take` is still to be called for this one."""
+        self._add(self._meter.take())
+        self._ended = self.take()
+
+    def take_back(self) -> None:
+        """Undo `end_early`: what came since then counts for that step too."""
+        ended, self._ended = self._ended, None
+        assert ended is not None
+        self._add(ended.traffic)
+        self.forward.seconds += ended.forward_seconds
+        self.stopwatch.add(ended.seconds)
+        for kind, num_bytes in ended.memory.items():
+            self._backend.memory.raise_to(kind, num_bytes)
+
+    def take(self) -> Measured:
+        """The step's numbers, since the last call."""
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            return ended
+        traffic, self._traffic = self._traffic, {}
+        return Measured(self.stopwatch.take(), self.forward.take(), traffic, self._backend.memory.take())
+
+
+class _Forwards:
+    """Seconds of forwards, each of which runs inside it, one at a time. clock: gives seconds, where there is no GPU."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.seconds = 0.0
+        self._clock, self._start = clock, 0.0
+        self._events: list[torch.cuda.Event] = []
+        """Begin and end of each on a GPU, in turns."""
+
+    def __enter__(self) -> None:
+        if cpu.has_accelerator():
+            self._record()
+        else:
+            self._start = self._clock()
+
+    def __exit__(self, *_error: object) -> None:
+        if cpu.has_accelerator():
+            self._record()
+        else:
+            self.seconds += self._clock() - self._start
+
+    def _record(self) -> None:
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+
+    def take(self) -> float:
+        """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
+        pairs = zip(self._events[::2], self._events[1::2], strict=False)
+        seconds = self.seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
+        self.seconds, self._events = 0.0, []
+        return seconds

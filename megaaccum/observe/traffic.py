@@ -1,0 +1,113 @@
+"""Bytes that cross ranks in a step, counted where every collective passes. lab/planner/footprint.py predicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaaccum.distributed.groups import Groups
+
+
+@dataclass(slots=True)
+class Count:
+    """calls; bytes that this rank receives (sends, for a `send`) from other ranks by the cheapest algorithm; seconds
+    that the host spent in the calls and in waiting for them, which on a GPU is less than they took."""
+
+    calls: int = 0
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+
+Traffic = dict[str, Count]
+"""By lane, `collective/group/dtype`. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
+
+
+def bytes_by_collective(traffic: Traffic) -> dict[str, float]:
+    """{`bytes_all_gather_dp_cp`: bytes, ...}, for the log: dtypes added up."""
+    totals: dict[str, float] = {}
+    for lane, count in traffic.items():
+        collective, group, _ = lane.split("/")
+        name = f"bytes_{collective}_{group}"
+        totals[name] = totals.get(name, 0.0) + count.num_bytes
+    return totals
+
+
+SHARE: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda k: (k - 1) / k,
+    "reduce_scatter": lambda k: (k - 1) / k,
+    "all_to_all": lambda k: 1.0,
+    "all_reduce": lambda k: 2 * (k - 1) / k,
+    "broadcast": lambda k: 1.0,
+    "reduce": lambda k: 1.0,
+    "gather": lambda k: (k - 1) / k,
+    "scatter": lambda k: (k - 1) / k,
+    "send": lambda k: 1.0,
+}
+"""Bytes that cross, per byte of the whole buffer, over k ranks (a ring's; Thakur et al., "Optimization of Collective
+Communication Operations in MPICH", 2005). A receive is counted where it is sent; of an all-to-all, whose ranks may send
+unequal parts, the bytes are already those of other ranks."""
+
+
+@dataclass
+class Meter:
+    """Counts this rank's collectives, over groups of more than one rank, while it is on."""
+
+    groups: Groups | None = None
+    most_receiving: int = 0
+    """Bytes of receive buffers that were posted and not taken yet, at most, while it was on last."""
+    _receiving: int = 0
+    _counts: Traffic = field(default_factory=dict)
+    _lanes: dict[tuple[str, Any, torch.dtype], tuple[str, float]] = field(default_factory=dict)
+    """(name, share of the buffer that crosses) by collective, group and dtype, of what was heard so far."""
+
+    @contextmanager
+    def counting(self) -> Iterator[Traffic]:
+        """The traffic of what runs inside, filled in at its end."""
+        from megaaccum import upstream
+
+        found: Traffic = {}
+        self._counts, self._receiving, self.most_receiving = {}, 0, 0
+
+        def note(
+            collective: str, group: Any, dtype: torch.dtype, num_bytes: int, seconds: float, *, calls: int = 1
+        ) -> None:
+            if collective == "recv":
+                self._receiving += num_bytes if calls else -num_bytes
+                self.most_receiving = max(self.most_receiving, self._receiving)
+                return
+            lane, share = self._lanes.get((collective, group, dtype)) or self._learn(collective, group, dtype)
+            if (count := self._counts.get(lane)) is None:
+                count = self._counts[lane] = Count()
+            count.calls += calls
+            count.num_bytes += calls * share * num_bytes
+            count.seconds += seconds
+
+        with upstream.watched_collectives(note):
+            yield found
+        found.update(self.take())
+
+    def take(self) -> Traffic:
+        """The traffic since it is on, or since the last call; what comes counts from nothing."""
+        counts, self._counts = self._counts, {}
+        return dict(sorted(counts.items()))
+
+    def _learn(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
+        name = f"{collective}/{self._names().get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"
+        found = self._lanes[collective, group, dtype] = name, SHARE[collective](group.size())
+        return found
+
+    def _names(self) -> dict[str, str]:
+        import torch.distributed as dist
+
+        names: dict[str, str] = {dist.group.WORLD.group_name: "world"} if dist.group.WORLD is not None else {}
+        if self.groups is not None:
+            for name in ("tp", "cp", "ep", "pp", "dp", "dp_cp", "embd"):
+                group = getattr(self.groups.collection, name, None)
+                if group is not None:
+                    names[group.group_name] = name
+        return names

@@ -1,0 +1,28 @@
+"""Files and folders that have to be there, or on the disk, before a run goes on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def folder_problems(key: str, folder: str) -> list[str]:
+    """Why the folder that `key` names cannot be written, or nothing; it is made, and a byte is written to it, since a
+    full disk still makes empty files."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        return [f"{key} {folder!r} cannot be written: {error.strerror or error}; set {key} to a folder that can"]
+    return []

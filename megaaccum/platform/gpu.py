@@ -1,0 +1,50 @@
+"""Settings of a rank on a GPU before CUDA starts: its device, and CUDA's variables where the user has set none."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.platform import cpu
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""The allocator's variable before torch 2.9, which still counts."""
+
+
+def prepare(plan: Plan) -> None:
+    """Choose this rank's device and set what CUDA and torch's allocator read when they start; nothing on a CPU.
+
+    Queues: the executor posts receives ahead, which wait on the device (schedule/p2p.py); 32 is the most that CUDA has.
+    Megatron-core's own schedules keep the user's value, which is 1 in many of its scripts. Segments that grow: gathers
+    and reductions allocate other sizes than the forwards between them, and holes of fixed segments stay.
+    """
+    if not cpu.has_accelerator():
+        return
+    for name, value in defaults(plan).items():
+        os.environ.setdefault(name, value)
+    # Where each rank is shown its own GPU alone, that is device 0, whatever the rank's local number.
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def defaults(plan: Plan) -> dict[str, str]:
+    """Variables for this plan where the environment has none."""
+    chosen = {} if _OLD_ALLOCATOR in os.environ else {ALLOCATOR: "expandable_segments:True"}
+    if plan.layout.splits_backward:
+        chosen[QUEUES] = "32"
+    return chosen
+
+
+def describe() -> str:
+    """NCCL's version and the variables that decide how fast and whether messages cross; '' on a CPU."""
+    if not cpu.has_accelerator():
+        return ""
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    names = [QUEUES, ALLOCATOR, _OLD_ALLOCATOR, *sorted(name for name in os.environ if name.startswith("NCCL_"))]
+    return ", ".join([f"NCCL {version}", *(f"{name}={os.environ[name]}" for name in names if name in os.environ)])

@@ -1,1 +1,0 @@
-"""A precision's needs beside its dtype: the loss scale of FP16, values that are not finite, FP8."""

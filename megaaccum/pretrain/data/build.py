@@ -1,0 +1,186 @@
+"""`megaaccum data build`: text or JSONL to a .bin/.idx pair with its tokenizer beside it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaaccum.errors import DataError
+from megaaccum.pretrain.data.documents import Progress, Source
+from megaaccum.pretrain.data.encode import encode_all
+from megaaccum.pretrain.data.files import disk_errors, publish_pair, staging_folder, with_suffix
+from megaaccum.pretrain.data.indexed import PairWriter, id_type
+from megaaccum.pretrain.data.tokenizer import read_tokenizer, require_end_of_document, train_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_VOCAB_SIZE = 32768
+_SUFFIXES = (".bin", ".idx", ".tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildReport:
+    """The result of `build_pair`."""
+
+    num_documents: int
+    """Documents in the pair; those of white space alone are not counted."""
+    num_tokens: int
+    """Token ids in the .bin, end-of-document tokens included."""
+    vocab_size: int
+    """Largest id of the tokenizer + 1."""
+
+
+def build_pair(
+    texts: Iterable[str], prefix: Path, tokenizer: tokenizers.Tokenizer, *, append_eod: bool, num_workers: int
+) -> BuildReport:
+    """Encodes `texts`, one document each, into `prefix`.bin, .idx and .tokenizer.json.
+
+    The files are written aside and moved when they are complete: an error or a signal leaves what was there before. The
+    bytes depend on texts and tokenizer alone, not on `num_workers` (processes; 1 works in this one).
+
+    Raises:
+        DataError: no document has a token, the disk is full or refuses, a worker died, another process builds the same
+            pair, or the tokenizer has no end-of-document token and `append_eod` asks for it.
+    """
+    eod = require_end_of_document(tokenizer, "--append-eod") if append_eod else None
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    tokenizer_json = tokenizer.to_str(pretty=False)
+    num_tokens = 0
+    with staging_folder(prefix) as folder:
+        staged = folder / prefix.name
+        with disk_errors("cannot write", prefix):
+            with PairWriter(staged, id_type(vocab_size)) as writer:
+                for encoded in encode_all(texts, tokenizer_json, eod, num_workers=num_workers):
+                    writer.add(encoded.ids, encoded.lengths)
+                    num_tokens += len(encoded.ids)
+                if num_tokens == 0:
+                    raise DataError("the input holds no text: every file is empty, or white space alone")
+            with_suffix(staged, ".tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+        publish_pair(staged, prefix)
+    return BuildReport(num_documents=writer.num_documents, num_tokens=num_tokens, vocab_size=vocab_size)
+
+
+def main(argv: list[str]) -> int:
+    """Runs `megaaccum data build` with the arguments after those words. Returns the exit code.
+
+    Raises:
+        DataError: the input, the tokenizer or the output cannot be used; nothing is left half written.
+    """
+    args = _parse(argv)
+    prefix = Path(args.output_prefix)
+    _refuse_existing(prefix, args.overwrite)
+    source = Source(
+        files=[Path(name) for name in args.input],
+        format=args.format,
+        json_key=args.json_key,
+        whole_files=args.one_document_per_file,
+    )
+    size = source.check()
+    start = time.monotonic()
+    with _ended_by_sigterm():
+        tokenizer = _tokenizer(args, source, size)
+        with _progress_bar("encoding", size) as progress:
+            report = build_pair(
+                source.documents(progress), prefix, tokenizer, append_eod=args.append_eod, num_workers=args.workers
+            )
+    print(
+        f"{prefix}.bin, .idx, .tokenizer.json: {report.num_documents:,} documents, {report.num_tokens:,} tokens, "
+        f"vocabulary {report.vocab_size:,}, {time.monotonic() - start:.1f} s"
+    )
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace, source: Source, size: int) -> tokenizers.Tokenizer:
+    if args.tokenizer:
+        return read_tokenizer(args.tokenizer)
+    with _progress_bar("training the tokenizer", size) as progress:
+        return train_tokenizer(source.documents(progress), args.vocab_size or _VOCAB_SIZE)
+
+
+def _refuse_existing(prefix: Path, overwrite: bool) -> None:
+    there = [str(path) for suffix in _SUFFIXES if (path := with_suffix(prefix, suffix)).exists()]
+    if there and not overwrite:
+        raise DataError(f"{', '.join(there)} exists; choose another --output-prefix, or add --overwrite")
+
+
+@contextmanager
+def _progress_bar(what: str, size: int) -> Iterator[Progress | None]:
+    """A bar of bytes read, on a terminal; None where stderr is a file, which wants no bars."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda count: bar.advance(task, count)
+        bar.update(task, completed=size)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what was written aside is removed."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.tokenizer and args.vocab_size:
+        parser.error(f"--vocab-size {args.vocab_size} is for --train-tokenizer; {args.tokenizer} has its own size")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megaaccum data build",
+        description="Make a .bin/.idx pair for training, its tokenizer beside it, from text or JSONL, plain or gzip.",
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, in the order to read them")
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="write P.bin, P.idx and P.tokenizer.json")
+    parser.add_argument(
+        "--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by name (.jsonl, .json, .ndjson)"
+    )
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in JSONL (default: text)")
+    parser.add_argument(
+        "--one-document-per-file",
+        action="store_true",
+        help="a text file is one document (default: empty lines separate documents)",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", metavar="FILE", help="Hugging Face tokenizers file, or a folder with one")
+    which.add_argument("--train-tokenizer", action="store_true", help="train a byte-level BPE tokenizer on the input")
+    parser.add_argument(
+        "--vocab-size", type=_positive, metavar="N", help=f"of a trained tokenizer (default: {_VOCAB_SIZE})"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=_positive, default=cores, metavar="N", help="processes (default: the cores)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    return parser

@@ -1,0 +1,145 @@
+"""Files that other processes read: locks, errors of the disk in words, and pairs that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megaaccum.errors import DataError
+from megaaccum.platform.files import sync
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def disk_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turns an OSError inside the block into a DataError that names `path`, what was being done, and the free bytes.
+
+    Raises:
+        DataError: the disk or a quota is full, the path cannot be written or read, or any other error of the system.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL or _is_short_write(error):
+            reason = f"no space left ({_free_bytes(path):,} bytes are free there). Free some, or choose another folder"
+        else:
+            reason = error.strerror or str(error)
+        raise DataError(f"{doing} {error.filename or path}: {reason}") from error
+
+
+def _is_short_write(error: OSError) -> bool:
+    """numpy's tofile (and so numpy.save) reports a full disk without an errno: "1640 requested and 468 written"."""
+    return error.errno is None and "requested and" in str(error) and "written" in str(error)
+
+
+def _free_bytes(path: Path) -> int:
+    """Bytes that this user can still write to the file system of `path`, or of its closest folder that exists."""
+    folder = path
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file `path` for the block; waits for its holder. The system frees it if its holder dies.
+
+    Works between the processes of a host, and between hosts on a shared file system that passes flock on (NFS does).
+
+    Raises:
+        DataError: the file cannot be made, or its file system has no locks.
+    """
+    with disk_errors("cannot lock", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            os.close(handle)
+            raise
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` in which files are written aside; it is gone after the block, come what may.
+
+    What a killed process left in it is removed first.
+
+    Raises:
+        DataError: another process is writing the same target, or the folder cannot be made.
+    """
+    folder = target.parent / f".{target.name}.building"
+    with disk_errors("cannot write beside", target):
+        handle = _claim(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _claim(folder: Path) -> int:
+    """A locked handle of `folder`, which is made, or emptied of a dead process's leavings."""
+    handle = None
+    while handle is None:
+        handle = _try_claim(folder)
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return handle
+
+
+def _try_claim(folder: Path) -> int | None:
+    """A locked handle of `folder`, or None where its last owner removed it while we were at it.
+
+    Raises:
+        DataError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), folder.stat()):
+            return handle
+    except FileNotFoundError:
+        pass
+    except BlockingIOError:
+        os.close(handle)
+        target = folder.parent / folder.name.removeprefix(".").removesuffix(".building")
+        raise DataError(f"another process is writing {target} now; wait for it to end") from None
+    os.close(handle)
+    return None
+
+
+def publish_pair(staged: Path, prefix: Path) -> None:
+    """Moves `staged`.bin, .tokenizer.json and .idx to the same names under `prefix`; the .idx comes last.
+
+    A pair is complete when it has an .idx: an interruption here leaves no .idx, never one of another .bin.
+
+    Raises:
+        DataError: a file cannot be moved.
+    """
+    with disk_errors("cannot write", prefix):
+        with_suffix(prefix, ".idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".tokenizer.json", ".idx"):
+            source = with_suffix(staged, suffix)
+            sync(source)
+            source.rename(with_suffix(prefix, suffix))
+        sync(prefix.parent)
+
+
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    """`prefix` with `suffix` appended; a dot in the prefix's own name stays."""
+    return prefix.parent / (prefix.name + suffix)

@@ -1,0 +1,265 @@
+"""Micro-batches in the order of consumed samples, prepared ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nearest_multiples
+from megaaccum.pretrain.data.order import SampleDataset
+
+Batch = dict[str, torch.Tensor | None]
+"""One micro-batch on the CPU, b = micro_batch_size, s = seq_length: tokens, labels and position_ids int64 [b, s],
+loss_mask float32 [b, s], document_starts bool [b, s] with reset_attention_mask, else None (True at each row's begin and
+after each end of a document), num_tokens int64 [] (unmasked)."""
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class MicrobatchLoader:
+    """The micro-batches of one data-parallel rank, from the first sample that no step has consumed yet.
+
+    A step that starts at sample c takes samples [c, c + global_batch_size): micro-batch m of data-parallel rank r holds
+    the b samples from c + (m * dp_size + r) * b on. So which samples make up a step depends neither on the
+    micro-batch size nor on the number of ranks or micro-batches, and a restart at c goes on as if it had not stopped.
+
+    Samples count as consumed at `commit`: a step that was pulled but not committed can be pulled again, from memory.
+    A context manager; `close` ends the thread that prepares micro-batches.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        *,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        global_batch_size: int,
+        consumed_samples: int = 0,
+        num_workers: int = 2,
+        vocab_size: int | None = None,
+        document_end: int | None = None,
+        pin_for: torch.device | None = None,
+        in_runs: bool = False,
+    ):
+        """Starts to prepare micro-batches at once.
+
+        Args:
+            micro_batch_size: sequences per micro-batch.
+            dp_rank, dp_size: this rank's place among the data-parallel ranks.
+            global_batch_size: sequences per optimizer step over all ranks; the default of `next_step` and `commit`.
+            consumed_samples: sequences that earlier steps took, over all ranks.
+            num_workers: micro-batches prepared ahead by a thread, and at least those of a whole step of
+                global_batch_size; 0 prepares each when it is asked for.
+            vocab_size: every token id is compared with it, when given.
+            document_end: the token that ends a document, where attention is kept inside documents.
+            pin_for: the GPU for which tensors are put into pinned memory; None without one.
+            in_runs: a rank's micro-batches of a step follow each other (`Plan.in_runs`): micro-batch m of rank r holds
+                the samples from c + (r * micro-batches per rank + m) * b on.
+
+        Raises:
+            ConfigError: global_batch_size is no multiple of micro_batch_size * dp_size.
+        """
+        self._round = micro_batch_size * dp_size
+        self._check_divides(global_batch_size)
+        self._global_batch_size = global_batch_size
+        self._consumed = consumed_samples
+        self._pulled: deque[Batch] = deque()
+        self._next = 0
+        step = range(0, global_batch_size // dp_size, micro_batch_size) if in_runs else range(1)
+        first = dp_rank * micro_batch_size * len(step)
+        stride = global_batch_size if in_runs else self._round
+        starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
+        reader = _Reader(dataset, micro_batch_size, starts, vocab_size, document_end, pin_for)
+        depth = max(num_workers, global_batch_size // self._round)
+        self._stream = _Prefetcher(reader, depth) if num_workers else reader
+
+    @property
+    def consumed_samples(self) -> int:
+        """Sequences that committed steps took, over all ranks. What a checkpoint has to hold of the loader."""
+        return self._consumed
+
+    def next_step(self, num_microbatches: int | None = None) -> list[Batch]:
+        """The next optimizer step's micro-batches; the same ones until `commit`. Default: global_batch_size's.
+
+        Raises:
+            DataError: a sample cannot be read, holds an id outside the vocabulary, or lies beyond the dataset's end.
+        """
+        if num_microbatches is None:
+            num_microbatches = self._global_batch_size // self._round
+        while len(self._pulled) < num_microbatches:
+            self._pulled.append(self._stream.read())
+        self._next = num_microbatches
+        return [self._pulled[m] for m in range(num_microbatches)]
+
+    def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
+        """As `next_step`; what it raises is returned, with no micro-batches, for all ranks to hear of before they
+        begin the step. after: micro-batches of another step that comes before it."""
+        try:
+            return self.next_step(after + num_microbatches)[after:], None
+        except MegaaccumError as error:
+            return [], error
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """One more micro-batch of the step in progress. Raises as `next_step`."""
+        return self.next_step(self._next + 1)[-1]
+
+    def commit(self, num_samples: int | None = None) -> None:
+        """Counts `num_samples` sequences over all ranks as consumed (default: global_batch_size).
+
+        Raises:
+            ConfigError: num_samples is no multiple of micro_batch_size * dp_size.
+        """
+        num_samples = self._global_batch_size if num_samples is None else num_samples
+        self._check_divides(num_samples)
+        assert num_samples <= len(self._pulled) * self._round, "a step has to be pulled before it is committed"
+        for _ in range(num_samples // self._round):
+            self._pulled.popleft()
+        self._consumed += num_samples
+        self._next = 0
+
+    def _check_divides(self, num_samples: int) -> None:
+        if num_samples < 1 or num_samples % self._round:
+            nearest = either(nearest_multiples(num_samples, self._round))
+            raise ConfigError(
+                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
+                f"ranks = {self._round} sequences; set global_batch_size to {nearest}"
+            )
+
+    def close(self) -> None:
+        """Ends the preparing thread. May be called again."""
+        self._stream.close()
+
+    def __enter__(self) -> MicrobatchLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Reader:
+    """Reads one rank's micro-batches one after the other."""
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        size: int,
+        starts: Iterator[int],
+        vocab_size: int | None,
+        document_end: int | None,
+        pin_for: torch.device | None,
+    ):
+        """starts: the first sample of each micro-batch."""
+        self._dataset = dataset
+        self._document_end, self._pin_for = document_end, pin_for
+        self._size = size
+        self._starts, self._start = starts, next(starts)
+        self._vocab_size = vocab_size
+
+    def read(self) -> Batch:
+        samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
+        self._start = next(self._starts)
+        batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
+        tokens, mask = batch["tokens"], batch["loss_mask"]
+        assert tokens is not None and mask is not None
+        batch["document_starts"] = None if self._document_end is None else starts_of(tokens, self._document_end)
+        batch["num_tokens"] = mask.count_nonzero()
+        if self._pin_for is not None:
+            with torch.cuda.device(self._pin_for):  # a thread begins with the first one
+                batch = {key: None if each is None else each.pin_memory() for key, each in batch.items()}
+        return batch
+
+    def _sample(self, index: int) -> dict[str, Any]:
+        if index >= len(self._dataset):
+            raise DataError(
+                f"sample {index:,} does not exist: the dataset was built with {len(self._dataset):,}. It is built for "
+                f"train_iters * global_batch_size samples; raise train_iters, or stop before"
+            )
+        try:
+            sample = self._dataset[index]
+        except Exception as error:
+            raise DataError(f"sample {index:,} cannot be read: {type(error).__name__}: {error}") from error
+        if self._vocab_size is not None:
+            self._check_ids(sample, index, self._vocab_size)
+        return sample
+
+    @staticmethod
+    def _check_ids(sample: dict[str, Any], index: int, vocab_size: int) -> None:
+        for key in ("tokens", "labels"):
+            lowest, highest = (int(value) for value in sample[key].aminmax())
+            if lowest < 0 or highest >= vocab_size:
+                raise DataError(
+                    f"sample {index:,} holds id {highest if highest >= vocab_size else lowest}, but the vocabulary has "
+                    f"{vocab_size} entries; set tokenizer_model to the tokenizer that the dataset was built with"
+                )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def starts_of(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
+    """bool of the shape of `tokens` [b, s]: True at the begin of each row and after each `document_end`."""
+    starts = torch.ones_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == document_end
+    return starts
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: BaseException
+
+
+class _Prefetcher:
+    """Runs a reader in a thread, at most `depth` micro-batches ahead."""
+
+    def __init__(self, reader: _Reader, depth: int):
+        self._ready: queue.Queue[Batch | _Failure] = queue.Queue(maxsize=depth)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_fill, args=(reader.read, self._ready, stop), name="megaaccum-loader", daemon=True
+        )
+        # Also runs when the loader is forgotten and at the interpreter's exit, before torch is taken down.
+        self.close = weakref.finalize(self, _end, thread, self._ready, stop)
+        self._failure: _Failure | None = None
+        thread.start()
+
+    def read(self) -> Batch:
+        """The next micro-batch; raises what its preparation raised, also when asked again."""
+        assert self.close.alive, "the loader is closed"
+        item = self._failure or self._ready.get()
+        if isinstance(item, _Failure):
+            self._failure = item
+            raise item.error
+        return item
+
+
+def _fill(read: Callable[[], Batch], ready: queue.Queue[Batch | _Failure], stop: threading.Event) -> None:
+    """The thread: it holds no reference to the loader, so that a forgotten loader ends it."""
+    while not stop.is_set():
+        try:
+            item: Batch | _Failure = read()
+        except BaseException as error:
+            item = _Failure(error)
+        ready.put(item)
+        if isinstance(item, _Failure):
+            return
+
+
+def _end(thread: threading.Thread, ready: queue.Queue[Batch | _Failure], stop: threading.Event) -> None:
+    stop.set()
+    while thread.is_alive():
+        try:
+            ready.get_nowait()  # makes room for the one `put` that may be waiting
+        except queue.Empty:
+            thread.join(timeout=0.01)

@@ -1,0 +1,158 @@
+"""One reader for each model-parallel group: the other ranks of the group are sent what their stages read."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.errors import MegaaccumError
+from megaaccum.platform import cpu
+from megaaccum.pretrain.data.loader import Batch, MicrobatchLoader
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+
+_DTYPES = {
+    "tokens": torch.int64,
+    "position_ids": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "document_starts": torch.bool,
+}
+"""The parts of a micro-batch, in the order in which they are sent: wide ones first, so that each is aligned."""
+
+
+class SharedLoader:
+    """The micro-batches of a model-parallel group (tp x cp x pp), which see the same sequences.
+
+    The first rank of the group reads. Each stage is sent one message a step: counts of tokens, and what the stage
+    reads of the micro-batches, tokens and positions on the first, labels and masks on the last; there it goes over cp
+    and tp. The reader does not wait for it to arrive. Where the group is one rank, nothing is sent. Made and used by
+    all ranks of the group alike: making it and `try_next_step` are collective over it.
+    """
+
+    def __init__(
+        self,
+        open_loader: Callable[[], MicrobatchLoader],
+        groups: Groups,
+        reads: Sequence[str],
+        *,
+        shape: tuple[int, int],
+        has_documents: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """open_loader: called on the rank that reads. reads: names that this rank's chunks read. shape: (sequences,
+        tokens) of a micro-batch. has_documents: it has document_starts. clock: gives seconds."""
+        self._pp, self._across = groups.pp, (groups.collection.cp, groups.tp)
+        self._in_front = [group.rank() == 0 for group in self._across]
+        self._is_alone = groups.pp.size() == groups.tp.size() == groups.collection.cp.size() == 1
+        self._loader = open_loader() if groups.pp.rank() == 0 and all(self._in_front) else None
+        self._shape, self._has_documents, self._clock = shape, has_documents, clock
+        self._held: dict[int, list[Batch]] = {}
+        """Steps that were sent, by the number of micro-batches before them."""
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._reads: list[Any] = [None] * groups.pp.size()
+        dist.all_gather_object(self._reads, tuple(reads), group=groups.pp)
+        self.read_seconds = 0.0 if self._loader is not None else math.nan
+        """Seconds that this rank waited for its own reading of the last step; nan where it is sent micro-batches."""
+
+    def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
+        """As MicrobatchLoader's: the next step's micro-batches, the same ones until `commit`, or, on the rank that
+        reads, why there are none. What a rank's stages do not read is None there."""
+        if len(held := self._held.get(after, [])) == num_microbatches:
+            return held, None
+        mine, problem = self._read(num_microbatches, after)
+        if not self._is_alone:
+            mine = self._held[after] = self._shared(num_microbatches, mine)
+        return mine, problem
+
+    def commit(self, num_samples: int) -> None:
+        """Counts `num_samples` sequences over all ranks as consumed: those of the next step."""
+        following = self._held.get(len(self._held.get(0, [])))
+        self._held = {} if following is None else {0: following}
+        if self._loader is not None:
+            self._loader.commit(num_samples)
+
+    def close(self) -> None:
+        """Ends the reading. May be called again."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def _read(self, num_microbatches: int, after: int) -> tuple[list[Batch], MegaaccumError | None]:
+        if self._loader is None:
+            return [], None
+        start = self._clock()
+        found = self._loader.try_next_step(num_microbatches, after=after)
+        self.read_seconds = self._clock() - start
+        return found
+
+    def _shared(self, num_microbatches: int, mine: list[Batch]) -> list[Batch]:
+        """A step's micro-batches on this rank, where `mine` are the reader's; none where it has none."""
+        stage = self._pp.rank()
+        if self._loader is not None:
+            self._send(num_microbatches, mine)
+            if any(group.size() > 1 for group in self._across):
+                self._spread(self._packed(stage, num_microbatches, mine))
+            return mine
+        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._parts(stage, num_microbatches).values())
+        message = torch.empty(size, dtype=torch.uint8, device=cpu.device())
+        if stage != 0 and all(self._in_front):
+            dist.recv(message, group=self._pp, group_src=0)
+        return self._unpacked(self._spread(message), num_microbatches)
+
+    def _send(self, num_microbatches: int, mine: list[Batch]) -> None:
+        """To the first rank of every other stage what it reads. A message is held until it has arrived."""
+        for work, _ in self._sending:
+            work.wait()
+        others = range(1, self._pp.size())
+        messages = {stage: self._packed(stage, num_microbatches, mine) for stage in others}
+        sent = [(dist.isend(each, group=self._pp, group_dst=stage), each) for stage, each in messages.items()]
+        self._sending = [(work, each) for work, each in sent if work is not None]
+
+    def _parts(self, stage: int, num_microbatches: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """(dtype, shape) of what a stage is sent, in its order."""
+        shape = (num_microbatches, *self._shape)
+        reads = {name for name in self._reads[stage] if name != "document_starts" or self._has_documents}
+        named = {name: (dtype, shape) for name, dtype in _DTYPES.items() if name in reads}
+        return {"num_tokens": (torch.int64, (num_microbatches,)), **named}
+
+    def _packed(self, stage: int, num_microbatches: int, mine: list[Batch]) -> torch.Tensor:
+        """The message to a stage: its parts of `mine` as bytes; counts of -1 where there are none."""
+        parts = [
+            torch.stack([_there(each[name]) for each in mine]) if mine else torch.full(shape, -1).to(dtype)
+            for name, (dtype, shape) in self._parts(stage, num_microbatches).items()
+        ]
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).to(cpu.device(), non_blocking=True)
+
+    def _unpacked(self, message: torch.Tensor, num_microbatches: int) -> list[Batch]:
+        """The micro-batches of a message to this rank's stage: what its chunks do not read is None."""
+        parts = self._parts(self._pp.rank(), num_microbatches)
+        pieces = message.split([dtype.itemsize * math.prod(shape) for dtype, shape in parts.values()])
+        whole = {
+            name: piece.view(dtype).view(shape)
+            for (name, (dtype, shape)), piece in zip(parts.items(), pieces, strict=True)
+        }
+        whole |= {name: whole[name].cpu() for name in ("num_tokens", "document_starts") if name in whole}
+        if whole["num_tokens"][0] < 0:
+            return []
+        absent = dict.fromkeys(_DTYPES)
+        return [absent | {name: each[m] for name, each in whole.items()} for m in range(num_microbatches)]
+
+    def _spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` of the first rank over cp, and of those over tp."""
+        cp, tp = self._across
+        if cp.size() > 1 and tp.rank() == 0:
+            dist.broadcast(tensor, group=cp, group_src=0)
+        if tp.size() > 1:
+            dist.broadcast(tensor, group=tp, group_src=0)
+        return tensor
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor

@@ -1,0 +1,183 @@
+"""The tokenizer: a Hugging Face tokenizers file, read, trained, and looked up beside a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaaccum.errors import DataError
+from megaaccum.pretrain.data.files import disk_errors, with_suffix
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+"""The token that ends a document in tokenizers that are trained here."""
+
+_DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", _DEEPSEEK_END, "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
+"""Its names in known tokenizers: GPT-2 and Qwen have the first, Llama 3 the second, Llama 2 </s>, Gemma <eos>."""
+
+_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The facts about tokens that training needs. The same on every rank."""
+
+    size: int
+    """Ids are below this: the largest of the tokenizer + 1, or more where vocab_size says so. Before any padding."""
+    eod: int | None
+    """Id of the token that ends a document; None where the tokenizer has none of the known names."""
+    digest: str
+    """Hash of the file, 16 hexadecimal digits."""
+
+
+def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizers file, or of the tokenizer.json in a folder.
+
+    Text that merely looks like a special token ("<|endoftext|>" in a web page) is encoded as ordinary text.
+
+    Raises:
+        DataError: the file is missing, unreadable, or not a tokenizers file.
+    """
+    from tokenizers import Tokenizer
+
+    path = tokenizer_file(path)
+    try:
+        with disk_errors("cannot read tokenizer", path):
+            text = path.read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(text)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises bare Exception, or UnicodeDecodeError before it
+        raise DataError(
+            f"tokenizer {path} cannot be read: {error}. It has to be a Hugging Face tokenizers file (tokenizer.json)"
+        ) from error
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def gpt2_tokenizer(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
+    """The byte-level BPE tokenizer of GPT-2's vocab.json and merges.txt. Raises DataError where they cannot be read."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"vocab_file {vocab_file} and merge_file {merge_file} cannot be read: {error}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """`path` itself, or the tokenizer.json in it when it is a folder."""
+    path = Path(path)
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def read_vocabulary(path: str | Path) -> Vocabulary:
+    """Size, end-of-document id and hash of a tokenizers file; read once per process while the file does not change.
+
+    Raises:
+        DataError: as `read_tokenizer`, or the tokenizer has no token at all.
+    """
+    path = tokenizer_file(path)
+    with disk_errors("cannot read tokenizer", path):
+        status = path.stat()
+    return _read_vocabulary(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=16)
+def _read_vocabulary(path: Path, _modified: int, _size: int) -> Vocabulary:
+    tokenizer = read_tokenizer(path)
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise DataError(f"tokenizer {path} has an empty vocabulary")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return Vocabulary(size=max(ids) + 1, eod=end_of_document(tokenizer), digest=digest)
+
+
+def end_of_document(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Id of the token that ends a document: the first of the known names that the tokenizer has, or None."""
+    known = (tokenizer.token_to_id(name) for name in _END_NAMES)
+    return next((i for i in known if i is not None), None)
+
+
+def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> int:
+    """As `end_of_document`.
+
+    Raises:
+        DataError: the tokenizer has none; `wanted_by` is the option that cannot be honoured.
+    """
+    found = end_of_document(tokenizer)
+    if found is None:
+        special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:20]
+        raise DataError(
+            f"{wanted_by} needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "
+            f"Its special tokens are {special or 'none'}; add one of those names to it, or leave {wanted_by} out"
+        )
+    return found
+
+
+def tokenizer_beside(prefix: str | Path) -> Path | None:
+    """The tokenizer of a dataset: PREFIX.tokenizer.json, else tokenizer.json in the same folder, else None."""
+    prefix = Path(prefix)
+    candidates = (with_suffix(prefix, ".tokenizer.json"), prefix.parent / "tokenizer.json")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` entries: <|endoftext|>, the 256 bytes, and merges.
+
+    The same texts in the same order give the same file. Fewer entries come out when the text has no more pairs to
+    merge. Every text survives encoding and decoding unchanged.
+
+    Raises:
+        DataError: `vocab_size` has no room for the bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < _BYTES + 1:
+        raise DataError(
+            f"--vocab-size {vocab_size} is too small: {_BYTES} bytes and {END_OF_DOCUMENT} take {_BYTES + 1} entries"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with single_threaded():
+        tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Keeps the tokenizers library to one thread in the block.
+
+    Its thread pool makes every later fork of the process print a warning, and megaaccum has processes for speed.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

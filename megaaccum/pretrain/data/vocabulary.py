@@ -1,0 +1,97 @@
+"""The vocabulary of a tokenizer of any kind that Megatron names: how many entries, and which one ends a document.
+
+Training reads token ids, so nothing else of a tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import lru_cache
+from pathlib import Path
+
+from megaaccum.errors import DataError
+from megaaccum.pretrain.data import tokenizer
+from megaaccum.pretrain.data.files import disk_errors
+from megaaccum.pretrain.data.tokenizer import END_OF_DOCUMENT, Vocabulary
+
+_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
+
+def null_vocabulary(size: int | None) -> Vocabulary:
+    """Megatron's NullTokenizer: `size` ids, and one more that ends a document."""
+    assert size is not None, "a rule asks for vocab_size"
+    return Vocabulary(size=size, eod=size - 1, digest=f"null {size}")
+
+
+def read_gpt2_vocabulary(path: str) -> Vocabulary:
+    """A GPT-2 vocab.json. Raises DataError where it cannot be read."""
+    return _read_gpt2(Path(path), *_stamp(Path(path)))
+
+
+def read_vocabulary(path: str | Path, kind: str | None = None) -> Vocabulary:
+    """The vocabulary of a Hugging Face tokenizers file or folder, or of the file of another kind that Megatron names.
+
+    Raises:
+        DataError: it cannot be read, or a package is missing.
+    """
+    if kind in _SENTENCEPIECE and Path(path).suffix != ".json" and not Path(path).is_dir():
+        return _read_sentencepiece(Path(path), *_stamp(Path(path)))
+    if kind == "TikTokenizer":
+        return _read_tiktoken(Path(path), *_stamp(Path(path)))
+    return tokenizer.read_vocabulary(path)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    with disk_errors("cannot read tokenizer", path):
+        status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=16)
+def _read_gpt2(path: Path, _modified: int, _size: int) -> Vocabulary:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+        return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=_digest(path))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"vocab_file {path} is not GPT-2's vocab.json, a JSON object of tokens and ids: {error}"
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _read_sentencepiece(path: Path, _modified: int, _size: int) -> Vocabulary:
+    try:
+        from sentencepiece import SentencePieceProcessor  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer {path} is a SentencePiece model, which needs a package: pip install sentencepiece, or set"
+            " vocab_size and tokenizer_type NullTokenizer"
+        ) from error
+    try:
+        model = SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"tokenizer {path} is not a SentencePiece model: {error}") from error
+    return Vocabulary(
+        size=model.vocab_size(), eod=model.eos_id() if model.eos_id() >= 0 else None, digest=_digest(path)
+    )
+
+
+TIKTOKEN_SIZE, TIKTOKEN_EOD = 131072, 2
+"""Of Megatron's TikTokenizer where nothing else is asked for (megatron-core 0.19: it cuts the file to that size)."""
+
+
+@lru_cache(maxsize=16)
+def _read_tiktoken(path: Path, _modified: int, _size: int) -> Vocabulary:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        for entry in entries[:1]:
+            base64.b64decode(entry["token_bytes"], validate=True)
+        return Vocabulary(size=TIKTOKEN_SIZE, eod=TIKTOKEN_EOD, digest=_digest(path))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"tokenizer {path} is no tiktoken vocabulary in JSON (rank, token_bytes): {error}") from error
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,200 @@
+"""The front door: a configuration in any dialect that megaaccum reads, made into megaaccum's own keys."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaaccum.config.keys import SECTIONS
+from megaaccum.config.load import assemble
+from megaaccum.config.schema import Config
+from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read_command_line, read_text, read_yaml
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.interop import deepspeed_json, megatron_args, megatron_fields
+from megaaccum.pretrain.interop.launch import Launch
+from megaaccum.pretrain.interop.megatron_keys import read_flags
+from megaaccum.pretrain.interop.megatron_rules import Reading
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, launch: Launch | None = None
+) -> Config:
+    """The configuration of a run, as written: nothing is derived yet (see `megaaccum.config.resolve`).
+
+    Args:
+        path: a YAML or JSON file of keys (which may hold fields of Megatron's model configuration under `model`), or a
+            file of Megatron's flags.
+        overrides: command-line arguments (keys or Megatron's flags), which outrank the file.
+        launch: a recorded launch, in place of a file.
+
+    Raises:
+        ConfigError: with everything that is wrong in both sources.
+    """
+    config, problems = read(path, overrides, launch=launch)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, launch: Launch | None = None
+) -> tuple[Config, list[str]]:
+    """As `load`, but gives back what could be read together with the problems.
+
+    Raises:
+        ConfigError: the file cannot be opened at all.
+    """
+    found = _Found()
+    if launch is not None:
+        found.sources += _of_another_program(launch)
+        _read_words(launch.argv, overrides, launch.script, launch.path, found, world_size=launch.world_size)
+    elif path is None:
+        _read_overrides(overrides, found, whole=True)
+    else:
+        text, path = read_text(path), Path(path)
+        if is_yaml(text, path):
+            _read_keys(text, path, found)
+            _read_overrides(overrides, found, whole=False)
+        else:
+            _read_words(words_of(text), overrides, path.name, path.parent.joinpath, found)
+    config, problems = assemble(found.sources)
+    config.megatron = found.megatron
+    if found.blocks:
+        block, origin = found.blocks[-1]
+        problems += deepspeed_json.adopt(config, block, origin)
+    return config, problems
+
+
+_PROGRAMS = re.compile(r"pretrain_(gpt|hybrid|mamba)\.py")
+_OTHERS = re.compile(r"(pretrain_|finetune|train_rl|main_).*\.py")
+
+
+def _of_another_program(launch: Launch) -> list[Source]:
+    """A source with the problem, or the note, that the launched program is not Megatron's pretraining of a GPT."""
+    name = Path(launch.program).name
+    source = Source(launch.script)
+    if _PROGRAMS.fullmatch(name):
+        return []
+    if _OTHERS.fullmatch(name):
+        source.problems.append(
+            f"{launch.script}: {name} trains something else than pretrain_gpt.py, which is read here."
+        )
+    else:
+        source.notes.append(f"{name} is read as Megatron's pretrain_gpt.py: what else it does is not.")
+    return [source]
+
+
+def words_of(text: str) -> list[str]:
+    """The flags of an argument file: words, with quotes as in a shell, and comments from # on."""
+    import shlex
+
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"the argument file cannot be read: {error}.") from None
+    if not any(word.startswith("--") for word in words):
+        raise ConfigError("the file holds neither keys (name: value) nor flags (--name value).")
+    if words[0].startswith("--"):
+        return words
+    raise ConfigError(
+        f"the file starts with {words[0]!r}, which is no flag. A script is not read but recorded while it runs:"
+        " megaaccum check --record -- bash SCRIPT ARGUMENTS."
+    )
+
+
+@dataclass(slots=True)
+class _Found:
+    """The contents of one configuration's sources."""
+
+    sources: list[Source] = field(default_factory=list)
+    blocks: list[tuple[dict[str, object], str]] = field(default_factory=list)
+    """DeepSpeed blocks, with the source's name; the last one holds."""
+    megatron: dict[str, object] = field(default_factory=dict)
+
+
+def _read_keys(text: str, path: Path, found: _Found) -> None:
+    """A YAML file: keys, a DeepSpeed block, fields of Megatron's model configuration, and flags without dashes."""
+    source = read_yaml(text, path.name)
+    left, words = [], []
+    for unknown in source.unknown:
+        if unknown.written == "deepspeed":
+            block = _deepspeed_block(unknown, path.parent, source.problems)
+            found.blocks += [] if block is None else [(block, source.name)]
+        elif unknown.written in SECTIONS:
+            left.append(unknown)
+        elif megatron_fields.take(unknown, found.megatron, source.problems):
+            continue
+        elif megatron_args.is_flag(unknown.written):
+            words += _as_words(unknown)
+        else:
+            left.append(unknown)
+    source.unknown = left
+    if words:
+        _put(read_flags(words, locate=path.parent.joinpath, whole=False), source, found)
+    found.sources.append(source)
+
+
+def _read_overrides(overrides: Sequence[str], found: _Found, *, whole: bool) -> None:
+    """A command line: keys alone, or with flags of Megatron's among them. whole: there is no file beside it."""
+    if not overrides:
+        return
+    source = read_command_line(overrides)
+    foreign, source.unknown = source.unknown, []
+    if whole and foreign:
+        source = Source(COMMAND_LINE)
+        _put(read_flags(overrides), source, found)
+    elif foreign:
+        words = [word for unknown in foreign for word in _as_words(unknown)]
+        _put(read_flags(words, whole=False), source, found)
+    found.sources.append(source)
+
+
+def _read_words(
+    words: Sequence[str],
+    overrides: Sequence[str],
+    name: str,
+    locate: Callable[[str], Path],
+    found: _Found,
+    *,
+    world_size: int | None = None,
+) -> None:
+    """A list of flags and the command line over it, as one list: the last of two equal flags holds."""
+    reading = read_flags([*words, *overrides], locate=locate, world_size=world_size)
+    file, line = Source(name), Source(COMMAND_LINE)
+    again = read_flags(overrides, locate=locate, whole=False).values if overrides else {}
+    for key in again.keys() & reading.values.keys():
+        line.put(key, reading.values.pop(key), COMMAND_LINE)
+    _put(reading, file, found)
+    found.sources += [file, line]
+
+
+def _put(reading: Reading, source: Source, found: _Found) -> None:
+    source.problems += [f"{source.name}: {text}" for text in reading.problems]
+    source.notes += reading.notes
+    found.megatron |= reading.megatron
+    if reading.deepspeed is not None:
+        found.blocks.append((reading.deepspeed, source.name))
+    for key, value in reading.values.items():
+        source.put(key, value, source.name)
+
+
+def _as_words(unknown: Unknown) -> list[str]:
+    """A flag and its values; a switch that is false, or a value of null, is a flag that is not given."""
+    value = unknown.value
+    if value is None or value is False:
+        return []
+    values = value if isinstance(value, list) else [] if value is True else [value]
+    return ["--" + unknown.written.removeprefix("--"), *map(str, values)]
+
+
+def _deepspeed_block(unknown: Unknown, base_dir: Path, problems: list[str]) -> dict[str, object] | None:
+    if isinstance(unknown.value, dict):
+        return unknown.value
+    if isinstance(unknown.value, str):
+        return deepspeed_json.read_json(base_dir / unknown.value, unknown.place, problems)
+    if unknown.value is not None:
+        problems.append(f"{unknown.place}: deepspeed must be a mapping, or the path of a DeepSpeed JSON file.")
+    return None

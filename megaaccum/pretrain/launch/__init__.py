@@ -1,0 +1,1 @@
+"""Starting ranks on this machine, watching them, and ending them together."""

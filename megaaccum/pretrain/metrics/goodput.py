@@ -1,0 +1,98 @@
+"""Where the wall time of a run went, over all of its starts: what trained it, and the rest by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
+from megaaccum.units import duration
+
+Record = dict[str, Any]
+
+CAUSES = (
+    "productive",
+    "start_up",
+    "data",
+    "evaluation",
+    "checkpoint",
+    "skipped",
+    "repeated",
+    "idle",
+    "other",
+)
+"""What a second of the run went to. productive: steps that the model kept, less their wait for data, which is `data`.
+start_up: from the launch of each start to its first step. skipped: steps that left the weights as they were. repeated:
+steps that a later start took again, as it went on from a checkpoint before them. idle: from the last record of a start
+to the launch of the next, so what a killed start did after its last record too. other: the end of a start, and the
+difference between a rank's two clocks."""
+
+
+class Goodput:
+    """Adds up the records of a journal, in order, those of earlier starts too (`journal.lines`).
+
+    seconds: by cause; together the time from the first launch to the last record.
+    """
+
+    def __init__(self, records: Iterable[Record] = ()):
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self.num_starts = 0
+        self._last: float | None = None
+        self._steps: list[tuple[int, dict[str, float]]] = []
+        for record in records:
+            self.add(record)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the run."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """Productive seconds over all, 0 to 1."""
+        return self.seconds["productive"] / self.total if self.total > 0 else 0.0
+
+    def add(self, record: Record) -> None:
+        """Take note of one record; those without a time, of a version that noted none, count for nothing."""
+        if "time" not in record:
+            return
+        if record["kind"] == "start":
+            self._start(record)
+        else:
+            self._since_the_last(record)
+        self._last = record["time"]
+
+    def _start(self, record: Record) -> None:
+        launched = record["launched"]
+        if self._last is not None:
+            self.seconds["idle"] += launched - self._last
+        self.seconds["start_up"] += record["time"] - launched
+        self.num_starts += 1
+        while self._steps and self._steps[-1][0] > record["step"]:
+            _, spent = self._steps.pop()
+            for cause, seconds in spent.items():
+                self.seconds[cause] -= seconds
+                self.seconds["repeated"] += seconds
+
+    def _since_the_last(self, record: Record) -> None:
+        elapsed = 0.0 if self._last is None else record["time"] - self._last
+        spent = {cause: record.get(f"seconds_{cause}", 0.0) for cause in BETWEEN_STEPS}
+        if record["kind"] == "train":
+            step = {"data": record.get("seconds_data", 0.0)}
+            rest = sum(record.get(f"seconds_{phase}", 0.0) for phase in OF_A_STEP) - step["data"]
+            step["skipped" if record.get("skipped") else "productive"] = rest
+            self._steps.append((record["step"], step))
+            spent |= step
+        spent["other"] = elapsed - sum(spent.values())
+        for cause, seconds in spent.items():
+            self.seconds[cause] += seconds
+
+    def line(self) -> str:
+        """`87.3% of 1:02:03 in 2 starts (start-up 5.1%, data 3.2%)`, causes of at least 0.5 %, the largest first."""
+        if self.total <= 0:
+            return "unknown: no record has a time"
+        shares = {cause: seconds / self.total for cause, seconds in self.seconds.items() if cause != "productive"}
+        largest = sorted((item for item in shares.items() if item[1] >= 0.005), key=lambda item: -item[1])
+        lost = ", ".join(f"{cause.replace('_', '-')} {share:.1%}" for cause, share in largest)
+        starts = f"{self.num_starts} start{'s' * (self.num_starts != 1)}"
+        return f"{self.share:.1%} of {duration(self.total)} in {starts}" + (f" ({lost})" if lost else "")

@@ -1,0 +1,248 @@
+"""The run's log: one object that the training loop tells every step and evaluation."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megaaccum.config import Config, Plan
+from megaaccum.errors import ConfigError, MegaaccumError
+from megaaccum.platform.files import folder_problems
+from megaaccum.pretrain.metrics import journal, plots, receipts
+from megaaccum.pretrain.metrics.goodput import Goodput
+from megaaccum.pretrain.metrics.journal import Journal, Record
+from megaaccum.pretrain.metrics.progress import Progress, evaluation_line
+from megaaccum.pretrain.metrics.services import Services, missing_packages
+from megaaccum.pretrain.metrics.speed import Speed
+from megaaccum.pretrain.metrics.summary import summarize
+
+
+class RunLog:
+    """Journal (output_dir/log.jsonl), receipt (output_dir/receipts), progress line on standard output, TensorBoard /
+    W&B / CSV, and at the end a picture (output_dir/loss.png) and a summary.
+
+    One rank writes, `is_writer`; a pipeline has to bring the loss there. On every other rank all methods do nothing.
+    Nothing here communicates.
+
+    Values may be tensors of one element. They are read once, when the step is recorded: the verdict on the step was
+    read by then, so the device is idle and nothing waits longer, and no step is missing from the journal of a run that
+    is killed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        is_writer: bool,
+        flops_per_step: float,
+        peak_flops: float | None,
+        start_step: int = 0,
+        opening: Record | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ):
+        """Open the files of a run that goes on after step `start_step` (0: a fresh one).
+
+        `flops_per_step` comes from `model.flops.step_flops`, `peak_flops` (FLOP/s of one device, None where
+        unknown) from `model.flops.peak_flops`; `opening` is what the receipt holds at the start (`receipts.opening`);
+        `clock` gives seconds, `now` those since 1970. Raises MegaaccumError where a file cannot be written or the
+        journal of an earlier start is damaged, and ConfigError as `check` does.
+        """
+        self._is_writer = is_writer
+        self._repeated = ("", 0, 0)
+        self.problem: MegaaccumError | None = None
+        """Why a record could not be written, once that happened; only ever set on the writing rank."""
+        if not is_writer:
+            return
+        check(plan.config)
+        run = plan.config.run
+        self._plan, self._clock, self._started, self._closed = plan, clock, clock(), False
+        self._speed = Speed(
+            tokens_per_step=plan.batch.tokens_per_step,
+            flops_per_step=flops_per_step,
+            world_size=plan.layout.world_size,
+            peak_flops=peak_flops,
+            sequences_per_step=plan.batch.global_batch_size,
+        )
+        self._first_step, self._last_seen = start_step + 1, start_step
+        self._last_step = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
+        self._progress = Progress(
+            self._speed, start_step=start_step, last_step=self._last_step, total_steps=run.train_iters, clock=clock
+        )
+        folder, self._now = Path(run.output_dir), now
+        stamp = {"launched": (opening or {}).get("launched", now()), "time": round(now(), 3)}
+        self._journal = Journal(folder / "log.jsonl", start_step=start_step, start=stamp)
+        self._goodput = Goodput(journal.lines(self._journal.path))
+        self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
+        if start_step:
+            self.event("restart", start_step, f"goes on after step {start_step}")
+        self._services = Services(plan.config, start_step=start_step)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Record an optimizer step, taken or skipped; called once for each, in order.
+
+        Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`, the wait for
+        data included. Known: `grad_norm` (before clipping), `consumed_samples`, `global_batch_size` (of this step),
+        `skipped` (bool), `note` (what was wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so
+        on (`phases.by_phase`). Any other number may be there, under a name with its unit. Added here:
+        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the
+        peak is known), `goodput` (0 to 1, of the whole run so far), and `time`, in seconds since 1970.
+        """
+        if not self._is_writer:
+            return
+        full = {"kind": "train", **_read(record)}
+        full |= self._speed.rates(full["seconds_per_step"], self._speed.share(full))
+        self._last_seen = full["step"]
+        self._write(full)
+        self._progress.add(full)
+        if self._is_due(full["step"]):
+            self.note(self._progress.line(full))
+            self._services.flush()
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Record an evaluation: `step` (steps taken before it, 0 for one before the first), `loss` (nats per
+        token), and other numbers under names that tell their units."""
+        if not self._is_writer:
+            return
+        full = {"kind": "valid", **_read(record)}
+        self._write(full)
+        self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
+        self._services.flush()
+
+    def look(self, kind: str, record: Mapping[str, Any], text: str) -> None:
+        """Record another look at the model after `step` steps (kind `core_metric`, `sample`), and print `text`."""
+        if not self._is_writer:
+            return
+        self._write({"kind": kind, **_read(record)})
+        self.note(f"{self._progress.position(record['step'])} | {text}")
+        self._services.flush()
+
+    def step_note(self, step: int, text: str) -> None:
+        """Print what was wrong with `step` ("": nothing); what is the same but for its numbers in the next steps is
+        counted, and printed when it ends."""
+        kind = re.sub(r"\d[\d.e+-]*", "#", text)
+        if kind and kind == self._repeated[0]:
+            self._repeated = kind, self._repeated[1] + 1, step
+            return
+        _, count, last = self._repeated
+        self._repeated = kind, 0, step
+        if count:
+            self.note(f"step {last}: the same, for {count} more step{'s' * (count > 1)} in a row")
+        if text:
+            self.note(f"step {step}: {text}")
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Note in the receipt that something happened in `step` (`Receipt.event`)."""
+        if self._is_writer:
+            self._receipt.event(kind, step, text)
+
+    def note(self, text: str) -> None:
+        """Print a line on the writing rank."""
+        if self._is_writer:
+            print(text, flush=True)
+
+    def failed(self, error: BaseException) -> None:
+        """Note in journal and receipt that the run ends with `error`, as far as they can be written."""
+        if self._is_writer and not self._closed:
+            with suppress(MegaaccumError):
+                self._end(f"{type(error).__name__}: {error}", {})
+
+    def close(self, outcome: str = "Done", *, checkpoint: str = "", seconds: Mapping[str, float] | None = None) -> None:
+        """Write what is left, draw the picture, print the summary after `outcome`. Closing twice is harmless. Raises
+        MegaaccumError when a record is missing because it could not be written. seconds: beside the steps
+        (`phases.between_steps`), since the last one.
+
+        A picture that cannot be written is noted in the summary and ends nothing: the run is over, and log.jsonl, from
+        which it can be drawn again, is whole.
+        """
+        if not self._is_writer or self._closed:
+            return
+        self._closed = True
+        self.step_note(0, "")
+        self._services.close()
+        if self.problem is None:
+            self._end(outcome, dict(seconds or {}))
+        self._journal.close()
+        if self.problem is not None:
+            raise self.problem
+        records = journal.read(self._journal.path)
+        files: dict[str, Path | str] = {"checkpoint": checkpoint} if checkpoint else {}
+        files |= {"log": self._journal.path} | self._draw(records)
+        self.note(
+            summarize(
+                records,
+                outcome=outcome,
+                seconds=self._clock() - self._started,
+                goodput=self._goodput.line(),
+                files=files | {"receipt": self._receipt.path},
+            )
+        )
+
+    def _write(self, record: Record) -> None:
+        record["time"] = round(self._now(), 3)
+        self._goodput.add(record)
+        try:
+            if record["kind"] == "train":
+                record["goodput"] = self._goodput.share
+                self._receipt.step(record, self._goodput)
+            self._journal.append(record)
+        except MegaaccumError as error:
+            self.problem = self.problem or error
+            raise
+        if record["kind"] != "end":
+            self._services.add(record)
+
+    def _end(self, outcome: str, seconds: Record) -> None:
+        """The last record of this start, and its receipt as it stays."""
+        record = {"kind": "end", "step": self._last_seen, "outcome": outcome, **seconds}
+        self._write(record)
+        try:
+            self._receipt.close(outcome, self._last_seen, record["time"])
+        except MegaaccumError as error:
+            self.problem = error
+
+    def _is_due(self, step: int) -> bool:
+        interval = self._plan.config.run.log_interval
+        return step in (self._first_step, self._last_step) or (interval > 0 and step % interval == 0)
+
+    def _tokens_after(self, step: int) -> int:
+        return self._plan.ramp.samples_after(step) * self._plan.batch.seq_length
+
+    def _draw(self, records: list[Record]) -> dict[str, Path | str]:
+        if not any(record["kind"] == "train" for record in records):
+            return {}
+        path = self._journal.path.with_name("loss.png")
+        try:
+            plots.draw(records, path, tokens_after=self._tokens_after, title=_title(self._plan))
+        except OSError as error:
+            return {"picture": f"not drawn, {path} cannot be written: {error.strerror or error}"}
+        return {"picture": path}
+
+
+def check(config: Config) -> None:
+    """Checks before the run starts: output_dir can be written, and the packages of the services asked for
+    are installed. Imports none of them and needs no process group, so a launcher can ask before it starts a rank.
+    `config` is a resolved one. Raises ConfigError with every problem at once."""
+    problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _read(record: Mapping[str, Any]) -> Record:
+    """The record with plain numbers in place of tensors and NumPy scalars."""
+    return {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
+
+
+def _title(plan: Plan) -> str:
+    model, layout = plan.config.model, plan.layout
+    ranks = " x ".join(
+        f"{name} {size}"
+        for name, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("dp", layout.dp))
+        if size > 1 or name == "dp"
+    )
+    batch = f"{plan.batch.global_batch_size} x {plan.batch.seq_length} tokens per step"
+    return f"{model.num_layers} layers of width {model.hidden_size}, {batch}, {ranks}"

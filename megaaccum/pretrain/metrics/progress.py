@@ -1,0 +1,90 @@
+"""The line that says how far a run is, every `log_interval` steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from megaaccum.pretrain.metrics.journal import Record
+from megaaccum.pretrain.metrics.speed import Speed
+from megaaccum.units import duration
+
+SHOWN_WAIT = 0.05
+"""Share of the time at which the wait for data is worth a word."""
+
+
+class Progress:
+    """Gathers the steps since the last line and words the next one. Plain text, as good in a file as on a terminal."""
+
+    def __init__(self, speed: Speed, *, start_step: int, last_step: int, total_steps: int, clock: Callable[[], float]):
+        """`last_step` is where this start ends, `total_steps` the whole run; `clock` gives seconds."""
+        self._speed = speed
+        self._first_step = start_step + 1
+        self._last_step = last_step
+        self._total_steps = total_steps
+        self._clock = clock
+        self._first_seen: float | None = None
+        self._clear()
+
+    def add(self, record: Record) -> None:
+        """Take note of a step, skipped ones too."""
+        if self._first_seen is None:
+            self._first_seen = self._clock()
+        self._num_steps += 1
+        self._num_skipped += bool(record.get("skipped"))
+        self._seconds += record["seconds_per_step"]
+        self._batches += self._speed.share(record)
+        self._data += record.get("seconds_data", 0.0)
+
+    def line(self, record: Record) -> str:
+        """The line for `record`, the step added last: its loss, norm and learning rate; rates over all steps since
+        the line before; the time left by the clock, evaluations and checkpoints so far included, to the end of this
+        start."""
+        parts = [self.position(record["step"]), f"loss {_number(record['loss'], '.4f')}"]
+        if "grad_norm" in record:
+            parts.append(f"grad norm {_number(record['grad_norm'], '.3g')}")
+        parts.append(f"lr {_number(record['lr'], '.2e')}")
+        parts += _rates(self._speed.rates(self._seconds, self._batches))
+        if self._data >= SHOWN_WAIT * self._seconds:
+            parts.append(f"{self._data / self._seconds:.0%} waiting for data")
+        if self._num_skipped:
+            parts.append(f"{self._num_skipped} skipped")
+        parts += self._time_left(record["step"])
+        self._clear()
+        return " | ".join(parts)
+
+    def position(self, step: int) -> str:
+        """`step  20/200`, as wide for every step of the run."""
+        return f"step {step:{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def _time_left(self, step: int) -> list[str]:
+        # The first step is left out of the pace: it compiles, allocates and warms up.
+        num_timed = step - self._first_step
+        if num_timed <= 0 or self._first_seen is None:
+            return []
+        pace = (self._clock() - self._first_seen) / num_timed
+        return [f"ETA {duration(pace * (self._last_step - step))}"]
+
+    def _clear(self) -> None:
+        self._num_steps = self._num_skipped = 0
+        self._seconds = self._data = self._batches = 0.0
+
+
+def evaluation_line(position: str, loss: float) -> str:
+    """Validation loss, and its perplexity where that is a readable number."""
+    line = f"{position} | validation loss {_number(loss, '.4f')}"
+    return f"{line} | perplexity {math.exp(loss):,.2f}" if loss < 20 else line
+
+
+def _rates(rates: dict[str, float]) -> list[str]:
+    parts = [
+        f"{rates['tokens_per_second']:,.0f} tokens/s",
+        f"{_number(rates['tflops_per_second_per_rank'], '.3g')} TFLOP/s per rank",
+    ]
+    if "mfu" in rates:
+        parts.append(f"MFU {rates['mfu']:.1%}")
+    return parts
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)

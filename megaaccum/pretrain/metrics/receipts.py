@@ -1,0 +1,294 @@
+"""Receipts: for each start of a run one JSON file that says what ran, on what, as planned and as measured.
+
+`output_dir/receipts/start_1.json` is written when the log opens, again while the run goes on, and when it ends; each
+time as a whole. docs/reference/receipts.md documents every field; a change of their meaning raises `VERSION`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megaaccum
+from megaaccum.config.keys import SECTIONS, all_keys, value
+from megaaccum.errors import MegaaccumError
+from megaaccum.pretrain.metrics.journal import Record, replace_text, set_aside, unwritable
+
+if TYPE_CHECKING:
+    from megaaccum.config import Config, Plan
+    from megaaccum.pretrain.metrics.goodput import Goodput
+
+SCHEMA, VERSION = "megaaccum receipt", 1
+LAUNCHED = "MEGAACCUM_LAUNCHED"
+"""Environment variable in which a launcher leaves the time of the command, in seconds since 1970."""
+REWRITTEN_AFTER = 60.0
+"""Seconds between two writings of a receipt while the run goes on."""
+STEPS_KEPT = 1000
+"""Last steps of which a median is taken."""
+
+_OF_THE_BATCH = ("num_microbatches", "device_batch_size", "global_batch_size", "tokens_per_step")
+_PACKAGES = (
+    "torch", "deepspeed", "megatron-core", "transformer-engine", "apex", "numpy", "triton", "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)  # fmt: skip
+_VARIABLES = (
+    "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "NVTE_", "DS_", "TRITON_", "UCX_", "SLURM_JOB_ID",
+    "SLURM_NNODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "MEGAACCUM_",
+)  # fmt: skip
+"""What the names of environment variables that change how a run goes begin with."""
+_SHELLS = ("sh", "bash", "dash", "zsh", "fish")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+class Receipt:
+    """The receipt of one start, on the rank that writes the log."""
+
+    def __init__(
+        self, folder: Path, content: Record, *, fresh: bool = False, clock: Callable[[], float] = time.monotonic
+    ):
+        """Write `content` as the next receipt of `folder`/receipts; fresh: as the first, and an earlier run's are set
+        aside (`receipts.1`, ...). clock: gives seconds. Raises MegaaccumError where it cannot be written."""
+        home = folder / "receipts"
+        if fresh and home.exists():
+            try:
+                set_aside(home)
+            except OSError as error:
+                raise unwritable(home, error) from error
+        number = 1 + max((int(path.stem.removeprefix("start_")) for path in _files(home)), default=0)
+        self.path = home / f"start_{number}.json"
+        self.content: Record = {
+            "schema": SCHEMA, "version": VERSION, "number": number, **content, "events": [],
+            "measured": {"bytes": {}, "memory": {}}, "outcome": None,
+        }  # fmt: skip
+        self._clock, self._written = clock, -math.inf
+        self._seconds: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._phases: dict[str, float] = {}
+        self._num_steps = 0
+        self.write()
+
+    def step(self, record: Record, goodput: Goodput) -> None:
+        """Take note of a step's record in the journal."""
+        self._num_steps += 1
+        if self._num_steps > 1:  # the first one compiles, allocates and warms up
+            self._seconds.append(record["seconds_per_step"])
+        measured = self.content["measured"]
+        measured.setdefault("seconds_of_first_step", record["seconds_per_step"])
+        for name, number in record.items():
+            kind, _, rest = name.partition("_")
+            if kind == "seconds" and rest != "per_step":
+                self._phases[rest] = self._phases.get(rest, 0.0) + number
+            elif kind == "memory":
+                rest = rest.removesuffix("_bytes")
+                measured["memory"][rest] = max(number, measured["memory"].get(rest, 0))
+            elif kind == "bytes":
+                measured["bytes"][rest] = number
+        measured["goodput"] = {"share": goodput.share, "seconds": dict(goodput.seconds)}
+        if record.get("skipped"):
+            self.event("skip", record["step"], record.get("note", ""))
+        elif record.get("sanitized"):
+            self.event("drop", record["step"], record.get("note", ""))
+        if self._num_steps == 4 or self._clock() - self._written >= REWRITTEN_AFTER:
+            self.write()
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Something that happened in `step`: `skip`, `drop` (of micro-batches, or of elements set to 0), `restart`,
+        `resume`, `verify`, `alarm`, `straggler`."""
+        self.content["events"].append({"kind": kind, "step": step, "text": text})
+
+    def close(self, outcome: str, step: int, now: float) -> None:
+        """The last writing. now: seconds since 1970."""
+        self.content["outcome"] = {"text": outcome, "step": step, "time": now}
+        self.write()
+
+    def write(self) -> None:
+        """Write it as it is now. Raises MegaaccumError where that cannot be."""
+        measured = self.content["measured"]
+        if self._seconds:
+            measured["seconds_per_step"] = statistics.median(self._seconds)
+        measured["num_steps"] = self._num_steps
+        measured["seconds"] = {name: total / self._num_steps for name, total in self._phases.items()}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self.path, json.dumps(_strict(self.content), indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        self._written = self._clock()
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Record:
+    """One receipt. Raises MegaaccumError where the file is none, or is of a later version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MegaaccumError(f"{path} cannot be read as a receipt: {error}") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA or not isinstance(content.get("version"), int):
+        raise MegaaccumError(f"{path} is no receipt: it lacks schema {SCHEMA!r} and a version")
+    if content["version"] > VERSION:
+        raise MegaaccumError(
+            f"{path} is a receipt of version {content['version']}, and megaaccum {megaaccum.__version__} reads up to"
+            f" version {VERSION}: read it with the megaaccum that wrote it ({_writer(content)}), or a later one"
+        )
+    return content
+
+
+def read_all(folder: Path) -> list[Record]:
+    """The receipts of a run, by start. Raises MegaaccumError where there are none."""
+    found = [read(path) for path in _files(folder / "receipts")]
+    if not found:
+        what = "is no folder" if not folder.is_dir() else "holds no receipts (receipts/start_1.json, ...)"
+        raise MegaaccumError(
+            f"{folder} {what}: give the output_dir of a run of `megaaccum train`, each start of which writes one"
+        )
+    return found
+
+
+def _writer(content: Record) -> str:
+    code = content.get("code")
+    return str(code.get("version", "unknown")) if isinstance(code, dict) else "unknown"
+
+
+def _files(home: Path) -> list[Path]:
+    numbered = [path for path in home.glob("start_*.json") if path.stem.removeprefix("start_").isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.stem.removeprefix("start_")))
+
+
+# --- what a receipt says at the start --------------------------------------------------------------------------------
+
+
+def opening(
+    plan: Plan, *, data_digest: str, vocab_size: int, ranks: list[Record], predicted: Record, start_step: int
+) -> Record:
+    """Everything known of a start before its first step. ranks: `this_rank` of each. predicted: by the planner."""
+    return {
+        "first_step": start_step + 1,
+        "launched": launched(),
+        "opened": time.time(),
+        "command": sys.argv,
+        "launcher": _launcher(),
+        "folder": os.getcwd(),
+        "environment": _environment(),
+        "configuration": _configuration(plan.config),
+        "megatron": plan.config.megatron,
+        "deepspeed": plan.config.deepspeed,
+        "plan": {
+            "digest": plan.digest(),
+            "layout": dataclasses.asdict(plan.layout),
+            "batch": dataclasses.asdict(plan.batch) | {name: getattr(plan.batch, name) for name in _OF_THE_BATCH},
+            "batch_ramp": plan.ramp.intervals,
+            "arithmetic": plan.batch.describe().splitlines(),
+            "notes": plan.notes,
+        },
+        "data": {"digest": data_digest, "vocab_size": vocab_size},
+        "code": code(),
+        "versions": {"python": platform.python_version(), "system": platform.platform()} | _versions(),
+        "ranks": ranks,
+        "predicted": predicted,
+    }
+
+
+def launched() -> float:
+    """When this start was launched, in seconds since 1970: the command's begin where the launcher left it."""
+    return float(os.environ.get(LAUNCHED) or time.time())
+
+
+def _launcher() -> list[str]:
+    """The words of the command that started this rank; none where that is a shell, or is not known."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+    return words if words and Path(words[0]).name.lstrip("-") not in _SHELLS else []
+
+
+def this_rank(device: str | None, device_bytes: float | None) -> Record:
+    """The host and device of this rank. device: its name, None for a CPU. device_bytes: its memory, where known."""
+    return {
+        "rank": int(os.environ.get("RANK", "0")),
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "host": socket.gethostname(),
+        "device": device or platform.processor() or platform.machine(),
+        "device_bytes": device_bytes,
+        "pid": os.getpid(),
+    }
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
+    }
+
+
+def _configuration(config: Config) -> dict[str, Record]:
+    """Every key by section: its value, and where it comes from."""
+    sections: dict[str, Record] = {section: {} for section in SECTIONS}
+    for name, key in all_keys().items():
+        now, plain = value(config, name), getattr(SECTIONS[key.section](), name)
+        origin = config.origin.get(name) or ("default" if now == plain else "derived")
+        sections[key.section][name] = {"value": now, "from": origin}
+    return sections
+
+
+def code() -> Record:
+    """Version, a hash of the package's Python files, and, in a checkout, its commit and whether files differ from it
+    (None elsewhere)."""
+    package = Path(megaaccum.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    is_ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no", ".") if is_ours else None
+    return {
+        "version": megaaccum.__version__,
+        "digest": digest.hexdigest()[:16],
+        "commit": _git(package, "rev-parse", "HEAD") if is_ours else None,
+        "dirty": None if changed is None else bool(changed),
+    }
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """The answer of git; None where it fails, or is not installed."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _strict(content: Any) -> Any:
+    """The same in strict JSON: a number that is not finite becomes its name."""
+    if isinstance(content, Mapping):
+        return {str(key): _strict(each) for key, each in content.items()}
+    if isinstance(content, list | tuple | set | frozenset):
+        return [_strict(each) for each in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    return content if isinstance(content, str | int | float | bool | None) else str(content)

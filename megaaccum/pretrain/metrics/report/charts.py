@@ -1,0 +1,192 @@
+"""The report's pictures, as SVG to put into a page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from megaaccum.errors import MegaaccumError
+from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
+from megaaccum.pretrain.metrics import plots
+from megaaccum.pretrain.metrics.goodput import CAUSES
+from megaaccum.pretrain.metrics.journal import Record
+from megaaccum.pretrain.metrics.report.run import Run
+from megaaccum.schedule import Costs, build, render, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = (
+    "#2a6fbb", "#e0a030", "#6a994e", "#d1495b", "#7d5ba6", "#4fa8a0", "#b8703a", "#8a8a8a", "#c9b458", "#5b6c8f",
+    "#d98fb0", "#3d3d3d",
+)  # fmt: skip
+POINTS = 400
+"""Of a curve, at most: longer runs are averaged over as many steps as it takes."""
+MAX_ACTIONS = 1200
+"""Of a schedule's timeline; with more it is drawn for fewer micro-batches."""
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "p2p", "host")
+"""Kinds that are shown; the others are parts of them."""
+WIDTH, HEIGHT = 7.2, 2.9
+"""Inches."""
+
+
+def svg(draw: Callable[[Axes], None], name: str, *, height: float = HEIGHT) -> str:
+    """A picture of one pair of axes. name: differs from those of other pictures on the page, whose marks it could
+    otherwise take for its own."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    for side in ("right", "top"):
+        axes.spines[side].set_visible(False)
+    draw(axes)
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        return inline(figure)
+
+
+def inline(figure: Figure) -> str:
+    """The SVG element of a figure, without a file's head."""
+    file = io.StringIO()
+    with plots.quiet():
+        figure.savefig(file, format="svg")
+    text = file.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def loss(run: Run, name: str) -> str:
+    """Training and validation loss over steps."""
+
+    def draw(axes: Axes) -> None:
+        plots.draw_loss(axes, run.train, run.valid)
+        axes.set_xlabel("step")
+
+    return svg(draw, name, height=3.4)
+
+
+def grad_norm(run: Run, name: str) -> str:
+    """Before clipping; skipped steps are marked."""
+
+    def draw(axes: Axes) -> None:
+        steps, values = binned(run.train, "grad_norm")
+        axes.plot(steps, values, color=COLOURS[0], linewidth=1.2)
+        skipped = [each["step"] for each in run.train if each.get("skipped")]
+        if skipped:
+            axes.plot(skipped, [0.02] * len(skipped), "x", color=COLOURS[3], transform=axes.get_xaxis_transform())
+        axes.set_ylabel("grad norm")
+        axes.set_xlabel("step")
+        if values and min(values) > 0:
+            axes.set_yscale("log")
+
+    return svg(draw, name)
+
+
+def seconds(run: Run, name: str) -> str:
+    """Seconds of a step by phase, one on the other."""
+    return _stacked(run, name, "seconds", [f"seconds_{phase}" for phase in OF_A_STEP + BETWEEN_STEPS], 1.0)
+
+
+def memory(run: Run, name: str) -> str:
+    """High-water marks of rank 0 by kind, each of a moment of its own, so they are not put on each other."""
+
+    def draw(axes: Axes) -> None:
+        for kind, colour in zip(MEMORY, COLOURS, strict=False):
+            steps, values = binned(run.train, f"memory_{kind}_bytes", 2.0**20)
+            if any(values):
+                axes.plot(steps, values, color=colour, label=kind, linewidth=1.6)
+                axes.set_yscale("log")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+        axes.set_ylabel("MiB on rank 0")
+        axes.set_xlabel("step")
+
+    return svg(draw, name)
+
+
+def traffic(run: Run, name: str) -> str:
+    """Bytes of a step by collective and group."""
+    names = sorted({key for each in run.train for key in each if key.startswith("bytes_")})
+    return _stacked(run, name, "MiB a step, rank 0", names, 2.0**20)
+
+
+def _stacked(run: Run, name: str, label: str, names: Sequence[str], unit: float) -> str:
+    def draw(axes: Axes) -> None:
+        steps, _ = binned(run.train, "step")
+        rows = {
+            key.partition("_")[2].replace("_", " "): (values, colour)
+            for key, colour in zip(names, cycle(COLOURS), strict=False)
+            if any(values := binned(run.train, key, unit)[1])
+        }
+        if rows:
+            heights, colours = zip(*rows.values(), strict=True)
+            axes.stackplot(steps, heights, labels=list(rows), colors=colours, step="mid" if len(steps) > 1 else None)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8, reverse=True)
+        axes.set_ylabel(label)
+        axes.set_xlabel("step")
+        axes.margins(x=0)
+
+    return svg(draw, name)
+
+
+def binned(records: Sequence[Record], key: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
+    """Steps, and the values of `key` in `unit`, each the mean over a bin where there are more than POINTS; those that
+    are not finite left out, and 0 where a step has none."""
+    values = [(each["step"], each.get(key, 0.0)) for each in records]
+    found = [(step, value / unit) for step, value in values if value is not None]
+    size = max(1, -(-len(found) // POINTS))
+    bins = [found[at : at + size] for at in range(0, len(found), size)]
+    return [fmean(step for step, _ in each) for each in bins], [fmean(value for _, value in each) for each in bins]
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+def goodput(run: Run, name: str) -> str:
+    """One bar: where the seconds of the run went."""
+
+    def draw(axes: Axes) -> None:
+        left = 0.0
+        for cause, colour in zip(CAUSES, COLOURS, strict=False):
+            share = 100 * run.goodput.seconds[cause] / max(run.goodput.total, 1e-9)
+            if share > 0:
+                axes.barh(0, share, left=left, color=colour, label=f"{cause.replace('_', '-')} {share:.1f} %")
+                left += share
+        axes.set_yticks([])
+        axes.set_xlabel("% of the wall time")
+        axes.set_xlim(0, 100)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.1), frameon=False, fontsize=8)
+
+    return svg(draw, name, height=1.9)
+
+
+def timeline(run: Run, name: str) -> tuple[str, str]:
+    """(the pipeline's schedule over time, with equal stages and F = I = W; what there is to say of it). Empty without
+    a pipeline, or where its file is gone."""
+    import matplotlib
+
+    plan = run.last.get("plan") or {}
+    at, batch = plan.get("layout") or {}, plan.get("batch") or {}
+    if at.get("pp", 1) == 1:
+        return "", "No pipeline: one stage."
+    pp, chunks = at["pp"], at["vpp"]
+    count = batch["num_microbatches"]
+    if batch["flush"] != "merged":
+        count //= batch["grad_accum_steps"]
+    shown = min(count, max(2 * pp, MAX_ACTIONS // (3 * pp * chunks) // pp * pp))
+    group = run.last["configuration"]["parallel"]["microbatch_group_size_per_vp_stage"]["value"]
+    try:
+        schedule = build(at["schedule"], pp=pp, num_microbatches=shown, chunks=chunks, group_size=group, short=True)
+    except (MegaaccumError, OSError) as error:
+        return "", f"The schedule {at['schedule']} cannot be drawn: {error}"
+    simulation = simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1))
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        drawn = inline(render.figure(schedule, simulation))
+    few = f", drawn for {shown} of the {count} micro-batches of a flush" if shown < count else ""
+    return drawn, f"{at['schedule']} with equal stages and F = I = W{few}."

@@ -1,0 +1,116 @@
+"""A run as its folder has it: receipts, journal, and what follows from them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megaaccum.pretrain.metrics import journal, receipts
+from megaaccum.pretrain.metrics.goodput import Goodput
+from megaaccum.pretrain.metrics.journal import Record
+
+MEASURED_AS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "loss", "workspace"),
+}
+"""Of each kind of memory that is measured the planner's kinds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """folder: output_dir of the run. starts: its receipts, in order; at least one. lines: its journal."""
+
+    folder: Path
+    starts: list[Record]
+    lines: list[Record]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Raises MegaaccumError where there are no receipts, or one of a later version, or the journal is damaged."""
+        starts, path = receipts.read_all(folder), folder / "log.jsonl"
+        return cls(folder, starts, journal.lines(path) if path.exists() else [])
+
+    @property
+    def last(self) -> Record:
+        """The receipt of the last start."""
+        return self.starts[-1]
+
+    @cached_property
+    def train(self) -> list[Record]:
+        """The steps that the run kept."""
+        return [each for each in journal.kept(self.lines) if each["kind"] == "train"]
+
+    @cached_property
+    def valid(self) -> list[Record]:
+        """The evaluations that the run kept."""
+        return [each for each in journal.kept(self.lines) if each["kind"] == "valid"]
+
+    @cached_property
+    def goodput(self) -> Goodput:
+        """Over all starts."""
+        return Goodput(self.lines)
+
+    @property
+    def events(self) -> list[Record]:
+        """Of all receipts, with the number of the start."""
+        return [{"start": each["number"], **event} for each in self.starts for event in each["events"]]
+
+    def median(self, name: str) -> float | None:
+        """Over the steps but the first of each start, which sets up; None where no step has it."""
+        begins = {each["step"] + 1 for each in self.lines if each["kind"] == "start"}
+        found = [each[name] for each in self.train if each.get(name) is not None and each["step"] not in begins]
+        return statistics.median(found) if found else None
+
+    def against_plan(self) -> list[tuple[str, float | None, float | None]]:
+        """(name with its unit, planned, measured) of rank 0, of the last start."""
+        planned, measured = self.last.get("predicted") or {}, self.last["measured"]
+        rows = [("seconds per step", planned.get("seconds_per_step"), measured.get("seconds_per_step"))]
+        stages = planned.get("stages") or []
+        if not stages:
+            return rows
+        moved = measured["bytes"]
+        between = {name: moved.get(f"{name}_dp_cp") for name in _BETWEEN_RANKS}
+        rows.append(
+            (
+                "bytes from data-parallel ranks, a step",
+                stages[0]["gathered"] + stages[0]["reduced"],
+                sum(size for size in between.values() if size) or None,
+            )
+        )
+        for kind, parts in MEASURED_AS.items():
+            rows.append(
+                (f"bytes of {kind}", sum(stages[0]["memory"][part] for part in parts), measured["memory"].get(kind))
+            )
+        return rows
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that may differ between two runs, by name: keys, layout, code, machines, environment."""
+        found = {
+            f"{section}.{key}": each["value"]
+            for section, keys in self.last.get("configuration", {}).items()
+            for key, each in keys.items()
+        }
+        for part in ("megatron", "deepspeed", "data", "versions", "environment"):
+            found |= {f"{part}: {name}": each for name, each in (self.last.get(part) or {}).items()}
+        found |= {f"layout: {name}": each for name, each in self.last.get("plan", {}).get("layout", {}).items()}
+        found |= {f"code: {name}": each for name, each in (self.last.get("code") or {}).items()}
+        ranks = self.last.get("ranks") or []
+        return found | {"devices": sorted({str(each["device"]) for each in ranks}), "num ranks": len(ranks)}
+
+
+_BETWEEN_RANKS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""Collectives of data-parallel ranks; the last one where sums are made in one order."""
+PASSING = ("environment: MEGAACCUM_LAUNCHED", "environment: MASTER_PORT")
+"""Facts that differ between any two starts."""
+
+
+def differing(left: Run, right: Run) -> list[tuple[str, Any, Any]]:
+    """(name, of the left run, of the right) of each fact that is not the same; None where one has none."""
+    first, second = left.facts(), right.facts()
+    names = [name for name in dict.fromkeys([*first, *second]) if name not in PASSING]
+    return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]

@@ -1,0 +1,178 @@
+"""Services that show a run's numbers: TensorBoard, Weights & Biases, and CSV files."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaaccum.config.schema import Config
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.metrics.journal import KINDS, Record, replace_text, set_aside
+
+
+class Services:
+    """Every service that the configuration asks for. Only the process that writes the log opens them.
+
+    Events carry the step as their x. After a resume each holds every step once: CSV files lose the rows after the
+    checkpoint, TensorBoard hides them, and Weights & Biases goes on with the run of `output_dir` (or with that of its
+    own variable WANDB_RUN_ID).
+    """
+
+    def __init__(self, config: Config, *, start_step: int):
+        """Open them at `start_step` (0: a fresh run). Raises ConfigError where one refuses (not logged in, folder not
+        writable)."""
+        self._open: list[_Service] = []
+        for name in asked_for(config):
+            try:
+                self._open.append(_BY_BLOCK[name](config, start_step))
+            except Exception as error:  # a service's own classes, known only where its package is installed
+                raise ConfigError(f"{name} could not be opened: {type(error).__name__}: {error}") from error
+
+    def add(self, record: Record) -> None:
+        """Write the finite numbers of a record of the journal; a gap shows where one was not."""
+        values = {
+            f"{record['kind']}/{name}": float(value)
+            for name, value in record.items()
+            if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
+        }
+        for service in self._open:
+            service.write(record["step"], values)
+
+    def flush(self) -> None:
+        for service in self._open:
+            service.flush()
+
+    def close(self) -> None:
+        for service in self._open:
+            service.close()
+
+
+def asked_for(config: Config) -> list[str]:
+    """The blocks of DeepSpeed's JSON (tensorboard, wandb, csv_monitor) whose key is set in a resolved configuration."""
+    return [name for name, (key, _) in _KEYS.items() if getattr(config.run, key) is not None]
+
+
+def missing_packages(config: Config) -> list[str]:
+    """One text for each service that is asked for and whose package is not installed, with what to do."""
+    return [
+        f"{key} is set, but the Python package {package} is not installed: "
+        f"install it (pip install {package}) or remove {key}"
+        for key, package in (_KEYS[name] for name in asked_for(config))
+        if package and importlib.util.find_spec(package) is None
+    ]
+
+
+_KEYS = {
+    "tensorboard": ("tensorboard_dir", "tensorboard"),
+    "wandb": ("wandb_project", "wandb"),
+    "csv_monitor": ("csv_dir", ""),
+}
+"""Of each block of DeepSpeed's JSON the key that stands for it, and the package that it needs."""
+
+
+def _block(config: Config, name: str) -> dict[str, Any]:
+    """Other keys that the user's DeepSpeed JSON has for a service (W&B's team and group, a job's name)."""
+    block = config.deepspeed.get(name) or {}
+    assert isinstance(block, dict), f"the DeepSpeed JSON's {name} passed the rules and is no mapping"
+    return block
+
+
+def _folder(config: Config, name: str) -> Path:
+    """The folder that the key names; from a DeepSpeed JSON the folder of the job inside it, as DeepSpeed has it."""
+    block = _block(config, name)
+    return Path(getattr(config.run, _KEYS[name][0])) / (block.get("job_name", "DeepSpeedJobName") if block else "")
+
+
+class _Service:
+    """Takes the numbers of each step, by name: `train/loss`."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Have what was written where a reader finds it."""
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+
+
+class _TensorBoard(_Service):
+    def __init__(self, config: Config, start_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events after the checkpoint belong to a run that was cut off.
+        purge_step = start_step + 1 if start_step else None
+        self._writer = SummaryWriter(str(_folder(config, "tensorboard")), purge_step=purge_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb(_Service):
+    def __init__(self, config: Config, start_step: int):
+        import wandb
+
+        block, kept = _block(config, "wandb"), Path(config.run.output_dir) / "wandb_run_id"
+        if start_step == 0 or not kept.exists():
+            replace_text(kept, uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=config.run.wandb_project, entity=block.get("team"), group=block.get("group"),
+            id=os.environ.get("WANDB_RUN_ID") or kept.read_text(encoding="utf-8"), resume="allow",
+        )  # fmt: skip
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Csv(_Service):
+    """One file per number, one row per step."""
+
+    def __init__(self, config: Config, start_step: int):
+        self._folder = _folder(config, "csv_monitor")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in (path for kind in KINDS for path in sorted(self._folder.glob(f"{kind}_*.csv"))):
+            if "." in path.stem:
+                continue  # an earlier run's, set aside
+            if start_step == 0:
+                set_aside(path)
+            else:
+                _keep_rows(path, start_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            with (self._folder / f"{name.replace('/', '_')}.csv").open("a", newline="", encoding="utf-8") as file:
+                header = [["step", name.rpartition("/")[2]]] if file.tell() == 0 else []
+                csv.writer(file).writerows([*header, [step, value]])
+
+
+def _keep_rows(path: Path, last_step: int) -> None:
+    with path.open(newline="", encoding="utf-8") as file:
+        header, *rows = list(csv.reader(file)) or [["step", path.stem]]
+    kept = io.StringIO()
+    whole = [row for row in rows if len(row) == len(header) and row[0].isdigit() and int(row[0]) <= last_step]
+    csv.writer(kept).writerows([header, *whole])
+    replace_text(path, kept.getvalue())
+
+
+_BY_BLOCK: dict[str, Callable[[Config, int], _Service]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "csv_monitor": _Csv,
+}

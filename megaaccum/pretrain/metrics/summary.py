@@ -1,0 +1,43 @@
+"""The few lines that close a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaaccum.pretrain.metrics.journal import Record
+from megaaccum.units import duration
+
+
+def summarize(
+    records: list[Record], *, outcome: str, seconds: float, goodput: str, files: dict[str, Path | str]
+) -> str:
+    """`outcome` in front; losses and goodput of the whole run, all starts together, as `records` of its journal have
+    them; `seconds` of this start; `files` by what they are."""
+    train = [record for record in records if record["kind"] == "train"]
+    if not train:
+        return f"{outcome}: no step was taken."
+    num_skipped = sum(bool(record.get("skipped")) for record in train)
+    rows = {"steps": f"{train[-1]['step']}" + (f", {num_skipped} of them skipped" if num_skipped else "")}
+    rows["training loss"] = _from_to(train)
+    valid = [record for record in records if record["kind"] == "valid"]
+    if valid:
+        rows["validation loss"] = _from_to(valid) + _share(valid)
+    rows["time"] = f"{duration(seconds)} in this start"
+    rows["goodput"] = goodput
+    rows |= {name: str(path) for name, path in files.items()}
+    width = max(map(len, rows))
+    return "\n".join([f"{outcome}:", *(f"  {name:{width}}  {text}" for name, text in rows.items())])
+
+
+def _losses(records: list[Record]) -> list[float]:
+    return [record["loss"] for record in records if record.get("loss") is not None]
+
+
+def _from_to(records: list[Record]) -> str:
+    losses = _losses(records)
+    return f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "never a finite number"
+
+
+def _share(records: list[Record]) -> str:
+    losses = _losses(records)
+    return f" ({losses[-1] / losses[0]:.1%} of its start)" if len(losses) > 1 and losses[0] > 0 else ""

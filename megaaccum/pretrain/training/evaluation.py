@@ -1,0 +1,113 @@
+"""Looks at the model between steps: the validation loss, the core metric, a sample."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megaaccum.errors import MegaaccumError
+from megaaccum.model.gpt_forward import read_by
+from megaaccum.platform import cpu
+from megaaccum.pretrain.data.loader import MicrobatchLoader
+from megaaccum.pretrain.data.shared import SharedLoader
+from megaaccum.pretrain.data.sources import read_run_tokenizer
+from megaaccum.pretrain.training.core_metric import core_metric
+from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
+
+if TYPE_CHECKING:
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.engine import Engine
+    from megaaccum.pretrain.data.dataset import Datasets
+    from megaaccum.pretrain.metrics.log import RunLog
+
+
+def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
+    """Log the mean loss per token over the validation samples, the same ones each time."""
+    assert data.valid is not None
+    total, weight = 0.0, 0.0
+    with closing(loader_of(engine, data.valid, data, consumed_samples=0)) as loader:
+        for _ in range(data.valid_batches):
+            microbatches, problem = loader.try_next_step(engine.plan.batch.num_microbatches)
+            loss, count = engine.evaluate(microbatches, problem)
+            loader.commit(engine.plan.batch.global_batch_size)
+            total, weight = total + loss * count, weight + count
+    with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
+        log.evaluation(
+            {"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples}
+        )
+
+
+class Texts:
+    """Looks at the model through texts: the core metric, and a sample, each by its interval. On every rank.
+
+    Raises DataError where the data come without a tokenizer that encodes text.
+    """
+
+    def __init__(self, engine: Engine, data: Datasets, log: RunLog):
+        run = engine.plan.config.run
+        self._engine, self._data, self._log = engine, data, log
+        self._every = {"core_metric_every": run.core_metric_every, "sample_every": run.sample_every}
+        wanted = [key for key, interval in self._every.items() if interval]
+        self._tokenizer = read_run_tokenizer(engine.plan.config, wanted[0]) if wanted else None
+
+    def after(self, step: int, *, is_last: bool) -> None:
+        """Look, where it is time. Collective over the world."""
+        due = [key for key, interval in self._every.items() if interval and (is_last or step % interval == 0)]
+        with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
+            if "core_metric_every" in due:
+                self._core_metric(step)
+            if "sample_every" in due:
+                self._sample(step)
+
+    def _core_metric(self, step: int) -> None:
+        assert self._tokenizer is not None
+        tokenizer = self._tokenizer
+        found = core_metric(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        text = f"core metric {found['core_metric']:.3f} (accuracy {found['accuracy']:.1%})"
+        self._log.look("core_metric", {"step": step, **found}, text)
+
+    def _sample(self, step: int) -> None:
+        assert self._tokenizer is not None
+        prompt = self._data.train[0]["tokens"][: min(NUM_PROMPT, self._engine.batch.seq_length - 1)].tolist()
+        drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
+        before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
+        self._log.look("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
+
+
+def loader_of(
+    engine: Engine,
+    dataset: Any,
+    data: Datasets,
+    *,
+    consumed_samples: int,
+    batch: BatchPlan | None = None,
+    in_runs: bool | None = None,
+) -> SharedLoader:
+    """This rank's micro-batches of `dataset`, after the samples that were consumed. batch, in_runs: another cut than
+    the plan's, dealt in another way. Collective over its model-parallel group."""
+    plan, groups = engine.plan, engine.groups
+    batch = batch or plan.batch
+    in_documents = plan.config.data.reset_attention_mask
+    open_loader = partial(
+        MicrobatchLoader,
+        dataset,
+        micro_batch_size=batch.micro_batch_size,
+        dp_rank=groups.dp.rank(),
+        dp_size=groups.dp.size(),
+        global_batch_size=batch.global_batch_size,
+        consumed_samples=consumed_samples,
+        num_workers=plan.config.data.num_workers,
+        vocab_size=data.vocabulary.size,
+        in_runs=plan.in_runs if in_runs is None else in_runs,
+        document_end=data.vocabulary.eod if in_documents else None,
+        pin_for=cpu.device() if cpu.has_accelerator() else None,
+    )
+    return SharedLoader(
+        open_loader,
+        groups,
+        read_by(engine.chunks),
+        shape=(batch.micro_batch_size, batch.seq_length),
+        has_documents=in_documents,
+        clock=engine.observer.stopwatch.clock,
+    )

@@ -1,0 +1,46 @@
+"""The four lines that open a run, and on GPUs a fifth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megaaccum.model.param_count import count_parameters
+from megaaccum.platform import gpu
+from megaaccum.pretrain.training.run_folder import checkpoint_folder
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+
+def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
+    """Summary of ranks, model, batch and length of the run. sync: its sharding mode in words. vocab_size: before
+    padding."""
+    config, at, batch = plan.config, plan.layout, plan.batch
+    sizes = (("tp", at.tp), ("cp", at.cp), ("pp", at.pp), ("ep", at.ep), ("dp", at.dp))
+    cut = " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "dp")
+    run = config.run
+    last = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
+    rows = {
+        "ranks": f"{at.world_size} = {cut}, schedule {at.schedule}, {sync}",
+        "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
+        f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
+        "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
+        f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",
+        "run": f"steps {start_step + 1} to {last}, log in {run.output_dir}, {_checkpoints(plan)}",
+    }
+    if on_gpu := gpu.describe():
+        rows["gpu"] = on_gpu
+    return "\n".join(f"{name:<6}{text}" for name, text in rows.items())
+
+
+def _ramp(plan: Plan) -> str:
+    if plan.ramp.is_constant:
+        return ""
+    return f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
+
+
+def _checkpoints(plan: Plan) -> str:
+    run = plan.config.run
+    when = [f"every {run.save_interval} steps"] if run.save_interval else []
+    when += ["at the end"] if run.save_at_end else []
+    return f"checkpoints {' and '.join(when)} in {checkpoint_folder(plan.config)}" if when else "no checkpoints"

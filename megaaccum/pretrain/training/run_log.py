@@ -1,0 +1,55 @@
+"""The log of a run, opened with what its receipt has to say."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.model import flops
+from megaaccum.platform import cpu
+from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.metrics.log import RunLog
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.pretrain.data.dataset import Datasets
+    from megaaccum.pretrain.training.advisor import Advisor
+
+
+def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -> RunLog:
+    """The log of a run of `plan` that goes on after `start_step`; rank 0 writes. Collective over the world. Raises on
+    every rank what `RunLog` raises."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, receipts.this_rank(_device_name(), _device_bytes()))
+    return raise_on_all_ranks(_open, plan, data, advisor, start_step, ranks)
+
+
+def _open(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: list[Any]) -> RunLog:
+    is_writer, vocab = int(os.environ["RANK"]) == 0, data.vocabulary.size
+    return RunLog(
+        plan,
+        is_writer=is_writer,
+        flops_per_step=flops.step_flops(plan.config, plan.batch, vocab_size=vocab),
+        peak_flops=flops.peak_flops(_device_name(), plan.config.sharding.params_dtype or "fp32"),
+        start_step=start_step,
+        opening=_opening(plan, data, advisor, start_step, ranks) if is_writer else None,
+    )
+
+
+def _opening(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: list[Any]) -> dict[str, Any]:
+    vocab = data.vocabulary.size
+    predicted = advisor.predicted(plan, vocab, device=_device_name(), device_bytes=_device_bytes())
+    return receipts.opening(
+        plan, data_digest=data.digest, vocab_size=vocab, ranks=ranks, predicted=predicted, start_step=start_step
+    )
+
+
+def _device_name() -> str | None:
+    return torch.cuda.get_device_name() if cpu.has_accelerator() else None
+
+
+def _device_bytes() -> float | None:
+    return torch.cuda.get_device_properties(cpu.device()).total_memory if cpu.has_accelerator() else None

@@ -1,0 +1,70 @@
+"""A short text from the model that trains, under any layout: one forward of the pipeline for each of its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.model.gpt_forward import GptForwardStep
+from megaaccum.platform import cpu
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.engine import Engine
+
+NUM_TOKENS, NUM_PROMPT = 24, 8
+"""Tokens of a sample, and of the training text that it goes on with."""
+TEMPERATURE = 0.8
+
+
+def sample(engine: Engine, prompt: list[int], *, vocab_size: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    """The tokens with which the model goes on after `prompt`, drawn at TEMPERATURE by the run's seed and step; fewer
+    where the sequence is full. Collective over the world, the same on every rank. The training's random states, and
+    what it trains on, are left as they are."""
+    plan, tokens = engine.plan, list(prompt)
+    generator = torch.Generator().manual_seed(plan.config.run.seed * 1_000_003 + engine.step)
+    forward = _LastLogits(engine.groups, "token")
+    for _ in range(min(num_tokens, plan.batch.seq_length - len(prompt))):
+        reports = engine.forward([_microbatch(plan, tokens)] * _fewest(plan), forward_step_func=forward)
+        drawn = torch.tensor(-1, device=cpu.device())
+        logits = reports[0]["logits"] if reports else None  # on the last stage
+        if logits is not None and len(logits) and engine.groups.dp.rank() == 0:
+            likely = torch.softmax(logits[0, :vocab_size].double().cpu() / TEMPERATURE, dim=0)
+            drawn.fill_(int(torch.multinomial(likely, 1, generator=generator)))
+        dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
+        tokens.append(int(drawn))
+    return tokens[len(prompt) :]
+
+
+def _fewest(plan: Plan) -> int:
+    """Micro-batches of the shortest flush that the schedule can run forward."""
+    if plan.layout.schedule == "interleaved":
+        return plan.config.parallel.microbatch_group_size_per_vp_stage or plan.layout.pp
+    return plan.batch.microbatches_per_flush if plan.layout.schedule.endswith(".csv") else 1
+
+
+def _microbatch(plan: Plan, tokens: list[int]) -> dict[str, torch.Tensor]:
+    """`tokens` as the first row, with a mask at the last of them; what comes after it is not attended to."""
+    rows, length = plan.batch.micro_batch_size, plan.batch.seq_length
+    padded, mask = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
+    padded[0, : len(tokens)] = torch.tensor(tokens)
+    mask[0, len(tokens) - 1] = 1
+    positions = torch.arange(length).expand(rows, -1).contiguous()
+    return {"tokens": padded, "loss_mask": mask, "position_ids": positions}
+
+
+class _LastLogits(GptForwardStep):
+    """Reports the logits at the masked position, [1, vocabulary], on the context-parallel rank that has it; on others
+    [0, vocabulary]."""
+
+    def __init__(self, groups, loss_norm: str):
+        super().__init__(groups, loss_norm)
+        self._tp = groups.tp
+
+    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
+        mine = output[mask.bool()].contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self._tp.size())]
+        dist.all_gather(parts, mine, group=self._tp)
+        return mine.sum(), mask.count_nonzero(), {"logits": torch.cat(parts, dim=-1)}

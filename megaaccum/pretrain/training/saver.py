@@ -1,0 +1,209 @@
+"""When checkpoints of a run are written, and which one a run goes on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaaccum.checkpoint import resume, save_load
+from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, to_try
+from megaaccum.distributed import groups
+from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.pretrain.training.run_folder import checkpoint_folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaaccum.checkpoint.save_load import BackgroundSave
+    from megaaccum.config import Plan
+    from megaaccum.engine import Engine
+    from megaaccum.pretrain.data.dataset import Datasets
+
+_WAIT_AFTER_AN_ERROR = 5.0
+"""Seconds in which a checkpoint that is being written may become whole when the run ends with an error; less than the
+time that the launcher gives ranks to end."""
+
+
+@dataclass
+class Saver:
+    """Checkpoints of one run: where they are, when they are due, and what is in them beside tensors.
+
+    A context manager around the steps: at its end what is being written in the background is waited for.
+    """
+
+    engine: Engine
+    data: Datasets
+    notes: list[str] = field(default_factory=list)
+    """Checkpoints that `resume` found damaged, and differences that were asked for."""
+    _writing: BackgroundSave | None = None
+    _overdue: bool = False
+    _after_bad: bool = False
+    _group: torch.distributed.ProcessGroup | None = None
+
+    @property
+    def folder(self) -> Path:
+        return checkpoint_folder(self.engine.plan.config)
+
+    def is_due(self, step: int, ends: bool, *, bad: bool = False) -> bool:
+        """After every save_interval steps, and (save_at_end) after the last one or a signal. Never after a bad step,
+        but after the next good one: what a run goes back to is from before a bad streak."""
+        run = self.engine.plan.config.run
+        self._overdue = self._overdue or (run.save_interval > 0 and step % run.save_interval == 0)
+        self._after_bad = bad
+        due = not bad and (self._overdue or (ends and run.save_at_end))
+        self._overdue = self._overdue and not due
+        return due
+
+    def last_good(self) -> str:
+        """Which checkpoint a run that ends now goes on from, in words; the same on every rank."""
+        current = save_load.latest(self.folder)
+        return f"The last good checkpoint is {current}." if current else "There is no checkpoint of this run."
+
+    def written(self) -> str:
+        """The current checkpoint, for the summary of a run that ended."""
+        current = save_load.latest(self.folder)
+        return str(current) if current else f"none in {self.folder} (save_interval, save_at_end)"
+
+    def save(self) -> str:
+        """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what the log reports.
+        Raises CheckpointError on every rank when this one, or the one that was being written, failed."""
+        self.finish()
+        if not self.engine.plan.config.run.async_save:
+            return str(self._save_now())
+        self._writing = self._write_by(save_load.BackgroundSave, group=self._background_group())
+        return f"{self._writing.target} (being written)"
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Raises CheckpointError on every rank if it failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
+
+    def problem(self) -> MegaaccumError | None:
+        """The error of a save in the background, as far as this rank knows by now."""
+        return self._writing.problem() if self._writing is not None else None
+
+    def saved(self, error: MegaaccumError) -> MegaaccumError:
+        """`error`, which ends the run, after a checkpoint of the steps before it where one is wanted and possible: when
+        all ranks raise the error together, before the next step, they are in the same state."""
+        if isinstance(error, StepError):
+            return StepError(f"{error} {self.last_good()}")
+        everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
+        if not everywhere or not self.is_due(self.engine.step, ends=True, bad=self._after_bad):
+            return error
+        texts = [str(error)]
+        try:
+            with suppress(CheckpointError):  # that may be the error; its step is written again
+                self.finish()
+            texts.append(f"nothing is lost: {self._save_now()} holds the {self.engine.step} steps before")
+        except CheckpointError as second:
+            texts.append(str(second))
+        return printed_once(type(error)("\n".join(dict.fromkeys(texts))))
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        elif self._writing is not None:
+            self._writing.wait(_WAIT_AFTER_AN_ERROR)
+
+    def _save_now(self) -> Path:
+        return self._write_by(save_load.save)
+
+    def _write_by[Written](self, write: Callable[..., Written], **more: object) -> Written:
+        """`write`, which is save_load.save or BackgroundSave, of this run's state as it is now."""
+        run = self.engine.plan.config.run
+        return write(
+            self.folder,
+            self.engine.backend,
+            self.engine.groups,
+            self.engine.progress(self.data.state(self.engine.consumed_samples)),
+            keep_last=run.keep_last,
+            retain=run.save_retain_interval,
+            buffers=self.engine.buffers,
+            **more,
+        )
+
+    def _background_group(self) -> torch.distributed.ProcessGroup:
+        if self._group is None:
+            self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
+        return self._group
+
+    def resume(self) -> None:
+        """Take up the current checkpoint of `load` (default: `save`), if there is one, or, where it is damaged, the one
+        before it. Raises CheckpointError on every rank."""
+        run = self.engine.plan.config.run
+        if run.no_load:
+            return
+        if not resume.first_good(run.load or self.folder, self._take_up, self._note):
+            raise_on_all_ranks(self._without_checkpoint)
+
+    def _take_up(self, checkpoint: Path) -> bool:
+        engine, run = self.engine, self.engine.plan.config.run
+        only_weights, afresh = run.finetune or run.no_load_optim, run.finetune or run.reset_iteration
+        progress = raise_on_all_ranks(read_progress, checkpoint)
+        differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
+        if only_weights:
+            differing.pop("lr_schedule", None)  # it begins afresh
+        notes = raise_on_all_ranks(resume.settle, checkpoint, differing, engine.override)
+        save_load.load(
+            checkpoint,
+            engine.backend,
+            engine.groups,
+            shape=engine.shape,
+            buffers=engine.buffers,
+            only_weights=only_weights,
+        )
+        if afresh:
+            engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
+            return True
+        engine.resume(progress, with_optimizer=not only_weights)
+        consumed, whole = progress.consumed_samples, engine.plan.ramp.samples_after(run.train_iters)
+        self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=max(consumed, whole))
+        engine.print(f"resumed from {checkpoint}: step {progress.step}, {progress.consumed_samples} samples")
+        for note in notes:
+            self._note(note)
+        return True
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.engine.print(text)
+
+    def _without_checkpoint(self) -> None:
+        """Start afresh. Raises CheckpointError where the configuration asks for a checkpoint."""
+        run = self.engine.plan.config.run
+        if run.load:
+            missing = f"load: {run.load} holds no checkpoint (no file named latest)"
+            if run.exit_on_missing_checkpoint:
+                raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
+            if not _is_empty(Path(run.load)):
+                raise CheckpointError(f"{missing}, but other files: name the folder of one, or leave load out")
+            if int(os.environ["RANK"]) == 0:
+                print(f"{missing}: the run starts afresh", flush=True)
+        if run.finetune or run.reset_iteration:
+            raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
+
+
+def continued(plan: Plan) -> Plan:
+    """`plan` with the batch of each step up to the checkpoint that the run goes on from, which other ranks may have
+    laid out. Raises ConfigError where these ranks cannot go on with it, or with another batch that is not asked for."""
+    run = plan.config.run
+    if run.no_load or run.finetune or run.reset_iteration:
+        return plan
+    for checkpoint in to_try(run.load or checkpoint_folder(plan.config))[0]:
+        with suppress(DamagedCheckpoint):  # reported by `Saver.resume`
+            progress = read_progress(checkpoint)
+            return plan.continued(progress.batch_ramp, progress.consumed_samples)
+    return plan
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing to load, as at the first start of a script that always passes --load."""
+    return not folder.exists() or not any(folder.iterdir())

@@ -1,0 +1,97 @@
+"""AdamW over a rank's parameters: fused where Transformer Engine, apex or torch has a fused one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import ConfigError
+from megaaccum.model import gpt
+from megaaccum.platform import cpu
+from megaaccum.step import lr_schedule
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+
+def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
+    """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms).
+
+    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train.
+    """
+    optimizer = plan.config.optimizer
+    groups = raise_on_all_ranks(_trained, plan, chunks)
+    options: dict[str, Any] = dict(
+        lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
+    )
+    if plan.config.sharding.reproducible == "layout":
+        # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
+        # (torch 2.13, on a CPU), and a shard's end is not the parameter's.
+        return torch.optim.AdamW(groups, fused=False, **options)
+    fused = _fused_adam() if _takes_fused(plan) else None
+    if fused is not None:
+        return fused(groups, adam_w_mode=True, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
+    """The groups; none of the backends starts on ranks without any."""
+    named = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+    groups = lr_schedule.param_groups(
+        named,
+        plan.config.optimizer.weight_decay,
+        decoupled=_decoupled(plan),
+        hidden=_hidden(plan),
+        decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
+    )
+    if not groups:
+        raise ConfigError(
+            f"all {len(named)} parameters of this pipeline rank are frozen, and each rank has to train some: give it a"
+            " trained layer as well (decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers), or set"
+            f" pipeline_model_parallel_size {plan.layout.pp} lower."
+        )
+    return groups
+
+
+def _decoupled(plan: Plan) -> dict[str, float] | None:
+    """The schedule's ends for embedding and head, where they have a learning rate of their own."""
+    keys = plan.config.optimizer
+    if keys.decoupled_lr is None:
+        return None
+    return {
+        "max_lr": keys.decoupled_lr,
+        "min_lr": keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr,
+    }
+
+
+def _hidden(plan: Plan) -> dict[str, float] | None:
+    """Adam's arguments for hidden matrices under the maximal update parametrization, as Megatron-core's overrides
+    do."""
+    keys, fields = plan.config.optimizer, plan.config.megatron
+    base = fields.get("mup_base_hidden_size")
+    width = plan.config.model.hidden_size / base if isinstance(base, int) else 1.0
+    if not fields.get("use_mup") or width == 1.0:
+        return None
+    return {"max_lr": keys.lr / width, "min_lr": keys.min_lr / width, "eps": keys.adam_eps / width}
+
+
+def _takes_fused(plan: Plan) -> bool:
+    """Whether Transformer Engine's or apex's Adam serves: on a GPU, and where what it updates is FP32. Their moments
+    are FP32 whatever the weights are, which `optimizer_dtype: bf16` is chosen to avoid."""
+    sharding = plan.config.sharding
+    masters = sharding.params_dtype if sharding.backend == "ddp" else sharding.optimizer_dtype
+    return cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
+
+
+def _fused_adam():
+    """Transformer Engine's FusedAdam, else apex's, else None (torch's fused kernel serves then)."""
+    try:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        try:
+            from apex.optimizers import FusedAdam
+        except ImportError:
+            return None
+    return FusedAdam

@@ -1,0 +1,261 @@
+"""The legal space, the ranking, and the configurations that come out of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaaccum.config import Config, resolve
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner import emit
+from megaaccum.lab.planner.hardware import Hardware, load_hardware
+from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
+from megaaccum.lab.planner.space import AXES, Limits
+from megaaccum.lab.planner.why_not import parse_axes, why_not
+from megaaccum.lab.planner.workload import Workload, make_workload
+from megaaccum.pretrain.interop.load import load
+from tests.support.configs import make
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+SHAPE: dict[str, Any] = dict(
+    num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, swiglu=True,
+    seq_length=8192, vocab_size=128256, position_embedding_type="rope", normalization="RMSNorm", add_bias_linear=False,
+    attention_dropout=0.0, hidden_dropout=0.0, bf16=True, global_batch_size=512,
+    pp_microbatches=None, micro_batch_size=None,
+)  # fmt: skip
+
+
+def workload(gpus: int = 64, gpu: str = "h100", hbm_gib: float | None = None, **keys: Any) -> Workload:
+    hardware = load_hardware(gpu)
+    if hbm_gib is not None:
+        hardware = replace(hardware, hbm_bytes=hbm_gib * 2**30)
+    return make_workload(make(**(SHAPE | keys)), world_size=gpus, hardware=hardware)
+
+
+@pytest.fixture(scope="module")
+def ranked() -> Ranked:
+    return search(workload())
+
+
+EXPERTS = dict(
+    num_experts=8, moe_ffn_hidden_size=14336, global_batch_size=256, moe_aux_loss_coeff=1e-2, swiglu=True,
+)  # fmt: skip
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "dense": workload,
+    "experts": lambda: workload(gpus=64, gpu="b200", **EXPERTS),
+    "ends": lambda: workload(gpus=48, num_layers=30, global_batch_size=96 * 4),
+    "prediction": lambda: workload(gpus=32, mtp_num_layers=1),
+    "local": lambda: workload(gpus=16, transformer_impl="local", seq_length=2048),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_emitted_plan_passes_check(name: str) -> None:
+    """All of them where there are few, else a spread of sixty over the whole ranking."""
+    found = search(WORKLOADS[name]())
+    for index in np.unique(np.linspace(0, len(found) - 1, 60).astype(int)):
+        at = found.name_of(int(index))
+        plan = emit.checked(found.workload, at)
+        layout, batch = plan.layout, plan.batch
+        assert (layout.tp, layout.cp, layout.pp, layout.vpp, layout.dp) == tuple(
+            at[axis] for axis in ("tp", "cp", "pp", "vpp", "dp")
+        )
+        sizes = (batch.micro_batch_size, batch.device_batch_size, batch.grad_accum_steps)
+        assert sizes == (at["mbs"], at["dbs"], at["ga"])
+        assert batch.global_batch_size == found.workload.global_batch_size
+
+
+def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:
+    path = tmp_path / "configs" / "out.yaml"
+    emit.write(ranked.workload, ranked.name_of(3), path, comment="the fourth")
+    settled = resolve(load(path), world_size=64)
+    assert settled.digest() == emit.checked(ranked.workload, ranked.name_of(3)).digest()
+    assert path.read_text(encoding="utf-8").startswith("# world_size: 64\n")
+
+
+def test_what_the_file_said_of_the_layout_is_set_aside() -> None:
+    found = search(workload(tensor_model_parallel_size=2, recompute_granularity="full", pp_microbatches=4))
+    assert {found.name_of(i)["tp"] for i in range(len(found))} > {1, 2}
+    plan = emit.checked(found.workload, found.name_of(0))
+    assert plan.config.model.recompute_granularity is None
+
+
+def test_the_default_ranking_is_the_promised_one(ranked: Ranked) -> None:
+    """Near the fastest first; then larger dbs, no recompute, fewer steps, more headroom, smaller tp, smaller ep."""
+    fastest = ranked.time.total.min()
+
+    def key(i: int) -> tuple:
+        at, free = ranked.name_of(i), ranked.headroom[i] // 2**30
+        slow = bool(ranked.time.total[i] > NEAR_FASTEST * fastest)
+        return slow, -at["dbs"], at["recompute"] != "none", at["ga"], -free, at["tp"], at["ep"]
+
+    keys = [key(i) for i in range(len(ranked))]
+    assert keys == sorted(keys)
+
+
+def test_two_sequences_eight_times_come_before_one_sixteen_times() -> None:
+    limits = Limits(fixed=dict(tp=1, pp=1, cp=1, dp=64, recompute="full"))
+    found = search(workload(global_batch_size=1024), limits)
+    order = [(found.name_of(i)["dbs"], found.name_of(i)["ga"]) for i in range(len(found))]
+    assert order.index((2, 8)) < order.index((1, 16))
+
+
+def test_other_rankings() -> None:
+    by_time, by_memory = (search(workload(), rank=rank) for rank in ("time", "memory"))
+    assert (np.diff(by_time.time.total) >= 0).all()
+    assert (np.diff(by_memory.memory.total) >= 0).all()
+    assert len(by_time) == len(by_memory)
+
+
+def test_more_memory_never_makes_a_fitting_plan_unfit() -> None:
+    def fitting(gib: float) -> set[tuple]:
+        found = search(workload(hbm_gib=gib))
+        return {tuple(found.name_of(i).values()) for i in range(len(found))}
+
+    sizes = [fitting(gib) for gib in (48, 64, 80, 141)]
+    assert all(small <= large for small, large in pairwise(sizes))
+    assert len(sizes[0]) < len(sizes[-1])
+
+
+@pytest.mark.parametrize("gpus", [32, 64, 128])
+def test_doubling_dp_at_a_fixed_device_batch_halves_the_steps(gpus: int) -> None:
+    fixed = dict(tp=2, pp=4, cp=1, mbs=1, dbs=8, schedule="1f1b", recompute="full")
+    one, two = (search(workload(gpus=n), Limits(fixed=fixed)).name_of(0) for n in (gpus, 2 * gpus))
+    assert two["dp"] == 2 * one["dp"]
+    assert one["ga"] == 2 * two["ga"]
+
+
+def test_every_rule_of_the_space(ranked: Ranked) -> None:
+    at = ranked.layouts
+    assert (at.world_size == 64).all()
+    assert (at.tp <= 8).all()
+    assert (at.device_batch_size * at.grad_accum_steps * at.dp == 512).all()
+    assert ((at.pp == 1) | (at.num_microbatches >= 2 * at.pp)).all()
+    assert (8192 % (2 * at.cp) == 0).all()
+
+
+def test_limits_bound_the_space() -> None:
+    found = search(workload(), Limits(max_pp=2, max_tp=2, fixed=dict(cp=1, schedule="1f1b")))
+    at = found.layouts
+    assert (at.pp.max(), at.tp.max(), at.cp.max()) == (2, 2, 1)
+    assert {found.name_of(i)["schedule"] for i in range(len(found))} == {"1f1b"}
+
+
+def test_tensor_parallelism_stays_in_a_node() -> None:
+    hardware = load_hardware("h100", gpus_per_node=2)
+    found = search(replace(workload(), hardware=hardware))
+    assert found.layouts.tp.max() == 2
+
+
+def test_a_model_that_fits_nowhere_is_told_the_closest_miss() -> None:
+    with pytest.raises(ConfigError, match=r"the closest of [\d,]+, tp=.* lacks \d+\.\d GiB \((optimizer|gradients) "):
+        search(workload(gpus=8, num_layers=128, hidden_size=16384, num_attention_heads=128, ffn_hidden_size=53248))
+
+
+def test_a_batch_that_nothing_divides_is_told_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        search(workload(gpus=64, global_batch_size=509), Limits(max_pp=1, fixed=dict(cp=1)))
+    text = str(caught.value)
+    assert "global_batch_size 509 divides over no data-parallel size that 64 GPUs allow (8, 16, 32, 64)" in text
+    assert "set it to 504 or 512" in text
+
+
+def test_a_tensor_size_that_does_not_divide_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"legal ones are 1, 2, 4, 8"):
+        search(workload(), Limits(fixed=dict(tp=3)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("tp=3", "num_attention_heads 32 is not divisible by tensor_model_parallel_size 3"),
+        ("tp=16", "more than the 8 GPUs of a node"),
+        ("pp=5", "num_layers 32 is not divisible by pipeline_model_parallel_size 5: set num_layers to 30 or 35"),
+        ("tp=8,pp=8,ga=3", "grad_accum_steps"),
+        ("schedule=pipedream", "schedule pipedream is none that is planned: none, "),
+        ("tp=1,pp=1,cp=1,mbs=8,recompute=none", "is legal: no layout fits"),
+        ("tp=8,pp=8", "fits, and its best layout is number"),
+    ],
+)
+def test_why_not(ranked: Ranked, wanted: str, told: str) -> None:
+    assert told in why_not(ranked.workload, parse_axes(wanted), Limits(), ranked, rank="default")
+
+
+def test_the_first_is_told_to_be_the_first(ranked: Ranked) -> None:
+    text = why_not(ranked.workload, ranked.name_of(0), Limits(), ranked, rank="default")
+    assert f"is the first of {len(ranked)} layouts by default" in text
+
+
+@pytest.mark.parametrize("text", ["nope=1", "tp", "tp=", "tp=0", "tp=two"])
+def test_axes_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{text}'"):
+        parse_axes(text)
+    assert parse_axes("tp=4, recompute=full") == {"tp": 4, "recompute": "full"}
+    assert set(parse_axes(",".join(f"{a}=1" for a in AXES))) == set(AXES)
+
+
+def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean h100 or h200"):
+        load_hardware("h100x")
+    file = tmp_path / "mine.yaml"
+    entries = ("mine: {like: h100, hbm_gib: 40, source: here}", "odd: {like: h100, colour: red}", "lone: {hbm_gib: 1}")
+    file.write_text("\n".join(entries))
+    mine = load_hardware("mine", file=file)
+    assert isinstance(mine, Hardware)
+    assert mine.hbm_bytes == 40 * 2**30
+    assert mine.device == load_hardware("h100").device
+    for name, problem in (("odd", "unknown keys colour"), ("lone", "lacks")):
+        with pytest.raises(ConfigError, match=problem):
+            load_hardware(name, file=file)
+
+
+def test_a_plan_needs_no_learning_rate_but_a_run_does() -> None:
+    found = search(workload(lr=None, train_iters=None), Limits(fixed=dict(tp=1, pp=1, cp=1)))
+    with pytest.raises(ConfigError, match="lr is required"):
+        emit.checked(found.workload, found.name_of(0))
+
+
+def test_what_is_missing_to_plan_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_workload(Config(), world_size=0, hardware=load_hardware("h100"))
+    assert len(caught.value.problems) == 6  # four sizes, the batch, the GPUs
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "gpus", "batch", "tp", "pp"),
+    [
+        (24, 2048, 16, 48, 192, 1, 1),
+        (30, 4096, 32, 96, 192, 2, 1),
+        (32, 6144, 48, 192, 192, 4, 1),
+        (92, 10240, 80, 1536, 768, 8, 4),
+        (96, 12288, 96, 2304, 1152, 8, 6),
+        (96, 16384, 128, 3072, 1536, 8, 8),
+        (112, 18432, 144, 6144, 3072, 8, 16),
+    ],
+)
+def test_megatrons_published_layouts_are_among_the_best_tenth(
+    layers: int, hidden: int, heads: int, gpus: int, batch: int, tp: int, pp: int
+) -> None:
+    """By time, without context parallelism: the weak-scaling table of Megatron-LM's README (H100, 4,096 tokens)."""
+    shape = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_query_groups=None, swiglu=None)
+    batch_and_words = dict(ffn_hidden_size=None, seq_length=4096, vocab_size=131072, global_batch_size=batch)
+    work = workload(gpus=gpus, **shape, **batch_and_words, untie_embeddings_and_output_weights=True)
+    found = search(work, Limits(fixed=dict(cp=1)), rank="time")
+    assert found.find(dict(tp=tp, pp=pp))[0] < max(1, 0.1 * len(found))
+
+
+def test_llama_405b_on_16384_gpus_is_ranked_whole() -> None:
+    """The published layout's pipeline, 16 ranks of 8 chunks, is among the best by time for its constraints (no context
+    parallelism): arXiv 2407.21783, table 4."""
+    config = load(CONFIGS / "llama3_405b.yaml")
+    config.batch.global_batch_size = 4096
+    work = make_workload(config, world_size=16384, hardware=load_hardware("h100"))
+    assert search(work, rank="time").num_legal > 1000
+    found = search(work, Limits(fixed=dict(cp=1, schedule="interleaved", mode="resident")), rank="time")
+    assert found.find(dict(tp=8, pp=16))[0] <= 2

@@ -1,0 +1,161 @@
+"""The planner's time model: collectives and products against their formulas, and how a step moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaaccum.lab.planner import comm, compute
+from megaaccum.lab.planner.comm import Group, Links
+from megaaccum.lab.planner.compute import Gemm
+from megaaccum.lab.planner.hardware import load_hardware, names
+from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
+from megaaccum.lab.planner.memory import MemoryModel
+from megaaccum.lab.planner.stages import V_SHAPED
+from megaaccum.lab.planner.time import Software, TimeModel
+from megaaccum.units import GIB
+from tests.support.configs import plan
+
+LINKS = Links(gpus_per_node=8, node_bandwidth=300e9, node_latency=5e-6, net_bandwidth=25e9, net_latency=20e-6)
+
+
+def test_a_ring_moves_its_share_of_the_bytes() -> None:
+    """nccl-tests: an all-gather moves (K - 1) / K * S per rank, an all-reduce twice that."""
+    inside = Group(8, 8)
+    assert comm.ring(GIB, inside, LINKS) == pytest.approx(7 * 5e-6 + 7 / 8 * GIB / 300e9)
+    assert comm.all_reduce(GIB, inside, LINKS) <= 2 * comm.ring(GIB, inside, LINKS)
+
+
+def test_a_group_that_crosses_nodes_has_the_links_of_all_its_ranks() -> None:
+    across = Group.strided(16, 1, LINKS)
+    assert (across.per_node, bool(across.crosses_nodes())) == (8, True)
+    assert comm.bandwidth(across, LINKS) == 8 * 25e9
+    alone = Group.strided(16, 8, LINKS)
+    assert (alone.per_node, float(comm.bandwidth(alone, LINKS))) == (1, 25e9)
+    assert not Group.strided(4, 2, LINKS).crosses_nodes()
+
+
+def test_small_messages_over_many_ranks_take_the_tree() -> None:
+    many = Group(512, 1)
+    assert comm.all_reduce(1e3, many, LINKS) < 2 * comm.ring(1e3, many, LINKS)
+    assert comm.all_reduce(1e3, many, LINKS) == pytest.approx(comm.tree(1e3, many, LINKS), rel=0.2)
+
+
+def test_one_rank_needs_no_communication() -> None:
+    alone = Group(1, 1)
+    for collective in (comm.gather, comm.all_reduce, comm.all_to_all):
+        assert collective(GIB, alone, LINKS) == 0
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_the_documented_example_of_a_ring(ranks: int) -> None:
+    """2e9 parameters of 2 bytes at 25 GB/s take 2 (K - 1) / K S / B."""
+    size, bandwidth = 2e9 * 2, 25e9
+    links = replace(LINKS, node_bandwidth=bandwidth, net_bandwidth=bandwidth, node_latency=0, net_latency=0)
+    ring = float(2 * comm.ring(size, Group(ranks, 1), links))
+    assert ring == pytest.approx(2 * (ranks - 1) / ranks * 0.16)
+
+
+def test_a_product_is_slower_where_a_side_is_short() -> None:
+    device = load_hardware("h100").device
+    large = compute.gemm_seconds(Gemm(8192, 8192, 8192), device)
+    assert large > 2 * 8192**3 / device.peak
+    thin = compute.gemm_seconds(Gemm(8192, 256, 8192), device)
+    assert thin > large / 32 * 1.2
+    assert compute.gemm_seconds(Gemm(8192, 8192, 8192), device, "fp8") < large
+
+
+def time_model(**keys: Any) -> TimeModel:
+    keys = dict(num_layers=8, hidden_size=4096, num_attention_heads=32, seq_length=4096) | keys
+    model = plan(1, **keys).config.model
+    stages = MemoryModel(model=model, vocab_size=50000).stages
+    return TimeModel(model=model, vocab_size=50000, hardware=load_hardware("h100"), stages=stages)
+
+
+def step(row: dict[str, int], **keys: Any) -> float:
+    return float(time_model(**keys).step(from_rows([row])).total[0])
+
+
+BASE = dict(dp=8, pp_microbatches=8, micro_batch_size=1)
+PIPELINE = dict(dp=2, pp=4, pp_microbatches=16, schedule=SCHEDULES.index("1f1b"))
+
+
+def test_parts_add_up() -> None:
+    time = time_model().step(from_rows([BASE, PIPELINE]))
+    assert np.allclose(time.total, np.sum(list(time.by_part.values()), axis=0))
+    assert all((seconds >= 0).all() for seconds in time.by_part.values())
+
+
+def test_twice_the_micro_batches_take_twice_the_compute() -> None:
+    one, two = (time_model().step(from_rows([BASE | dict(pp_microbatches=n)])) for n in (8, 16))
+    assert two.by_part["compute"][0] == pytest.approx(2 * one.by_part["compute"][0])
+    assert two.by_part["gather"][0] == pytest.approx(one.by_part["gather"][0])  # resident: once per step
+
+
+def test_full_recompute_costs_about_a_forward() -> None:
+    ratio = step(BASE | dict(recompute=RECOMPUTE.index("full"))) / step(BASE)
+    assert 1.2 < ratio < 1.4
+
+
+def test_a_bubble_is_as_long_as_the_formula_says() -> None:
+    time = time_model(untie_embeddings_and_output_weights=True).step(from_rows([PIPELINE | dict(pp_microbatches=64)]))
+    assert time.bubble[0] == pytest.approx(3 / 67, abs=0.02)
+    fewer = time_model().step(from_rows([PIPELINE]))
+    assert fewer.bubble[0] > time.bubble[0]
+
+
+def test_interleaving_shortens_the_bubble() -> None:
+    plain = time_model().step(from_rows([PIPELINE]))
+    chunks = time_model().step(from_rows([PIPELINE | dict(vpp=2, schedule=SCHEDULES.index("interleaved"))]))
+    assert chunks.by_part["bubble"][0] < plain.by_part["bubble"][0]
+
+
+def test_streaming_pays_for_every_micro_batch_and_resident_once() -> None:
+    """With micro-batches too short to hide a layer's gather, streaming over a network is slower."""
+    short = BASE | dict(dp=64, pp_microbatches=16)
+    slow = step(short | dict(sync=SYNC_MODES.index("streaming")), seq_length=256)
+    assert slow > step(short, seq_length=256)
+
+
+def test_tensor_parallelism_over_nodes_is_what_it_costs() -> None:
+    hardware = load_hardware("a100_80")
+    slow = replace(hardware, links=replace(hardware.links, net_bandwidth=5e9))
+    model = replace(time_model(), hardware=slow)
+    rows = [dict(tp=tp, pp_microbatches=8, sequence_parallel=1) for tp in (8, 16)]
+    inside, across = model.step(from_rows(rows)).exposed
+    assert across > 3 * inside
+
+
+def test_graphs_lift_the_hosts_floor() -> None:
+    small = time_model(hidden_size=256, num_attention_heads=4, seq_length=64)
+    graphs = replace(small, software=Software(host=0.0))
+    row = from_rows([BASE])
+    assert graphs.step(row).total[0] < 0.2 * small.step(row).total[0]
+
+
+def test_every_entry_of_the_hardware_table_can_be_loaded() -> None:
+    for name in names():
+        hardware = load_hardware(name)
+        efficiency = hardware.device.efficiency
+        assert 0 < efficiency.gemm < 1
+        assert hardware.hbm_bytes > 30 * GIB
+        assert math.isfinite(step_of(hardware.name))
+
+
+def step_of(name: str) -> float:
+    model = replace(time_model(), hardware=load_hardware(name))
+    return float(model.step(from_rows([BASE])).total[0])
+
+
+def test_a_layout_of_every_schedule_has_a_time() -> None:
+    rows = [
+        PIPELINE | dict(schedule=SCHEDULES.index(name), vpp=2 if name == "interleaved" or name in V_SHAPED else 1)
+        for name in SCHEDULES[1:]
+    ]
+    time = time_model().step(from_rows(rows))
+    assert (time.total > 0).all()
+    assert isinstance(from_rows(rows), Layouts)

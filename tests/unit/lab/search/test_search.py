@@ -1,0 +1,321 @@
+"""Bounds, cuts and orders: against brute force, against each other, and against what they must never do."""
+
+import random
+from itertools import permutations
+
+import pytest
+
+from megaaccum.errors import ScheduleError
+from megaaccum.lab.search.cut import bound_of_cuts, price, tune_cut
+from megaaccum.lab.search.profile import LayerCost, Profile, even_cut, read_profile, write_profile
+from megaaccum.lab.search.refute import refuted_until
+from megaaccum.lab.search.relaxation import _Part, bound_by_ranks
+from megaaccum.lab.search.search import compare, proved, search_order
+from megaaccum.schedule import Action, Costs, Schedule, build, simulate, validate
+from megaaccum.schedule.actions import place
+from megaaccum.schedule.bound import bound
+from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.orders import Problem, justified, waves
+
+PROFILE = Profile(
+    pattern="E" + "T" * 14 + "L",
+    kinds={
+        "E": LayerCost(forward=1, input_grad=1, weight_grad=0, activation=1, deferred=0, state=9),
+        "T": LayerCost(forward=2, input_grad=2.6, weight_grad=1.5, activation=4, deferred=3, state=6),
+        "L": LayerCost(forward=7, input_grad=8, weight_grad=3, activation=5, deferred=2, state=9),
+    },
+)
+
+
+def random_costs(seed: int, stages: int) -> Costs:
+    chance = random.Random(seed)
+    forward, input_grad, weight_grad = ([chance.uniform(0.5, 2) for _ in range(stages)] for _ in range(3))
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, p2p=chance.choice([0, 0.2]))
+
+
+def all_orders(costs: Costs, limit: float | None) -> float:
+    """The least makespan of all orders of two ranks, one chunk each and two micro-batches, by trying them all."""
+    names = [(kind, m) for kind in "FIW" for m in (0, 1)]
+    ranks = [
+        order
+        for order in permutations(names)
+        if all(order.index((kind, 0)) < order.index((kind, 1)) for kind in "FIW")
+        and all(order.index((a, m)) < order.index((b, m)) for a, b in ("FI", "IW") for m in (0, 1))
+    ]
+    best, memory = float("inf"), Memory.counted(2)
+    for first in ranks:
+        for second in ranks:
+            items = [tuple(Action(kind, 0, m) for kind, m in order) for order in (first, second)]
+            table = Schedule(name="", pp=2, num_microbatches=2, stages=((0,), (1,)), items=tuple(items))
+            try:
+                seconds = simulate(table, costs).makespan
+            except ScheduleError:
+                continue
+            if limit is None or max(memory.peaks(table)) <= limit:
+                best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_order_beats_the_bounds_and_the_search_finds_the_best(seed, limit):
+    costs, stages = random_costs(seed, 2), place("loop", pp=2, chunks=1)
+    least = all_orders(costs, limit)
+    found = search_order(costs, stages=stages, num_microbatches=2, limit=limit, iterations=2000)
+    assert found.seconds == pytest.approx(least)
+    problem = Problem(costs, stages=stages, num_microbatches=2, limit=limit)
+    assert problem.bound().seconds * (1 - 1e-9) <= refuted_until(problem, found.seconds) <= least * (1 + 1e-9)
+
+
+def least_of_ranks(problem: Problem, ranks: range) -> float:
+    seconds, _ = _Part(problem, ranks, 1e-6).least(10**6)
+    assert seconds is not None
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_of_all_ranks_is_the_best_order_and_of_one_rank_no_more(seed):
+    costs = random_costs(seed, 2)
+    problem = Problem(costs, stages=place("loop", pp=2, chunks=1), num_microbatches=2, limit=1)
+    least = all_orders(costs, 1)
+    assert least_of_ranks(problem, range(2)) == pytest.approx(least, rel=1e-5)
+    alone = [least_of_ranks(problem, range(rank, rank + 1)) for rank in range(2)]
+    assert problem.bound().seconds * 0.9 < max(alone) <= least
+    assert bound_by_ranks(problem, 2 * least) == pytest.approx(least, rel=1e-5)
+
+
+def test_a_rank_that_is_wrong_is_seen():
+    """Each mistake alone lifts the least time above the best order's, and would make a bound that some order beats."""
+    costs = random_costs(0, 2)
+    problem = Problem(costs, stages=place("loop", pp=2, chunks=1), num_microbatches=2, limit=2)
+    least = all_orders(costs, 2)
+    for name, broken in (("room", [1, 1]), ("follow", [0, 0, 5_000_000, 5_000_000, 0, 0]), ("apart", [900_000] * 4),
+                         ("rank", [0] * 6)):  # fmt: skip
+        part = _Part(problem, range(2), 1e-6)
+        setattr(part, name, broken)
+        seconds, _ = part.least(10**6)
+        assert seconds > least * 1.01, name
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_named_schedule_beats_its_bound(name, seed):
+    for pp, m in ((2, 6), (4, 12)):
+        schedule = build(name, pp=pp, num_microbatches=m)
+        costs, memory = random_costs(seed, schedule.num_stages), Memory.counted(schedule.num_stages)
+        peak = max(memory.peaks(schedule))
+        seconds = simulate(schedule, costs, early_send=True).makespan
+        for limit in (None, peak, 2 * peak):
+            assert bound(schedule, costs, memory=memory, limit=limit).seconds <= seconds * (1 + 1e-9)
+        problem = Problem(costs, stages=schedule.stages, num_microbatches=m, limit=peak)
+        assert refuted_until(problem, seconds) <= seconds
+        for rank in range(pp) if pp == 2 else ():
+            assert least_of_ranks(problem, range(rank, rank + 1)) <= seconds
+
+
+def test_bounds_that_are_reached():
+    """ZB-H1 and ZB-V with equal passes are the best possible at their memory, and 1F1B's bound is known in full."""
+    for name, seconds in (("zb-h1", 27.0), ("zbv", 25.5)):
+        schedule = build(name, pp=4, num_microbatches=8)
+        costs = Costs.per_rank(1, 1, 1, chunks=schedule.chunks)
+        memory = Memory.counted(schedule.num_stages, chunks=schedule.chunks)
+        assert bound(schedule, costs, memory=memory, limit=4).seconds == pytest.approx(seconds)
+    tight = bound(build("zb-h1", pp=4, num_microbatches=8), Costs.per_rank(1, 1, 1, chunks=1),
+                  memory=Memory.counted(4), limit=2)  # fmt: skip
+    # Two places, each taken for 9 by a micro-batch, four times, and one forward and one weight gradient to take turns.
+    assert tight.by_area[0] == pytest.approx(8 * 9 / 2 + 1)
+
+
+@pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "v"), (2, "loop")])
+def test_a_search_keeps_its_limit_and_repeats(chunks, placement):
+    stages = place(placement, pp=3, chunks=chunks)
+    costs = random_costs(7, 3 * chunks)
+    for limit in (2.0 * chunks, 3.0 * chunks):
+        first, again = (
+            search_order(costs, stages=stages, num_microbatches=6, limit=limit, iterations=1500, seed=3)
+            for _ in range(2)
+        )
+        assert first.schedule.items == again.schedule.items
+        assert max(first.peaks) <= limit
+        assert max(Memory.counted(3 * chunks).peaks(first.schedule)) <= limit
+        validate(first.schedule)
+        assert simulate(first.schedule, costs).makespan == first.seconds
+        assert first.gap >= 0
+
+
+def test_orders_with_half_of_the_memory_are_near_their_bound():
+    """A V of unequal stages with half of ZB-V's memory, where bounds that count single ranks leave a wider gap."""
+    costs, stages = random_costs(3, 6), place("v", pp=3, chunks=2)
+    found = search_order(costs, stages=stages, num_microbatches=8, limit=3.0, iterations=4000)
+    problem = Problem(costs, stages=stages, num_microbatches=8, limit=3.0)
+    assert refuted_until(problem, found.seconds) < bound_by_ranks(problem, found.seconds) == found.bound
+    assert 0 <= found.gap < 0.1
+
+
+def test_a_search_is_no_slower_than_what_it_starts_from():
+    schedule = build("zbv", pp=4, num_microbatches=8)
+    for seed in range(3):
+        costs = random_costs(seed, 8)
+        found = search_order(costs, stages=schedule.stages, num_microbatches=8, start=[schedule], iterations=200)
+        assert found.seconds <= simulate(schedule, costs).makespan
+
+
+def test_what_is_not_proved_does_not_leave():
+    """An order that deadlocks, one over the limit, and one that the search has timed wrongly."""
+    problem = Problem(random_costs(0, 2), stages=place("loop", pp=2, chunks=1), num_microbatches=2, limit=2)
+    good = problem.order_of(build("zb-h1", pp=2, num_microbatches=2))
+    proved(problem, good, name="good")
+    f0, i0 = problem.number(0, 1, 0), problem.number(1, 1, 0)
+    swapped = [good[0], [{f0: i0, i0: f0}.get(each, each) for each in good[1]]]
+    with pytest.raises(ScheduleError, match=r"0I0 .* comes before 0F0"):
+        proved(problem, swapped, name="swapped")
+    late = [problem.order_of(build("gpipe", pp=2, num_microbatches=2))[0], good[1]]
+    problem.limit = 1
+    with pytest.raises(ScheduleError, match="which is over the limit 1"):
+        proved(problem, late, name="late")
+    problem.limit = None
+    problem.seconds[0] *= 2
+    with pytest.raises(ScheduleError, match="the search timed its order at"):
+        proved(problem, good, name="wrong")
+
+
+def test_gaps_are_closed_within_the_limit():
+    problem = Problem(random_costs(5, 6), stages=place("v", pp=3, chunks=2), num_microbatches=6, limit=5)
+    for wave in waves(problem):
+        order = wave.order(problem)
+        if problem.fits(order):
+            then = justified(problem, order)
+            assert problem.fits(then)
+            assert problem.time(then) <= problem.time(order) * (1 + 1e-12)
+            assert [sorted(passes) for passes in then] == [sorted(passes) for passes in order]
+
+
+def test_an_order_is_taken_only_if_it_gains():
+    named, slow = (build(name, pp=4, num_microbatches=8) for name in ("zb-h1", "1f1b"))
+    costs = Costs.per_rank(1, 1, 1, chunks=1)
+    assert compare(named, costs, slow, costs).adopted
+    assert not compare(named, costs, named, costs).adopted
+    assert compare(named, costs, named, costs).gain == 0
+    assert not compare(slow, costs, named, costs).adopted
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved"])
+def test_a_tuned_cut_is_faster_and_above_the_bound_of_all_cuts(name):
+    schedule = build(name, pp=2, num_microbatches=6)
+    even = price(PROFILE, even_cut(PROFILE, schedule.num_stages), lambda costs: schedule)
+    tuned = tune_cut(PROFILE, pp=2, chunks=schedule.chunks, placement=schedule.placement, order=lambda costs: schedule)
+    least = bound_of_cuts(PROFILE, pp=2, chunks=schedule.chunks, placement=schedule.placement, num_microbatches=6)
+    assert least <= tuned.seconds < even.seconds
+    assert sum(tuned.cut) == 16 and min(tuned.cut) >= 1
+
+
+def test_the_best_of_all_cuts_of_one_chunk():
+    schedule = build("zb-h1", pp=3, num_microbatches=6)
+    cuts = [(a, b, 16 - a - b) for a in range(1, 15) for b in range(1, 16 - a)]
+    best = min(price(PROFILE, cut, lambda costs: schedule).seconds for cut in cuts)
+    assert tune_cut(PROFILE, pp=3, chunks=1, placement="loop", order=lambda costs: schedule).seconds == best
+    assert bound_of_cuts(PROFILE, pp=3, chunks=1, placement="loop", num_microbatches=6) <= best
+
+
+def test_a_cut_keeps_the_memory_of_every_rank():
+    schedule = build("1f1b", pp=2, num_microbatches=6)
+    free = tune_cut(PROFILE, pp=2, chunks=1, placement="loop", order=lambda costs: schedule)
+    limit = max(free.peaks) - 5
+    tight = tune_cut(PROFILE, pp=2, chunks=1, placement="loop", order=lambda costs: schedule, limit=limit)
+    assert max(tight.peaks) <= limit < max(free.peaks)
+    assert tight.seconds > free.seconds
+    with pytest.raises(ScheduleError, match=r"the closest is .* where rank 0 needs .*, rank 1 needs"):
+        tune_cut(PROFILE, pp=2, chunks=1, placement="loop", order=lambda costs: schedule, limit=40)
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ScheduleError, match="layers of kind X, for which kinds has no costs"):
+        Profile(pattern="ETXL", kinds=PROFILE.kinds)
+    for value in (float("nan"), -1.0):
+        with pytest.raises(ScheduleError, match="forward of kind T is"):
+            Profile(pattern="T", kinds={"T": LayerCost(forward=value, input_grad=1, weight_grad=1)})
+    with pytest.raises(ScheduleError, match="kind T takes no time at all"):
+        Profile(pattern="T", kinds={"T": LayerCost(forward=0, input_grad=0, weight_grad=0)})
+    stages = place("loop", pp=2, chunks=1)
+    for costs in (Costs(forward=(1, 0), input_grad=(1, 0), weight_grad=(1, 0)),
+                  Costs(forward=(1, float("nan")), input_grad=1, weight_grad=1)):  # fmt: skip
+        with pytest.raises(ScheduleError, match="stage 1 takes"):
+            search_order(costs, stages=stages, num_microbatches=4)
+    with pytest.raises(ScheduleError, match=r"rank 0 needs 1 \(0 of it state\); rank 1 needs 1"):
+        search_order(Costs(forward=1, input_grad=1, weight_grad=1), stages=stages, num_microbatches=4, limit=0.5)
+    (tmp_path / "p.json").write_text("[1]")
+    with pytest.raises(ScheduleError, match="needs pattern and kinds"):
+        read_profile(tmp_path / "p.json")
+    with pytest.raises(ScheduleError, match="cannot be cut into 16 stages"):
+        even_cut(PROFILE, 16)
+
+
+def test_a_profile_in_a_file(tmp_path):
+    write_profile(PROFILE, tmp_path / "p.json", device="a test")
+    assert read_profile(tmp_path / "p.json") == PROFILE
+
+
+# --- V-Half and V-Min -------------------------------------------------------------------------------------------------
+
+PUBLISHED = {(4, 8): (53, 59), (4, 16): (101, 107), (8, 16): (113, 123)}
+"""Passes of equal length that the generator of arXiv 2405.15362's authors takes, for V-Half and V-Min."""
+
+
+@pytest.mark.parametrize(("pp", "m"), PUBLISHED)
+def test_v_half_and_v_min_are_no_slower_than_published_at_their_memory(pp, m):
+    for name, published, held in zip(("v-half", "v-min"), PUBLISHED[pp, m], ((6, 10), (4, 8)), strict=True):
+        schedule = build(name, pp=pp, num_microbatches=m)
+        validate(schedule)
+        assert max(Memory.counted(2 * pp).peaks(schedule)) <= held[pp == 8]
+        assert simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).makespan <= published
+
+
+# --- the solver -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_a_proof_agrees_with_all_orders(limit):
+    pytest.importorskip("ortools")
+    from megaaccum.lab.search.exact import prove
+
+    costs = random_costs(1, 2)
+    problem = Problem(costs, stages=place("loop", pp=2, chunks=1), num_microbatches=2, limit=limit)
+    start = proved(problem, problem.order_of(build("1f1b", pp=2, num_microbatches=2)), name="1f1b")
+    exact = prove(problem, start)
+    assert exact.optimal
+    assert exact.found.seconds == pytest.approx(all_orders(costs, limit), rel=1e-6)
+
+
+def test_the_shortest_period_is_the_busiest_ranks_work_or_what_memory_makes_of_it():
+    """Equal passes in a V: at ZB-V's memory no rank waits, at half of it none can be faster than one in 8. Unrolled, it
+    keeps the limit, and a flush takes as long as its periods, fill and drain, and not less than the best of all."""
+    pytest.importorskip("ortools")
+    from megaaccum.lab.search.exact import shortest_period
+
+    costs, stages = Costs(forward=1, input_grad=1, weight_grad=1), place("v", pp=2, chunks=2)
+    for limit, period in ((4.0, 6.0), (2.0, 8.0)):
+        problem = Problem(costs, stages=stages, num_microbatches=10, limit=limit)
+        found = shortest_period(problem, budget=2)
+        assert found.wave.period == pytest.approx(period, rel=1e-4)
+        assert found.least == pytest.approx(period, rel=1e-4)
+        order = proved(problem, found.wave.order(problem), name="periodic")
+        assert max(order.peaks) <= limit
+        assert order.bound <= order.seconds <= period * 11
+        if limit == 2:
+            assert period * 10 <= least_of_ranks(problem, range(2)) <= order.seconds
+
+
+def test_a_period_proves_its_memory():
+    """Room for three passes where the solver's model has it for four: the order that repeats is refused."""
+    pytest.importorskip("ortools")
+    from megaaccum.lab.search.exact import shortest_period
+
+    costs, stages = random_costs(1, 4), place("v", pp=2, chunks=2)
+    problem = Problem(costs, stages=stages, num_microbatches=12, limit=4)
+    fits = problem.fits
+    problem.fits = lambda order: fits(order) and max(map(problem.peak, order)) <= 3
+    with pytest.raises(ScheduleError, match="over the memory limit by a rounding"):
+        shortest_period(problem, budget=0.5)

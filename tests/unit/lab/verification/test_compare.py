@@ -1,0 +1,122 @@
+"""A number that is off by more than rounding fails, whatever it is; what several ranks hold counts by the farthest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megaaccum.lab.verification.compare import compare
+from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step, TrueStep, Truth
+
+NAMES = ("a.weight", "b.weight")
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(4, 6, dtype=torch.float64, generator=generator) for name in NAMES}
+
+
+def truth() -> Truth:
+    before, after = tensors(0), tensors(1)
+    kinds = {GRADIENT: tensors(2), "param": after, "exp_avg": tensors(3), "exp_avg_sq": tensors(4), MODEL: after}
+    step = TrueStep(2.0, 10.0, 1.5, 0.1, 1.0, False, tensors=kinds, amplification=dict.fromkeys(NAMES, 1.0))
+    return Truth(before, [step], whole=True)
+
+
+def ranks(of: Truth, dp: int = 2) -> list[Observed]:
+    """What dp ranks see that hold everything."""
+    true = of.steps[0]
+    found = []
+    for rank in range(dp):
+        pieces = {
+            kind: [Piece(name, value.reshape(-1).clone(), 0) for name, value in each.items()]
+            for kind, each in true.tensors.items()
+        }
+        step = Step(true.loss, true.weight, true.norm, true.lr, true.loss_scale, False, tensors=pieces)
+        before = [Piece(name, value.reshape(-1).clone(), 0) for name, value in of.before.items()]
+        found.append(Observed(rank, {"pp": 0, "dp": rank, "tp": 0, "cp": 0}, before, [step], f"state {rank}"))
+    return found
+
+
+def failed(seen: list[Observed], of: Truth) -> set[tuple[str, str]]:
+    return {(row.kind, row.name) for row in compare("fp64", seen, of, of, summands=8).failed}
+
+
+def test_equal_numbers_pass():
+    of = truth()
+    compared = compare("fp64", ranks(of), of, of, summands=8)
+    assert compared.ok
+    assert compared.largest < 1e-15
+    assert compared.num_weights == 48
+
+
+@pytest.mark.parametrize("kind", [GRADIENT, "param", "exp_avg", "exp_avg_sq", MODEL])
+def test_one_element_on_one_rank(kind):
+    of, seen = truth(), ranks(truth())
+    seen[1].steps[0].tensors[kind][1].values[3] += 1e-6
+    assert failed(seen, of) == {(kind, NAMES[1])}
+
+
+def test_rounding_passes():
+    of, seen = truth(), ranks(truth())
+    seen[0].steps[0].tensors[GRADIENT][0].values.mul_(1 + 1e-14)
+    assert failed(seen, of) == set()
+
+
+@pytest.mark.parametrize("name", ["loss", "weight", "norm", "lr", "loss_scale"])
+def test_a_scalar(name):
+    of, seen = truth(), ranks(truth())
+    for rank in seen:
+        setattr(rank.steps[0], name, getattr(rank.steps[0], name) * 1.01)
+    assert failed(seen, of) == {(name, "")}
+
+
+def test_ranks_that_disagree():
+    of, seen = truth(), ranks(truth())
+    seen[1].steps[0].skipped = True
+    assert failed(seen, of) == {("skipped", ""), ("ranks", "")}
+
+
+def test_what_is_missing_or_not_a_number():
+    of, seen = truth(), ranks(truth(), dp=1)
+    del seen[0].steps[0].tensors[GRADIENT][0]
+    assert failed(seen, of) == {(GRADIENT, NAMES[0])}
+    seen = ranks(of)
+    seen[0].steps[0].tensors["param"][0].values[0] = math.nan
+    assert failed(seen, of) == {("param", NAMES[0])}
+
+
+def test_other_initial_weights():
+    of, seen = truth(), ranks(truth())
+    seen[1].before[0].values[0] += 1e-9
+    assert failed(seen, of) == {("initial weight", NAMES[0])}
+
+
+def test_a_part_of_a_parameter_that_no_rank_has():
+    of, seen = truth(), ranks(truth(), dp=1)
+    piece = seen[0].steps[0].tensors[GRADIENT][0]
+    seen[0].steps[0].tensors[GRADIENT][0] = Piece(piece.name, piece.values[:12], 0)
+    assert failed(seen, of) == {(GRADIENT, NAMES[0])}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_parts_of_tp_ranks(gated):
+    """Each holds its rows; of [gate; up] a part of both."""
+    of, seen = truth(), ranks(truth())
+    whole = of.steps[0].tensors[GRADIENT][NAMES[0]]
+    for rank in range(2):
+        rows = [rank, 2 + rank] if gated else [2 * rank, 2 * rank + 1]
+        seen[rank].steps[0].tensors[GRADIENT][0] = Piece(
+            NAMES[0], whole[rows].reshape(-1), 0, tp_rank=rank, tp_size=2, axis=0, gated=gated
+        )
+    assert failed(seen, of) == set()
+    seen[1].steps[0].tensors[GRADIENT][0].values[0] *= 2
+    assert failed(seen, of) == {(GRADIENT, NAMES[0])}
+
+
+def test_ranks_that_draw_the_same_dropout():
+    of, seen = truth(), ranks(truth())
+    seen[1].random = seen[0].random
+    assert failed(seen, of) == {("random", "")}

@@ -1,0 +1,73 @@
+"""Every shipped configuration becomes a case of at most 8 ranks with the axes of the real one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megaaccum.config import Plan, resolve
+from megaaccum.lab.verification.shrink import MOST_RANKS, settle
+from megaaccum.lab.verification.verdict import lanes_of
+from megaaccum.pretrain.interop.load import load
+from tests.support.configs import make, plan
+
+FILES = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
+
+
+def axes(of: Plan) -> dict[str, bool]:
+    at = of.layout
+    return {name: getattr(at, name) > 1 for name in ("tp", "pp", "vpp", "ep", "dp")} | {"v": at.placement == "v"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_configuration_keeps_its_axes(path):
+    match = re.match(r"# world_size: (\d+)", path.read_text())
+    assert match is not None
+    config = load(path)
+    real = resolve(config, world_size=int(match[1]))
+    shrunk = settle(config, real, shrink=True)
+    small = shrunk.case.plan()
+    assert small.layout.world_size <= MOST_RANKS
+    assert axes(small) == axes(real)
+    assert small.layout.schedule == real.layout.schedule
+    assert shrunk.case.lane == (real.config.sharding.params_dtype or "fp32")
+    assert shrunk.notes[0].startswith("shrunk: ")
+
+
+def test_an_axis_without_room_is_named():
+    keys = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2, zero_stage=1)
+    config = make(**keys)
+    shrunk = settle(config, resolve(config, world_size=16), shrink=True)
+    assert shrunk.case.plan().layout.dp == 1
+    assert any("data parallelism is left out" in note for note in shrunk.notes)
+
+
+def test_dropout_is_left_out_and_said():
+    config = make(hidden_dropout=0.1)
+    shrunk = settle(config, resolve(config, world_size=1), shrink=False)
+    assert shrunk.case.plan().config.model.hidden_dropout == 0
+    assert any("dropout is 0" in note for note in shrunk.notes)
+
+
+def test_the_configured_batch_is_kept_where_nothing_is_shrunk():
+    config = make()
+    case = settle(config, resolve(config, world_size=1), shrink=False).case
+    assert case.plan().batch.num_microbatches == plan().batch.num_microbatches
+
+
+@pytest.mark.parametrize(
+    ("keys", "lanes"),
+    [
+        (dict(), ["fp64", "fp32"]),
+        (dict(bf16=True), ["fp64", "fp32", "bf16"]),
+        (dict(backend="ddp"), ["fp64", "fp32"]),
+        (dict(backend="fsdp2", params_dtype="fp64"), ["fp64", "fp32"]),
+        (dict(bf16=True, num_experts=4, add_bias_linear=False), ["fp64", "fp32"]),
+    ],
+)
+def test_precisions_that_are_compared(keys, lanes):
+    """Experts in 16 bits are left out: rounding changes which expert a token goes to."""
+    config = make(**keys)
+    assert lanes_of(settle(config, resolve(config, world_size=1), shrink=True).case) == lanes

@@ -1,0 +1,191 @@
+"""Scripts recorded while they run in a jail: what they would have started, and that they reach nothing outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from megaaccum import cli
+from megaaccum.cli import convert
+from megaaccum.cli.arguments import asked, split_command
+from megaaccum.config import resolve
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.interop import launch_script
+from megaaccum.pretrain.interop.launch_script import recorded, world_size
+from megaaccum.pretrain.interop.load import load, read
+
+LAUNCH = "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 4 --hidden-size 64"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a script into an empty project and go there; returns what records it."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *arguments: str):
+        (tmp_path / "train.sh").write_text("#!/bin/bash\n" + text)
+        return recorded(["bash", "train.sh", *arguments])
+
+    return run
+
+
+def refusal(context) -> str:
+    with pytest.raises(ConfigError) as caught, context:
+        pass
+    (text,) = caught.value.problems
+    return text
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        (LAUNCH, 4),
+        ("torchrun --nproc_per_node=4 --nnodes=2 pretrain_gpt.py --num-layers 4 --hidden-size 64", 8),
+        ("deepspeed --num_gpus 2 --num_nodes 3 pretrain_gpt.py --num-layers 4 --hidden-size 64", 6),
+        ("exec python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 64", 2),
+        ('srun -l --container-image x bash -c "python -u pretrain_gpt.py --num-layers 4 --hidden-size 64"', None),
+        ("sbatch <<EOF\nsrun python pretrain_gpt.py --num-layers 4 --hidden-size 64\nEOF", None),
+        ("mpirun -np 8 -x PATH python pretrain_gpt.py --num-layers 4 --hidden-size 64", None),
+        ('A=(--num-layers $((2 * 2)))\nfor w in 64; do A+=(--hidden-size $w); done\npython a.py "${A[@]}"', None),
+    ],
+)  # fmt: skip
+def test_what_a_script_would_start_is_recorded(script, text, ranks):
+    with script(text) as launch:
+        assert launch.argv == ["--num-layers", "4", "--hidden-size", "64"]
+        assert launch.world_size == ranks
+
+
+def test_arguments_python_and_files_that_it_writes(script, tmp_path):
+    text = """
+    cat > ds.json <<EOF
+{"train_batch_size": $1}
+EOF
+    sed -i s/7/8/ ds.json
+    echo '{"steps_per_print": 3}' > /elsewhere.json
+    """
+    with script(text + f"{LAUNCH} --deepspeed_config $PWD/ds.json", "7") as launch:
+        assert launch.path("ds.json").read_text() == '{"train_batch_size": 8}\n'
+        assert launch.path(f"{tmp_path}/ds.json").exists()
+        assert launch.path("/elsewhere.json").exists()
+        config, _ = read(launch=launch)
+        assert config.deepspeed == {"train_batch_size": 8}
+    assert not (tmp_path / "ds.json").exists()
+    assert not Path("/elsewhere.json").exists()
+
+
+def test_a_script_reaches_nothing_outside(script, tmp_path):
+    """Files, connections and processes: all three end with it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, victim = server.getsockname()[1], tmp_path.parent / "victim"
+        victim.write_text("whole")
+        server.settimeout(0.2)
+        text = f"rm -rf {victim} /etc/passwd train.sh /usr/bin/env; echo x > /etc/x\n"
+        text += f"(echo hello > /dev/tcp/127.0.0.1/{port})\n"
+        with script(f"{text}(sleep 1000 &)\nread answer\n{LAUNCH}"):
+            pass
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert victim.read_text() == "whole"
+    assert (tmp_path / "train.sh").exists()
+    assert Path("/etc/passwd").exists()
+    assert Path("/usr/bin/env").exists()
+    assert not Path("/etc/x").exists()
+
+
+@pytest.mark.parametrize("text", ["while :; do :; done", "while ! read answer; do :; done"])
+def test_a_script_that_does_not_end_is_ended_with_a_message(script, text, monkeypatch):
+    monkeypatch.setattr(launch_script, "SECONDS", 1)
+    threads = threading.active_count()
+    assert "did not end in 1 seconds" in refusal(script(text))
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo nothing; nothing-here", ["starts no training", "nothing-here"]),
+        ("python tools/preprocess.py --input x", ["starts no training", "python tools/preprocess.py"]),
+        (f"{LAUNCH}\n{LAUNCH} --lr 2", ["starts training 2 times"]),
+        ("torchrun --num-layers 4", ["names no Python program"]),
+    ],
+)
+def test_a_script_without_one_launch_says_so(script, text, words):
+    told = refusal(script(text))
+    assert all(word in told for word in words), told
+
+
+def test_the_same_launch_twice_is_one(script):
+    with script(f"{LAUNCH} || {LAUNCH}; {LAUNCH}") as launch:
+        assert launch.program == "pretrain_gpt.py"
+
+
+def test_without_namespaces_it_refuses_and_names_the_flag(script, monkeypatch):
+    monkeypatch.setattr(launch_script.shutil, "which", lambda _: None)
+    assert "--record-without-jail" in refusal(script(LAUNCH))
+
+
+def test_without_a_jail_it_runs_as_it_is(script, tmp_path):
+    with script(LAUNCH):
+        pass
+    (tmp_path / "train.sh").write_text(f"touch written\n{LAUNCH}")
+    with recorded(["bash", "train.sh"], jail=False) as launch:
+        assert launch.argv[:2] == ["--num-layers", "4"]
+    assert (tmp_path / "written").exists()
+
+
+def test_launchers_say_how_many_ranks():
+    assert world_size(["torchrun", "--nproc_per_node", "gpu"]) is None
+    assert world_size(["torchrun", "--nproc_per_node=8", "--nnodes", "1:4"]) == 8
+
+
+def test_the_command_stands_after_two_dashes():
+    assert split_command(["--record", "--lr", "1", "--", "bash", "t.sh", "--record"]) == (
+        ["--lr", "1"], ["bash", "t.sh", "--record"], True
+    )  # fmt: skip
+    assert split_command(["run.yaml", "--bf16"]) == (["run.yaml", "--bf16"], [], True)
+    with pytest.raises(ConfigError, match="-- bash"):
+        split_command(["--record", "bash", "t.sh"])
+
+
+WHOLE = (
+    f"echo '{{\"steps_per_print\": 3}}' > ds.json\n{LAUNCH}"
+    " --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3"
+    " --global-batch-size 16 --train-samples 170 --vocab-size 128 --tokenizer-type NullTokenizer --mock-data"
+    " --position-embedding-type rope --use-rope-scaling --pipeline-model-parallel-size 2 --deepspeed_config ds.json"
+)
+"""A script that can be trained."""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["check"], "loss_norm: microbatch"),
+        (["plan", "--gpus", "4", "--gpu", "h100"], "h100"),
+        (["convert"], "# Converted from train.sh, which starts 4 ranks."),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_every_command_takes_a_recorded_script(script, capsys, command, words):
+    with script(WHOLE):
+        pass
+    assert cli.main([*command, "--record", "--", "bash", "train.sh"]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_a_recorded_script_and_its_conversion_make_the_same_plan(script, tmp_path):
+    with script(WHOLE):
+        pass
+    with asked(None, ["--lr", "2e-3"], ["bash", "train.sh"]) as found:
+        first = resolve(found.checked(), world_size=4)
+        text = convert.as_yaml(found.config, found.name)
+    assert (first.config.optimizer.lr, first.config.run.train_iters) == (2e-3, 10)
+    assert "# --train-samples 170: train_iters 10, whole batches of 16 samples." in text
+    (tmp_path / "run.yaml").write_text(text)
+    again = resolve(load(tmp_path / "run.yaml"), world_size=4)
+    assert again.facts() == first.facts()
+    assert os.listdir(tmp_path) and again.config.megatron == {"rope_scaling": True}

@@ -1,0 +1,458 @@
+"""The run's log: journal, progress line, services, summary, and what happens in a bad place or with a bad file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch_ramp import BatchRamp
+from megaaccum.config.schema import Config, ModelConfig, RunConfig
+from megaaccum.errors import ConfigError, MegaaccumError
+from megaaccum.pretrain.metrics import journal
+from megaaccum.pretrain.metrics.log import RunLog, check
+from megaaccum.pretrain.metrics.services import asked_for
+from megaaccum.pretrain.metrics.speed import Speed
+from megaaccum.units import duration
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def planned(folder: Path, **run) -> types.SimpleNamespace:
+    """As much of a Plan as the log reads: 4096 tokens per step on 4 ranks."""
+    keys = dict(train_iters=20, log_interval=5, output_dir=str(folder))
+    config = Config(model=ModelConfig(num_layers=2, hidden_size=64), run=RunConfig(**(keys | run)))
+    batch = BatchPlan(
+        micro_batch_size=2, pp_microbatches=8, grad_accum_steps=1, data_parallel_size=2, pipeline_model_parallel_size=2,
+        seq_length=128, flush="merged", loss_norm="token",
+    )  # fmt: skip
+    layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, dp=2)
+    return types.SimpleNamespace(config=config, batch=batch, ramp=BatchRamp.constant(batch), layout=layout)
+
+
+def opened(folder: Path, *, start_step=0, peak_flops=None, clock=None, **run) -> RunLog:
+    clock = clock or Clock()
+    return RunLog(
+        planned(folder, **run), is_writer=True, flops_per_step=8e12, peak_flops=peak_flops,
+        start_step=start_step, clock=clock, now=clock,
+    )  # fmt: skip
+
+
+def step(number: int, **values) -> dict:
+    usual = dict(step=number, loss=8.0 / number, grad_norm=1.25, lr=1e-3, seconds_per_step=2.0, skipped=False)
+    return usual | values
+
+
+def lines(folder: Path) -> list[dict]:
+    """All of the journal but the begin of its first start."""
+    first, *rest = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert (first["kind"], first["step"]) == ("start", 0)
+    return rest
+
+
+# The journal
+
+
+def test_every_step_is_one_line_with_its_rates(tmp_path):
+    log = opened(tmp_path, peak_flops=10e12)
+    log.step(step(1, consumed_samples=32))
+    (line,) = lines(tmp_path)  # readable before anything is closed
+    assert line == {
+        "kind": "train", "step": 1, "loss": 8.0, "grad_norm": 1.25, "lr": 1e-3, "seconds_per_step": 2.0,
+        "skipped": False, "consumed_samples": 32,
+        "tokens_per_second": 2048.0, "tflops_per_second_per_rank": 1.0, "mfu": 0.1, "time": 0.0, "goodput": 0.0,
+    }  # fmt: skip
+
+
+def test_tensors_become_the_numbers_they_hold(tmp_path):
+    import torch
+
+    log = opened(tmp_path)
+    log.step(step(1, loss=torch.tensor(1 / 3), grad_norm=torch.tensor([0.5], dtype=torch.bfloat16)))
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["grad_norm"]) == (torch.tensor(1 / 3).item(), 0.5)
+
+
+def test_what_is_not_finite_is_null_in_strict_json_and_named(tmp_path):
+    log = opened(tmp_path)
+    log.step(step(1, loss=math.nan, grad_norm=math.inf, skipped=True))
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["grad_norm"]) == (None, None)
+    assert line["nonfinite"] == {"loss": "nan", "grad_norm": "inf"}
+
+
+def test_a_resume_appends_and_steps_taken_again_count_once(tmp_path):
+    log = opened(tmp_path)
+    log.evaluation(dict(step=0, loss=8.0))
+    for number in range(1, 8):
+        log.step(step(number))
+    log.evaluation(dict(step=7, loss=5.0))
+    resumed = opened(tmp_path, start_step=5)
+    for number in range(6, 9):
+        resumed.step(step(number, loss=1.0))
+    first = [("valid", 0), *[("train", n) for n in range(1, 8)], ("valid", 7)]
+    again = [("start", 5), ("train", 6), ("train", 7), ("train", 8)]
+    assert [(r["kind"], r["step"]) for r in lines(tmp_path)] == first + again
+    records = journal.read(tmp_path / "log.jsonl")
+    assert [(r["kind"], r["step"]) for r in records] == [("valid", 0), *[("train", n) for n in range(1, 9)]]
+    assert [r["loss"] for r in records][-3:] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "train", "st', b'{"kind": "train", "step": 4}', b"\0" * 500, b"\0\n\0\n"])
+def test_a_torn_end_is_cut_off(tmp_path, torn):
+    log = opened(tmp_path)
+    for number in range(1, 4):
+        log.step(step(number))
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(torn)
+    assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3]
+    opened(tmp_path, start_step=3).step(step(4))
+    assert [r["step"] for r in journal.read(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
+    assert [r["kind"] for r in lines(tmp_path)] == ["train", "train", "train", "start", "train"]
+
+
+@pytest.mark.parametrize("damage", ["garbage", '{"kind": "train"}', '{"step": 2}', "[1]", ""])
+def test_damage_in_the_middle_is_an_error_that_names_the_line_and_loses_nothing(tmp_path, damage):
+    log = opened(tmp_path)
+    log.step(step(1))
+    path = tmp_path / "log.jsonl"
+    good = path.read_text().splitlines(keepends=True)
+    path.write_text(good[0] + damage + "\n" + good[1])
+    before = path.read_bytes()
+    with pytest.raises(MegaaccumError, match=r"log\.jsonl is damaged: line 2"):
+        opened(tmp_path, start_step=1)
+    assert path.read_bytes() == before
+
+
+def test_a_note_that_repeats_is_printed_once_and_counted(tmp_path, capsys):
+    log = opened(tmp_path)
+    for number, note in enumerate(["", "holds 12 nan", "holds 3 nan", "holds 1e+3 nan", "another", "", "another"], 1):
+        log.step_note(number, note)
+    log.step_note(8, "another")
+    log.step(step(8))
+    log.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert told == [
+        "step 2: holds 12 nan",
+        "step 4: the same, for 2 more steps in a row",
+        "step 5: another",
+        "step 7: another",
+        "step 8: the same, for 1 more step in a row",
+    ]
+
+
+def test_a_fresh_start_moves_an_earlier_journal_aside(tmp_path):
+    for loss in (1.0, 2.0, 3.0):
+        opened(tmp_path).step(step(1, loss=loss))
+    assert [r["loss"] for r in lines(tmp_path)] == [3.0]
+    asides = [json.loads((tmp_path / f"log.{n}.jsonl").read_text().splitlines()[1])["loss"] for n in (1, 2)]
+    assert asides == [1.0, 2.0]
+
+
+def test_a_full_disk_is_one_clear_message(tmp_path):
+    log = opened(tmp_path)
+    log._journal._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+    with pytest.raises(MegaaccumError, match=r"log\.jsonl cannot be written: No space left on device.*output_dir"):
+        log.step(step(1))
+
+
+def test_only_the_writing_rank_has_files_and_words(tmp_path, capsys):
+    folder = tmp_path / "never"
+    log = RunLog(planned(folder), is_writer=False, flops_per_step=1.0, peak_flops=None)
+    log.step(step(1))
+    log.evaluation(dict(step=1, loss=1.0))
+    log.note("hello")
+    log.close()
+    assert not folder.exists()
+    assert capsys.readouterr().out == ""
+
+
+# The progress line
+
+
+def test_the_line_says_all_there_is(tmp_path, capsys):
+    clock = Clock()
+    log = opened(tmp_path, peak_flops=2e12, clock=clock)
+    for number in range(1, 6):
+        clock.now += 100.0 if number == 1 else 3.0
+        log.step(step(number, loss=2.5, grad_norm=0.5, lr=2e-3, seconds_per_step=1.0 if number == 5 else 2.0))
+    first, fifth = capsys.readouterr().out.splitlines()
+    assert first == (
+        "step  1/20 | loss 2.5000 | grad norm 0.5 | lr 2.00e-03 | 2,048 tokens/s | 1 TFLOP/s per rank | MFU 50.0%"
+    )
+    # Rates over the steps since the line before (2 + 2 + 2 + 1 seconds); 15 steps of 3 seconds are left by the clock.
+    assert fifth == (
+        "step  5/20 | loss 2.5000 | grad norm 0.5 | lr 2.00e-03 | 2,341 tokens/s | 1.14 TFLOP/s per rank | MFU 57.1%"
+        " | ETA 0:45"
+    )
+
+
+def test_without_a_known_peak_there_is_no_mfu(tmp_path, capsys):
+    opened(tmp_path).step(step(1))
+    assert "MFU" not in capsys.readouterr().out
+    assert "mfu" not in lines(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "start_step", "expected"),
+    [
+        (dict(), 0, [1, 5, 10, 15, 20]),
+        (dict(), 7, [8, 10, 15, 20]),
+        (dict(max_steps=3), 7, [8, 10]),
+        (dict(log_interval=0), 0, [1, 20]),
+        (dict(log_interval=1, max_steps=2), 0, [1, 2]),
+    ],
+)
+def test_lines_at_the_first_step_every_interval_and_the_last(tmp_path, capsys, run, start_step, expected):
+    log = opened(tmp_path, start_step=start_step, **run)
+    last = min(20, start_step + run.get("max_steps", 20))
+    for number in range(start_step + 1, last + 1):
+        log.step(step(number))
+    printed = capsys.readouterr().out.splitlines()
+    assert [int(line.split("/")[0].removeprefix("step")) for line in printed] == expected
+
+
+def test_skipped_steps_since_the_last_line_are_counted(tmp_path, capsys):
+    log = opened(tmp_path)
+    for number in range(1, 11):
+        log.step(step(number, skipped=number in (2, 4), **(dict(grad_norm=math.nan) if number == 5 else {})))
+    first, fifth, tenth = capsys.readouterr().out.splitlines()
+    assert "2 skipped" in fifth
+    assert "grad norm nan" in fifth
+    assert "skipped" not in first + tenth
+
+
+def test_an_evaluation_is_told_at_once_and_recorded(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.evaluation(dict(step=0, loss=math.log(50.0), seconds=1.5))
+    log.evaluation(dict(step=10, loss=1e9))
+    assert capsys.readouterr().out.splitlines() == [
+        "step  0/20 | validation loss 3.9120 | perplexity 50.00",
+        "step 10/20 | validation loss 1000000000.0000",
+    ]
+    assert lines(tmp_path)[0] == {"kind": "valid", "step": 0, "loss": math.log(50.0), "seconds": 1.5, "time": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (3 * 86400 + 61, "3 d 0:01:01")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_step_of_a_smaller_batch_has_the_rates_of_its_own_tokens(tmp_path, capsys):
+    log = opened(tmp_path, log_interval=1)
+    log.step(step(1, seconds_per_step=2.0, global_batch_size=8))  # a quarter of the batch
+    log.step(step(2, seconds_per_step=2.0))
+    small, whole = lines(tmp_path)
+    assert small["tokens_per_second"] == whole["tokens_per_second"] / 4 == 512
+    assert small["tflops_per_second_per_rank"] == whole["tflops_per_second_per_rank"] / 4
+    assert "512 tokens/s" in capsys.readouterr().out
+
+
+def test_no_rate_of_a_step_without_duration():
+    speed = Speed(tokens_per_step=1, flops_per_step=1.0, world_size=1, peak_flops=None)
+    with pytest.raises(AssertionError, match="0 seconds"):
+        speed.rates(0)
+
+
+# The end
+
+
+def test_the_end_draws_a_picture_and_sums_up_the_whole_run(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.evaluation(dict(step=0, loss=8.0))
+    for number in range(1, 4):
+        log.step(step(number))
+    log.close()
+    clock = Clock()
+    resumed = opened(tmp_path, start_step=3, clock=clock)
+    resumed.step(step(4, skipped=True))
+    resumed.evaluation(dict(step=4, loss=4.0))
+    clock.now += 62.0
+    capsys.readouterr()
+    resumed.close("Stopped by SIGTERM")
+    resumed.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "Stopped by SIGTERM:",
+        "  steps            4, 1 of them skipped",
+        "  training loss    8.0000 -> 2.0000",
+        "  validation loss  8.0000 -> 4.0000 (50.0% of its start)",
+        "  time             1:02 in this start",
+        "  goodput          0.0% of 1:02 in 2 starts (other 100.0%)",
+        f"  log              {tmp_path}/log.jsonl",
+        f"  picture          {tmp_path}/loss.png",
+        f"  receipt          {tmp_path}/receipts/start_2.json",
+    ]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.step(step(1))
+    (tmp_path / "loss.png").mkdir()
+    log.close()
+    assert "not drawn" in capsys.readouterr().out
+
+
+def test_a_run_without_steps_ends_in_one_line(tmp_path, capsys):
+    opened(tmp_path).close()
+    assert capsys.readouterr().out == "Done: no step was taken.\n"
+    assert not (tmp_path / "loss.png").exists()
+
+
+# Bad places and missing packages
+
+
+def test_an_output_folder_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir '.*file/run' cannot be written: Not a directory"):
+        check(planned(tmp_path / "file" / "run").config)
+    with pytest.raises(ConfigError, match="output_dir"):
+        opened(tmp_path / "file" / "run")
+
+
+def test_missing_packages_are_all_named_before_the_run_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = planned(tmp_path, wandb_project="mine", tensorboard_dir=str(tmp_path / "tb")).config
+    with pytest.raises(ConfigError) as error:
+        check(config)
+    assert [text.split(" ")[0] for text in error.value.problems] == ["tensorboard_dir", "wandb_project"]
+    assert "pip install wandb" in str(error.value)
+
+
+def test_services_that_nobody_asked_for_are_not_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check(planned(tmp_path, csv_dir=str(tmp_path / "csv")).config)
+
+
+# Services
+
+
+def test_a_deepspeed_json_names_the_folder_of_its_job(tmp_path):
+    plan = planned(tmp_path, csv_dir=str(tmp_path / "csv"))
+    for block, folder in (({}, "csv"), ({"job_name": "job"}, "csv/job"), ({"enabled": True}, "csv/DeepSpeedJobName")):
+        plan.config.deepspeed = {"csv_monitor": block}
+        log = RunLog(plan, is_writer=True, flops_per_step=8e12, peak_flops=None, clock=Clock())
+        log.step(step(1))
+        log.close()
+        assert (tmp_path / folder / "train_loss.csv").read_text().split() == ["step,loss", "1,8.0"]
+
+
+def test_a_block_that_is_off_stays_off(tmp_path):
+    config = planned(tmp_path).config
+    config.deepspeed = {"csv_monitor": {"enabled": False, "output_path": "csv"}}
+    assert asked_for(config) == []
+
+
+def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):
+    """Seven steps, a kill after the checkpoint of step 5, and the resumed rest."""
+    places = dict(tensorboard_dir=str(tmp_path / "tb"), csv_dir=str(tmp_path / "csv"), log_interval=1)
+    killed = opened(tmp_path, **places)
+    for number in range(1, 8):
+        killed.step(step(number, loss=100.0 if number > 5 else float(number)))
+    resumed = opened(tmp_path, start_step=5, **places)
+    for number in range(6, 9):
+        resumed.step(step(number, loss=float(number)))
+    resumed.evaluation(dict(step=8, loss=0.5))
+    resumed.close()
+    with (tmp_path / "csv" / "train_loss.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [["step", "loss"], *[[str(n), str(float(n))] for n in range(1, 9)]]
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(n, float(n)) for n in range(1, 9)]
+    assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(8, 0.5)]
+    assert "train/tokens_per_second" in events.Tags()["scalars"]
+
+
+class FakeRun:
+    """W&B itself needs an account; this takes its calls."""
+
+    def __init__(self):
+        self.calls: list = []
+
+    def log(self, data: dict, step: int) -> None:
+        self.calls.append((data, step))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+@pytest.fixture
+def inits(monkeypatch) -> list[dict]:
+    """The keys of each wandb.init; what it returned is under "run"."""
+    found: list[dict] = []
+
+    def init(**keys):
+        found.append(keys | {"run": FakeRun()})
+        return found[-1]["run"]
+
+    fake = types.ModuleType("wandb")
+    fake.init, fake.__spec__ = init, types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return found
+
+
+def test_wandb_is_given_project_names_and_steps(tmp_path, inits):
+    log = opened(tmp_path, wandb_project="mine")
+    log.step(dict(step=1, loss=2.0, grad_norm=math.inf, lr=1e-3, seconds_per_step=2.0))
+    log.close()
+    ((data, number), end) = inits[0]["run"].calls
+    assert (inits[0]["project"], inits[0]["group"], inits[0]["entity"]) == ("mine", None, None)
+    assert (data["train/loss"], number) == (2.0, 1)
+    assert "train/grad_norm" not in data  # it was infinite
+    assert end == ("finish", None)
+
+
+def test_wandb_goes_on_with_the_run_that_is_resumed_and_no_other(tmp_path, inits, monkeypatch):
+    for start_step in (0, 5, 0):
+        opened(tmp_path, start_step=start_step, wandb_project="mine")
+    monkeypatch.setenv("WANDB_RUN_ID", "own")
+    opened(tmp_path, start_step=5, wandb_project="mine")
+    first, resumed, fresh, own = (keys["id"] for keys in inits)
+    assert first == resumed != fresh
+    assert own == "own"
+    assert {keys["resume"] for keys in inits} == {"allow"}
+
+
+def test_a_service_that_refuses_is_a_config_error(tmp_path, inits, monkeypatch):
+    def refuse(**keys):
+        raise RuntimeError("no API key configured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(ConfigError, match="wandb could not be opened: RuntimeError: no API key configured"):
+        opened(tmp_path, wandb_project="mine")
+
+
+def test_a_fresh_start_moves_earlier_csv_files_aside(tmp_path):
+    for loss in (1.0, 2.0):
+        log = opened(tmp_path, csv_dir=str(tmp_path / "csv"))
+        log.step(step(1, loss=loss))
+    assert (tmp_path / "csv" / "train_loss.csv").read_text().split() == ["step,loss", "1,2.0"]
+    assert (tmp_path / "csv" / "train_loss.1.csv").read_text().split() == ["step,loss", "1,1.0"]
+
+
+def test_the_log_needs_neither_torch_nor_deepspeed_nor_matplotlib_to_be_imported():
+    import subprocess
+
+    heavy = {"torch", "deepspeed", "matplotlib", "megatron"}
+    code = f"import sys, megaaccum.pretrain.metrics.log; print(*{heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -1,0 +1,166 @@
+"""Receipts: what each start of a run leaves, how it is read again, and what is said of files that are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaaccum.errors import MegaaccumError
+from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.metrics.goodput import Goodput
+from tests.support.configs import plan
+from tests.unit.pretrain.metrics.test_log import Clock, opened, step
+
+
+def written(folder: Path, number: int = 1) -> dict:
+    return receipts.read(folder / "receipts" / f"start_{number}.json")
+
+
+def test_a_start_writes_what_is_known_of_it_before_its_first_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_API_KEY", "sesame")
+    monkeypatch.setenv(receipts.LAUNCHED, "12.5")
+    of = plan(2, pipeline_model_parallel_size=2)
+    opening = receipts.opening(
+        of, data_digest="abc", vocab_size=100, ranks=[receipts.this_rank("H100", 8e10)], predicted={}, start_step=0
+    )
+    receipts.Receipt(tmp_path, opening)
+    found = written(tmp_path)
+    assert (found["number"], found["first_step"], found["launched"], found["outcome"]) == (1, 1, 12.5, None)
+    assert found["environment"]["NCCL_DEBUG"] == "INFO" and "sesame" not in json.dumps(found)
+    keys = found["configuration"]
+    assert keys["model"]["num_layers"] == {"value": 8, "from": "test.yaml"}
+    assert keys["batch"]["global_batch_size"] == {"value": 16, "from": "derived"}
+    assert keys["optimizer"]["weight_decay"] == {"value": of.config.optimizer.weight_decay, "from": "default"}
+    assert found["plan"]["digest"] == of.digest()
+    assert found["plan"]["batch"]["num_microbatches"] == 16
+    assert found["ranks"][0]["device"] == "H100"
+    assert found["versions"]["torch"] and len(found["code"]["digest"]) == 16
+
+
+def test_the_code_is_named_by_its_commit_only_in_a_checkout(tmp_path, monkeypatch):
+    package = tmp_path / "megaaccum"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr("megaaccum.__file__", str(package / "__init__.py"))
+    plain = receipts.code()
+    assert (plain["commit"], plain["dirty"]) == (None, None)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    clean = receipts.code()
+    assert len(clean["commit"]) == 40 and clean["dirty"] is False and clean["digest"] == plain["digest"]
+    (package / "__init__.py").write_text("changed = 1")
+    changed = receipts.code()
+    assert changed["dirty"] is True and changed["digest"] != plain["digest"] and changed["commit"] == clean["commit"]
+
+
+def test_steps_events_and_the_end_are_in_it(tmp_path):
+    clock = Clock()
+    log = opened(tmp_path, clock=clock)
+    for number in range(1, 5):
+        clock.now += 2.0
+        log.step(
+            step(number, seconds_per_step=9.0 if number == 1 else number, seconds_data=0.5, bytes_all_gather_dp=10.0,
+                 memory_gradients_bytes=100 * (number % 3), skipped=number == 3, note="overflow" * (number == 3))
+        )  # fmt: skip
+    log.event("alarm", 4, "too much")
+    log.close("Stopped")
+    found = written(tmp_path)
+    measured = found["measured"]
+    assert (measured["num_steps"], measured["seconds_of_first_step"], measured["seconds_per_step"]) == (4, 9.0, 3.0)
+    assert (measured["bytes"], measured["memory"]) == ({"all_gather_dp": 10.0}, {"gradients": 200})
+    assert measured["seconds"] == {"data": 0.5}
+    assert [(each["kind"], each["step"], each["text"]) for each in found["events"]] == [
+        ("skip", 3, "overflow"), ("alarm", 4, "too much"),
+    ]  # fmt: skip
+    assert found["outcome"] == {"text": "Stopped", "step": 4, "time": 8.0}
+
+
+def test_what_a_step_left_out_is_in_it(tmp_path):
+    log = opened(tmp_path)
+    log.step(step(1))
+    log.step(step(2, sanitized=1, note="not finite: micro-batch 3 of data-parallel rank 0"))
+    log.close()
+    (event,) = written(tmp_path)["events"]
+    assert event == {"kind": "drop", "step": 2, "text": "not finite: micro-batch 3 of data-parallel rank 0"}
+
+
+def test_the_command_that_started_a_rank_is_in_it_and_a_shell_is_none(tmp_path):
+    code = "from megaaccum.pretrain.metrics.receipts import _launcher; print(_launcher())"
+    by_python = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
+    told = subprocess.run(by_python, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == str(by_python)
+    by_a_shell = ["sh", "-c", f'{sys.executable} -c "{code}"; true']
+    assert subprocess.run(by_a_shell, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_killed_start_leaves_its_first_steps_and_what_was_written_each_minute(tmp_path):
+    clock = Clock()
+    log = opened(tmp_path, clock=clock)
+    seen = []
+    for number in range(1, 9):
+        clock.now += 20.0
+        log.step(step(number))
+        seen.append(written(tmp_path)["measured"].get("num_steps", 0))
+    assert seen == [0, 0, 3, 4, 4, 4, 7, 7]
+
+
+def test_every_start_has_its_own_and_a_fresh_run_begins_again(tmp_path):
+    opened(tmp_path)
+    opened(tmp_path, start_step=5).failed(ValueError("no"))
+    first, second = receipts.read_all(tmp_path)
+    assert (first["number"], second["number"]) == (1, 2)
+    assert second["events"] == [{"kind": "restart", "step": 5, "text": "goes on after step 5"}]
+    assert second["outcome"]["text"] == "ValueError: no"
+    opened(tmp_path)
+    assert [each["number"] for each in receipts.read_all(tmp_path)] == [1]
+    assert sorted(path.name for path in (tmp_path / "receipts.1").iterdir()) == ["start_1.json", "start_2.json"]
+
+
+def test_what_is_not_finite_is_strict_json(tmp_path):
+    receipt = receipts.Receipt(tmp_path, {"a": [float("nan")], "b": {"c": float("inf")}})
+    receipt.step({"step": 1, "seconds_per_step": 1.0}, Goodput())
+    assert (written(tmp_path)["a"], written(tmp_path)["b"]) == (["nan"], {"c": "inf"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            '{"schema": "megaaccum receipt", "version": 2, "code": {"version": "9.1"}}',
+            ["version 2", "up to version 1", "9.1"],
+        ),
+        ('{"schema": "megaaccum receipt"}', ["no receipt"]),
+        ("[1]", ["no receipt"]),
+        ('{"schema": "megaac', ["cannot be read"]),
+        (None, ["holds no receipts", "output_dir"]),
+    ],
+)
+def test_files_that_are_no_receipts_are_one_clear_error(tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "receipts").mkdir()
+        (tmp_path / "receipts" / "start_1.json").write_text(text)
+    with pytest.raises(MegaaccumError) as error:
+        receipts.read_all(tmp_path)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_a_receipt_that_cannot_be_written_ends_the_run_as_a_journal_does(tmp_path):
+    log = opened(tmp_path)
+    (tmp_path / "receipts").rename(tmp_path / "gone")
+    (tmp_path / "receipts").write_text("a file")
+    for number in range(1, 4):
+        log.step(step(number))
+    with pytest.raises(MegaaccumError, match=r"start_1\.json cannot be written"):
+        log.step(step(4))
+    assert log.problem is not None
+
+
+def test_reading_receipts_needs_no_torch():
+    code = "import sys; from megaaccum.pretrain.metrics import receipts, goodput; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,44 @@
+"""When a checkpoint is due, and what a folder without one means; without ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaaccum.errors import CheckpointError
+from megaaccum.pretrain.training.saver import Saver
+from tests.support.configs import plan
+
+
+def saver(**keys: object) -> Saver:
+    engine: Any = SimpleNamespace(plan=plan(**keys))
+    return Saver(engine, data=None)  # type: ignore[arg-type]
+
+
+def saved(bad: set[int], steps: int, **keys: object) -> list[int]:
+    """After which of `steps` steps a checkpoint is written when those in `bad` were bad."""
+    of = saver(**keys)
+    return [step for step in range(1, steps + 1) if of.is_due(step, step == steps, bad=step in bad)]
+
+
+def test_after_every_interval_and_at_the_end():
+    assert saved(set(), 7, save_interval=3) == [3, 6, 7]
+    assert saved(set(), 7, save_interval=3, save_at_end=False) == [3, 6]
+    assert saved(set(), 7) == [7]
+    assert saved(set(), 7, save_at_end=False) == []
+
+
+def test_never_after_a_bad_step_but_after_the_next_good_one():
+    assert saved({3, 4}, 7, save_interval=3) == [5, 6, 7]
+    assert saved({3, 4, 5, 6, 7}, 7, save_interval=3) == []
+
+
+def test_an_empty_folder_to_load_from(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    saver(load=str(tmp_path))._without_checkpoint()
+    assert "holds no checkpoint (no file named latest): the run starts afresh" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="exit_on_missing_checkpoint is true"):
+        saver(load=str(tmp_path), exit_on_missing_checkpoint=True)._without_checkpoint()

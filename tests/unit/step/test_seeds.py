@@ -1,0 +1,109 @@
+"""What a sample's draws depend on, and on which ranks they are the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from megaaccum.distributed import rng
+from megaaccum.platform import cpu
+from megaaccum.step.seeds import SampleSeeds, _may_draw
+from tests.support.configs import plan
+
+
+class _Group:
+    def __init__(self, rank: int = 0, size: int = 1):
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def seeds(mode: str = "sample", *, tp: int = 0, cp: int = 0, dp: tuple[int, int] = (0, 1)) -> SampleSeeds:
+    collection = SimpleNamespace(cp=_Group(cp))
+    groups = SimpleNamespace(tp=_Group(tp), dp=_Group(*dp), collection=collection)
+    return SampleSeeds(plan(world_size=dp[1], rng=mode), cast(Any, groups), [])
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    cpu.install()
+    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+    before = rng.snapshot()
+    yield
+    rng.restore(before)
+
+
+def draws(of: SampleSeeds, microbatch: int = 0, step: int = 1) -> dict[str, float]:
+    """The first number of each stream in the forward of a micro-batch."""
+    with of.flush(step):
+        of.begin_forward(microbatch)
+        drawn = {"default": float(torch.rand(()))}
+        for name in ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"):
+            with get_cuda_rng_tracker().fork(name):
+                drawn[name] = float(torch.rand(()))
+    return drawn
+
+
+def test_a_global_microbatch_has_one_set_of_draws_on_any_number_of_ranks():
+    assert draws(seeds(), 5) == draws(seeds(dp=(1, 2)), 2) == draws(seeds(dp=(1, 4)), 1)
+    first = draws(seeds())
+    for other in (draws(seeds(), 1), draws(seeds(), step=2), draws(seeds(cp=1)), draws(seeds(dp=(1, 2)))):
+        assert all(other[name] != first[name] for name in first)
+    assert len({*first.values()}) == len(first)
+
+
+def test_ranks_of_a_tp_group_share_what_megatron_lets_them_share():
+    first, second = draws(seeds()), draws(seeds(tp=1))
+    assert {name for name in first if first[name] == second[name]} == {"default", "data-parallel-rng"}
+
+
+def test_a_seed_is_torchs():
+    rng.seed_generators(5)
+    here = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(here, torch.rand(3))
+
+
+def test_the_states_of_the_process_are_left_alone():
+    before = rng.snapshot()
+    draws(seeds())
+    after = rng.snapshot()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    of = seeds("megatron")
+    assert draws(of) != draws(of), "Megatron's states draw on"
+
+
+class _OfAUser(torch.nn.Linear):
+    pass
+
+
+def _replaced() -> torch.nn.Module:
+    linear = torch.nn.Linear(1, 1)
+    linear.forward = lambda x: x * torch.rand(())
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "may"),
+    [
+        (torch.nn.Linear(1, 1), {}, False),
+        (torch.nn.Sequential(torch.nn.Embedding(1, 1), torch.nn.Dropout(0.0)), {"hidden_dropout": 0.0}, False),
+        (torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.1)), {}, True),
+        (torch.nn.Linear(1, 1), {"hidden_dropout": 0.1}, True),
+        (torch.nn.Linear(1, 1), {"attention_dropout": 1}, True),
+        (torch.nn.Sequential(_OfAUser(1, 1)), {}, True),
+        (torch.nn.RReLU(), {}, True),
+        (_replaced(), {}, True),
+    ],
+    ids=["linear", "dropout-0", "dropout", "hidden", "attention", "own", "unknown", "replaced"],
+)
+def test_what_may_draw(module, config, may):
+    assert _may_draw(module, SimpleNamespace(**config)) is may
