@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megaaccum import upstream
 from megaaccum.distributed.groups import Groups, Mpu
+from megaaccum.upstream import pytorch, zero
 
 
 class BareLoop:
@@ -34,10 +34,10 @@ class BareLoop:
             mpu=Mpu(groups),
             dist_init_required=False,
         )
-        self._zero = upstream.Zero3(self._engine)
+        self._zero = zero.Zero3(self._engine)
         self._last = False
         for param in self._zero.params:
-            upstream.on_gradient(param, self._on_gradient)
+            pytorch.on_gradient(param, self._on_gradient)
         hooks = chunks[0].config
         hooks.no_sync_func, hooks.param_sync_func, hooks.grad_sync_func = self._no_sync, None, None
         hooks.grad_scale_func, hooks.finalize_model_grads_func = None, self._finalize

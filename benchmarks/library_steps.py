@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from benchmarks import library_models as models
 from benchmarks import megatron_reference
-from megaaccum import upstream
 from megaaccum.distributed import groups as process_groups
 from megaaccum.lab.verification import subject as subjects
 from megaaccum.lab.verification.case import Case
@@ -26,6 +25,7 @@ from megaaccum.lab.verification.observe import piece_of, place_in
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step
 from megaaccum.model import gpt
 from megaaccum.platform import cpu
+from megaaccum.upstream import megatron
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class _Megatron:
         """Of the flattened parameter, what this rank updates."""
         if not self.model[0].ddp_config.use_distributed_optimizer:
             return 0, param.numel()
-        found = [upstream.megatron_share(each, param) for each in self._inner()]
+        found = [megatron.share(each, param) for each in self._inner()]
         return next((each for each in found if each[1] > each[0]), (0, 0))
 
     def _piece(self, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:

@@ -193,14 +193,14 @@ def cost_of_counting(calls: int = 10_000) -> float:
     """Seconds that the meter adds to one collective: its own code around one that does nothing."""
     import torch
 
-    from megaaccum import upstream
     from megaaccum.observe.traffic import Meter
+    from megaaccum.upstream import pytorch
 
     noted: list[Callable] = []
     watch = contextlib.contextmanager(lambda note: iter([noted.append(note)]))
-    with patch.object(upstream, "watched_collectives", watch), Meter(None).counting():
+    with patch.object(pytorch, "watched_collectives", watch), Meter(None).counting():
         group, tensors = _PairOfRanks(), [torch.zeros(1)]
-        counted = upstream.pytorch._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
+        counted = pytorch._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
         start = time.perf_counter()
         for _ in range(calls):
             counted(group, tensors)

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megaaccum import upstream
 from megaaccum.checkpoint.folders import DamagedCheckpoint
 from megaaccum.errors import CheckpointError
+from megaaccum.upstream import pytorch
 
 
 class CheckpointReader:
@@ -117,7 +117,7 @@ class _Refused(Exception):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in upstream.CHECKPOINT_METADATA_CLASSES or _is_dtype(module, name):
+        if (module, name) in pytorch.CHECKPOINT_METADATA_CLASSES or _is_dtype(module, name):
             return super().find_class(module, name)
         raise _Refused(f"{module}.{name}")
 

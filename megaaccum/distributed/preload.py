@@ -52,14 +52,14 @@ def libraries(*more: str) -> None:
     thread of ours."""
     prepare()
     import_torch()
-    from megaaccum import upstream
     from megaaccum.platform import cpu
+    from megaaccum.upstream import pytorch, zero
 
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
     for name in (*LIBRARIES, *more):
         importlib.import_module(name)
-    upstream.without_shared_memory_operator()
-    upstream.one_gloo_device()
+    zero.without_shared_memory_operator()
+    pytorch.one_gloo_device()
     keep()
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megaaccum import upstream
 from megaaccum.errors import FlushError
 from megaaccum.executor.hooks import Hooks
 from megaaccum.executor.p2p import Mail
@@ -32,6 +31,7 @@ from megaaccum.executor.passes import (
 from megaaccum.executor.wgrad import WeightGrads, put_aside
 from megaaccum.platform import cpu
 from megaaccum.schedule.actions import Action, Item, Pair, Schedule
+from megaaccum.upstream import pytorch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,12 +246,12 @@ class Flush:
         at = f"{self._now.describe()} of schedule {self.schedule.name}"
         if self._awaited is None:
             text = f"{where} failed in {at}: {type(error).__name__}: {error}"
-            upstream.note_failure(key, text)
+            pytorch.note_failure(key, text)
             return FlushError(text)
         kind, stage, microbatch = self._awaited
         what = "activation" if kind == "F" else "gradient"
         owner = self.schedule.rank_of_stage[stage]
-        first = upstream.noted_failure(key)
+        first = pytorch.noted_failure(key)
         because = f"; before that, {first}" if first else f": {type(error).__name__}: {error}"
         return FlushError(
             f"{where}, in {at}, waited for the {what} of stage {stage}, micro-batch {microbatch}, from pipeline rank"

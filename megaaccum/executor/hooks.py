@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megaaccum import upstream
 from megaaccum.schedule.actions import Action, Schedule
+from megaaccum.upstream import pytorch
 
 
 class Hooks:
@@ -29,7 +29,7 @@ class Hooks:
         self._split = getattr(config, "follows_split", None)  # ours, so a plain Megatron configuration has none
         self._sums = getattr(config, "microbatch_sums", None)
         self._note_held = getattr(config, "note_held", None)
-        self.add_weight_grad = upstream.add_by_autograd if self._split is None else self._split.add_weight_grad
+        self.add_weight_grad = pytorch.add_by_autograd if self._split is None else self._split.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
         for kind, chunk, microbatch in schedule.actions(rank):

@@ -22,8 +22,8 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comp_stream, set_streams
 from megatron.core.utils import get_attr_wrapped_model
 
-from megaaccum import upstream
 from megaaccum.errors import ConfigError
+from megaaccum.upstream import megatron
 
 FusedPass = Callable[[Callable[[], None], Callable[[], None]], None]
 """What runs a fused pair: called with two functions that run the forward and the backward, each of which sends its
@@ -113,7 +113,7 @@ class ModulePasses:
 
     def __init__(self, call: Call):
         self._call = call
-        self._side_losses = upstream.megatron_scales_side_losses(call.config)
+        self._side_losses = megatron.scales_side_losses(call.config)
 
     def forward(self, at: Forward) -> Forwarded:
         """Megatron's forward_step (megatron-core 0.19), but that the output leaves before anything else is done."""

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaaccum import upstream
 from megaaccum.errors import ConfigError
-from megaaccum.upstream import te
+from megaaccum.upstream import megatron, pytorch, te
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class WeightGrads:
     def compute(self, add: AddWeightGrad | None = None) -> None:
         """Compute them, layer by layer, and `add` them to the parameters (None: by autograd); what they needed is let
         go on the way. A weight that several layers share is added once."""
-        add = add or upstream.add_by_autograd
+        add = add or pytorch.add_by_autograd
         sums: dict[int, torch.Tensor] = {}
         self._begin_next()
         while self._owed:
@@ -157,7 +156,7 @@ def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> No
         mark_put_off(weight)
         _receiver.add(weight, compute)
     else:
-        upstream.add_by_autograd(weight, compute())
+        pytorch.add_by_autograd(weight, compute())
 
 
 def mark_put_off(weight: torch.nn.Parameter) -> None:
@@ -186,9 +185,9 @@ def install(chunk: torch.nn.Module) -> None:
         _refuse(module.config)
         _delaying.setdefault(module, None)
     for module in chunk.modules():
-        if upstream.is_parallel_linear(module):
+        if megatron.is_parallel_linear(module):
             _refuse(module.config)
-            upstream.set_linear_forward(module, _forward)
+            megatron.set_linear_forward(module, _forward)
             if module.weight is not None:  # a head that is tied to the embedding is given its weight in each forward
                 mark_put_off(module.weight)  # type: ignore[arg-type]
 
@@ -213,7 +212,7 @@ def _forward(
 ) -> torch.Tensor:
     """The product of a parallel linear layer; arguments as Megatron-core's own."""
     if not weight.requires_grad or not torch.is_grad_enabled():
-        return upstream.linear_forward(
+        return megatron.linear_forward(
             input=input, weight=weight, bias=bias, allreduce_dgrad=allreduce_dgrad,
             sequence_parallel=sequence_parallel, tp_group=tp_group, **fused,
         )  # fmt: skip

@@ -24,10 +24,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megaaccum import upstream
 from megaaccum.errors import ConfigError
 from megaaccum.model.local_norm import replaced
 from megaaccum.model.names import as_in_local_layers
+from megaaccum.upstream import megatron
 
 
 class LocalAttention(DotProductAttention):
@@ -239,7 +239,7 @@ def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, MLASelfAttention) and module.tp_group.size() > 1:
-                upstream.sum_rotated_key(module)
+                megatron.sum_rotated_key(module)
                 for name, param in module.named_parameters():
                     of_queries = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")
                     param.is_of_latent = of_queries  # type: ignore[attr-defined]

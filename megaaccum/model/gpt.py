@@ -15,7 +15,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megaaccum import upstream
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.distributed import rng
@@ -27,6 +26,7 @@ from megaaccum.model.layers import Layers
 from megaaccum.model.names import as_in_local_layers, over_stages
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.platform import cpu, determinism
+from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import (
     GPTModelBuilder,
     GPTModelConfig,
@@ -44,7 +44,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def layers_of(plan: Plan) -> Layers:
     """The layers that this machine builds the model of."""
     on_gpu = cpu.has_accelerator()
-    has_te = on_gpu and upstream.has_transformer_engine()
+    has_te = on_gpu and megatron.has_transformer_engine()
     return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
 
 
@@ -111,7 +111,7 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
         masked_softmax_fusion=on_gpu
         and model.masked_softmax_fusion
         and not plan.config.data.reset_attention_mask
-        and upstream.has_fused_softmax(),
+        and megatron.has_fused_softmax(),
         apply_rope_fusion=rope and on_gpu and not made_of.local
         if model.apply_rope_fusion is None
         else model.apply_rope_fusion,
@@ -150,7 +150,7 @@ def _check_te_layers(plan: Plan) -> None:
     """Refuse what Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
     if layers_of(plan).local:
         return
-    if not upstream.has_transformer_engine():
+    if not megatron.has_transformer_engine():
         raise ConfigError(
             "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
             " (`megaaccum doctor` says which): set transformer_impl to auto."
@@ -234,8 +234,8 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         initialize(chunk, groups, seed=plan.config.run.seed)
         recompute.prepare(chunk)
         for module in chunk.modules():
-            if upstream.is_parallel_linear(module):
-                upstream.set_linear_forward(module, upstream.linear_forward)
+            if megatron.is_parallel_linear(module):
+                megatron.set_linear_forward(module, megatron.linear_forward)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(cross_entropy_in_float64, groups.tp)
     return chunks
@@ -280,7 +280,7 @@ def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_siz
             rotary_base=model.rotary_base,
             **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
         )
-        with upstream.mtp_spec_of_builder(mtp):
+        with megatron.mtp_spec_of_builder(mtp):
             built = builder(whole).build_model(  # type: ignore[arg-type]
                 groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
             )

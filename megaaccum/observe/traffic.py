@@ -68,7 +68,7 @@ class Meter:
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
         """The traffic of what runs inside, filled in at its end."""
-        from megaaccum import upstream
+        from megaaccum.upstream import pytorch
 
         found: Traffic = {}
         self._counts, self._receiving, self.most_receiving = {}, 0, 0
@@ -87,7 +87,7 @@ class Meter:
             count.num_bytes += calls * share * num_bytes
             count.seconds += seconds
 
-        with upstream.watched_collectives(note):
+        with pytorch.watched_collectives(note):
             yield found
         found.update(self.take())
 

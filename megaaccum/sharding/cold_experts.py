@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum import upstream
 from megaaccum.platform import cpu
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -45,7 +45,7 @@ class ExpertLayer:
     def count(self, experts: torch.nn.Module, args: tuple) -> None:
         """A forward pre-hook of Megatron's experts, which are called with (tokens, tokens_per_expert, probs).
         Evaluations do not count, nor does a forward that a backward computes again."""
-        if experts.training and not upstream.in_backward():
+        if experts.training and not pytorch.in_backward():
             routed = args[1].to(torch.int64)
             self._now = routed if self._now is None else self._now + routed
 

@@ -17,11 +17,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megaaccum import upstream
 from megaaccum.model import gpt
 from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, sums_of, whole_frozen_pieces
 from megaaccum.sharding.reduction import rows_in_order, sum_in_order
 from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.upstream import adam, pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -53,10 +53,10 @@ class DdpBackend(WholeOnEachRank):
         average = allreduce_hook if groups.dp_cp.size() > 1 else noop_hook
         self._reduce_bucket = average if order is None else partial(sum_in_order, order, self.sums)
         for param in self._compute_params():
-            upstream.on_gradient(param, self._hand_to_master)
+            pytorch.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums is not None else ():
             for param in _trainable(ddp):
-                upstream.on_gradient(param, self._on_gradient)
+                pytorch.on_gradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
             ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
         self.reduction_divisor = groups.dp_cp.size() if order is None else 1
@@ -86,7 +86,7 @@ class DdpBackend(WholeOnEachRank):
         refuses gradients of another precision than the parameter's, so it is given the masters."""
         assert param.grad is not None
         grad, param.grad = param.grad, None
-        upstream.add_by_autograd(self._masters[id(param)], grad.float())
+        pytorch.add_by_autograd(self._masters[id(param)], grad.float())
 
     @contextmanager
     def no_sync_func(self):
@@ -103,7 +103,7 @@ class DdpBackend(WholeOnEachRank):
             self._arrived.add(id(param))
             if ddp in self._waiting:
                 self._waiting.remove(ddp)
-                upstream.ddp_expect_gradients(ddp)
+                pytorch.ddp_expect_gradients(ddp)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before DDP's reducer looks; outside `no_sync_func` it is the last."""
@@ -127,7 +127,7 @@ class DdpBackend(WholeOnEachRank):
         earlier micro-batches). It sends its buckets in one order on all ranks, whichever of them lack some."""
         if ddp in self._waiting:
             self._waiting.remove(ddp)
-            upstream.ddp_expect_gradients(ddp)
+            pytorch.ddp_expect_gradients(ddp)
         missing = [param for param in _trainable(ddp) if id(param) not in self._arrived]
         for param in missing if self.sums is not None else ():
             self.sums.give_back(param)  # type: ignore[union-attr]
@@ -191,11 +191,11 @@ class DdpBackend(WholeOnEachRank):
     def state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             if param.requires_grad:
-                yield StatePiece(name, param, 0, upstream.adam_views(self._optimizer, param))
+                yield StatePiece(name, param, 0, adam.adam_views(self._optimizer, param))
         yield from whole_frozen_pieces(self._chunks, self.replica)
 
     def adopt_state(self, num_steps: int) -> None:
-        upstream.set_adam_step(self._optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
+        adam.set_adam_step(self._optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
         self._round_masters()
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
@@ -206,7 +206,7 @@ class DdpBackend(WholeOnEachRank):
         return {
             "parameters_whole": params,
             "gradients_whole": [*grads, *self._buckets.values()],
-            "optimizer": [*self._masters.values(), *upstream.optimizer_tensors(self._optimizer)],
+            "optimizer": [*self._masters.values(), *adam.optimizer_tensors(self._optimizer)],
         }
 
     @property

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import deepspeed
 import torch
 
-from megaaccum import upstream
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.distributed.groups import Mpu
 from megaaccum.executor import wgrad
@@ -42,6 +41,7 @@ from megaaccum.sharding.reduction import (
     sum_tied_copies,
 )
 from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.upstream import adam, pytorch, zero, zero12
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -70,10 +70,10 @@ class DeepSpeedBackend:
         _mark_model_parallel(chunks, groups)
         _set_tied_apart(optimizer)
         self._cold = ColdExperts.of(plan, chunks)
-        self._updates = upstream.UpdateCount(optimizer)
+        self._updates = adam.UpdateCount(optimizer)
         accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
         model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
-        config = upstream.zero1_config(deepspeed_config(plan), dtype)
+        config = zero12.zero1_config(deepspeed_config(plan), dtype)
         if plan.config.sharding.sync == "streaming":
             # One parameter after the other comes to the device and is cut; deepspeed.initialize would bring all first.
             deepspeed.zero.Init(
@@ -95,7 +95,7 @@ class DeepSpeedBackend:
         self._syncing = self._reducing = False
         self._last_flush = True
         self._kept = Kept()
-        self._hooks: list[upstream.OnGradient] = []
+        self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
         for param in self.parts.params:
             if param.dtype != accumulate_in:
@@ -103,12 +103,12 @@ class DeepSpeedBackend:
         if self._hears_each:
             self._listen()
 
-    def _parts(self, plan: Plan) -> upstream.Zero3 | upstream.Zero12:
+    def _parts(self, plan: Plan) -> zero.Zero3 | zero12.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
         sharding, order = plan.config.sharding, rows_in_order(plan)
         accumulate_in, bucket = gpt.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
         if order is None:
-            return upstream.deepspeed_parts(self.engine, accumulate_in)
+            return zero12.driver_of(self.engine, accumulate_in)
         if sharding.zero_stage == 3:
             return InOrder(self.engine, PartitionReducer.of(plan, self._groups, self.sums), bucket)
         return RunsInOrder(self.engine, self._groups.dp_cp, accumulate_in, order, self.sums, bucket)
@@ -197,7 +197,7 @@ class DeepSpeedBackend:
         self._updates.done += 1
 
     def keep_gradients(self) -> Callable[[], None]:
-        give_lists, give_back = upstream.keep_gradient_lists(self.parts), kept_gradients(self)
+        give_lists, give_back = zero12.keep_gradient_lists(self.parts), kept_gradients(self)
 
         def give() -> None:
             give_lists()
@@ -211,7 +211,7 @@ class DeepSpeedBackend:
     def state(self) -> Iterator[StatePiece]:
         for param, start, tensors in self.parts.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
-        if not isinstance(self.parts, upstream.Zero3):
+        if not isinstance(self.parts, zero.Zero3):
             yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
@@ -246,7 +246,7 @@ class DeepSpeedBackend:
                     self._hooks.pop().remove()
 
     def _listen(self) -> None:
-        self._hooks = [upstream.on_gradient(param, self._on_gradient) for param in self.parts.params]
+        self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.parts.params]
 
     def _sum_the_rest(self) -> None:
         """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""

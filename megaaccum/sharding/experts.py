@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megaaccum import upstream
 from megaaccum.model import gpt
+from megaaccum.upstream import zero
 
 if TYPE_CHECKING:
     import torch
@@ -25,4 +25,4 @@ def place(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up."""
     experts = [param for chunk in chunks for param in chunk.parameters() if gpt.is_expert(param)]
     if experts:
-        upstream.place_experts(experts, groups.collection.ep, groups.collection.expt_dp)
+        zero.place_experts(experts, groups.collection.ep, groups.collection.expt_dp)

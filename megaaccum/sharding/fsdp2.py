@@ -16,7 +16,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megaaccum import upstream
 from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
 from megaaccum.model import gpt
@@ -32,6 +31,7 @@ from megaaccum.sharding.reduction import (
     sum_tied_copies,
 )
 from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.upstream import adam, fsdp2
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -70,11 +70,11 @@ class Fsdp2Backend:
         for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)
             if self.sums is not None and not self._streaming:
-                upstream.fsdp2_on_gradient(chunk, self._on_gradient)
+                fsdp2.on_unit_gradient(chunk, self._on_gradient)
             elif self.sums is not None and self._splits:
-                upstream.fsdp2_on_gradient(chunk, partial(self._keep_for_w, number))
-        upstream.watch_fsdp2(self._roots, self.memory)
-        self._weight_grads = [upstream.Fsdp2WeightGrads(chunk) for chunk in chunks]
+                fsdp2.on_unit_gradient(chunk, partial(self._keep_for_w, number))
+        fsdp2.watch(self._roots, self.memory)
+        self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
         self._parameters = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
@@ -82,7 +82,7 @@ class Fsdp2Backend:
             vars(shards[id(param)]).update(vars(param))
         self._names = {id(param): name for name, param in self._parameters}
         for chunk in chunks:
-            upstream.fsdp2_before_reduce(chunk, self._show)
+            fsdp2.before_reduce(chunk, self._show)
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
@@ -127,7 +127,7 @@ class Fsdp2Backend:
         assert self.sums is not None
         ranks = self._groups.dp_cp.size()
         found = [torch.zeros_like(flat) for _ in range(self.sums.num_parts - 1)]
-        params = upstream.fsdp2_reduced(module) if found else []
+        params = fsdp2.reduced(module) if found else []
         widths = [-(-param.shape[0] // ranks) * (param.numel() // param.shape[0]) for param in params]
         for number, param in enumerate(params):
             for other, part in zip(found, self.sums.take_others(param), strict=True):
@@ -140,7 +140,7 @@ class Fsdp2Backend:
         assert self.sums is not None and param.grad is not None
         grad, param.grad = param.grad, None
         if self.sums.add(param, grad.to(self._sum_dtype or grad.dtype)):
-            upstream.fsdp2_give(held, self.sums.total(param))
+            fsdp2.give_gradient(held, self.sums.total(param))
 
     def _keep_for_w(self, chunk: int, held: Any, param: torch.nn.Parameter) -> None:
         """Keep a gradient that an I brings apart from those of other micro-batches, until the W."""
@@ -197,7 +197,7 @@ class Fsdp2Backend:
         self._in_w, self._is_w = self._weight_grads[chunk], True
         if self.sums is not None:
             for held, grad in self._of_i.pop((chunk, self.sums.of_backward), ()):
-                upstream.fsdp2_give(held, grad)
+                fsdp2.give_gradient(held, grad)
         self._in_w.begin(reduce=final or self._streaming)
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ class Fsdp2Backend:
         """Keep what is reduced in the shards' gradients; further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
-            upstream.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
+            fsdp2.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self._streaming)
             root.set_requires_gradient_sync(self._streaming and not self._splits)
@@ -240,8 +240,8 @@ class Fsdp2Backend:
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)
         root.set_requires_all_reduce(True)
-        for unit in upstream.fsdp2_units(cast("torch.nn.Module", root)):
-            upstream.fsdp2_even_out(unit)
+        for unit in fsdp2.units(cast("torch.nn.Module", root)):
+            fsdp2.even_out(unit)
 
     def gather(self) -> None:
         """Nothing to do: a unit's first forward gathers it."""
@@ -271,7 +271,7 @@ class Fsdp2Backend:
             if not param.requires_grad:
                 continue
             assert param.grad is not None, f"{name} has no gradient"
-            yield GradShard(name, param, _local(param.grad).view(-1), upstream.first_element(param))
+            yield GradShard(name, param, _local(param.grad).view(-1), fsdp2.first_element(param))
 
     def step(self) -> None:
         self._optimizer.step()
@@ -286,7 +286,7 @@ class Fsdp2Backend:
         for name, param in self._parameters:
             tensors: dict[str, Any] = {"param": param} | (self._moments(param) if param.requires_grad else {})
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
-            yield StatePiece(name, param, upstream.first_element(param), views)
+            yield StatePiece(name, param, fsdp2.first_element(param), views)
 
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Of a parameter that is trained; those that do not exist yet are made, as zeros."""
@@ -295,12 +295,12 @@ class Fsdp2Backend:
 
     def adopt_state(self, num_steps: int) -> None:
         trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
-        upstream.set_adam_step(self._optimizer, trained, num_steps)
+        adam.set_adam_step(self._optimizer, trained, num_steps)
         for unit in self._units():
             unit.reshard()  # what is gathered is of before; a module's own parameters alone
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        held = upstream.fsdp2_tensors(self._roots) | {"optimizer": upstream.optimizer_tensors(self._optimizer)}
+        held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self._optimizer)}
         if self.sums is not None:
             kept = [grad for grads in self._of_i.values() for _, grad in grads]
             held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
@@ -319,7 +319,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_torch() -> None:
     """Raise ConfigError where fully_shard is not the one that is driven here."""
-    if missing := upstream.fsdp2.check():
+    if missing := fsdp2.check():
         raise ConfigError(
             f"backend fsdp2 needs the fully_shard of torch 2.13, and torch {torch.__version__} is another"
             f" ({missing[0]}): set backend to deepspeed, or install that torch."

@@ -16,12 +16,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megaaccum import upstream
 from megaaccum.model import gpt
 from megaaccum.platform import cpu
 from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, sums_of, whole_frozen_pieces
 from megaaccum.sharding.reduction import ScatterInOrder, others_like, rows_in_order
 from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.upstream import megatron, pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -44,7 +44,7 @@ class MegatronBackend(WholeOnEachRank):
         self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
         sharding = plan.config.sharding
         self.sums = MicrobatchSums.of(plan, groups)
-        upstream.megatron_reduce_scatter()
+        megatron.reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
             optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
@@ -65,12 +65,12 @@ class MegatronBackend(WholeOnEachRank):
         order = rows_in_order(plan)
         if self.sums is not None and order is not None:
             # After the optimizer, which sets it too.
-            upstream.megatron_reduce_scatter(ScatterInOrder(order, self._others))
+            megatron.reduce_scatter(ScatterInOrder(order, self._others))
             for param in self._trained():
                 param.grad_dtype = torch.float32
-                upstream.on_gradient(param, self._on_gradient)
+                pytorch.on_gradient(param, self._on_gradient)
         for ddp in self._ddp:
-            upstream.megatron_before_reduce(ddp, self._show)
+            megatron.before_reduce(ddp, self._show)
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
         if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
@@ -129,7 +129,7 @@ class MegatronBackend(WholeOnEachRank):
 
     def _others(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's other partial sums of a bucket, laid out as Megatron has laid out the first."""
-        params = upstream.megatron_params_of(self._ddp, flat)
+        params = megatron.params_of(self._ddp, flat)
         return others_like(flat, params, [param.main_grad for param in params], self.sums)  # type: ignore[attr-defined]
 
     def _show(self, param: torch.nn.Parameter) -> None:
@@ -164,7 +164,7 @@ class MegatronBackend(WholeOnEachRank):
                 if ddp.ddp_config.overlap_grad_reduce:
                     ddp.start_grad_sync()
             elif ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
-                upstream.megatron_give_zeros(ddp)
+                megatron.give_zeros(ddp)
             ddp.finish_grad_sync()
         self._reduced = True
 
@@ -182,7 +182,7 @@ class MegatronBackend(WholeOnEachRank):
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""
         for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
-            start, stop = upstream.megatron_share(self.optimizer, param)
+            start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
 
@@ -195,16 +195,16 @@ class MegatronBackend(WholeOnEachRank):
 
     def state(self) -> Iterator[StatePiece]:
         for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
-            start, stop = upstream.megatron_share(self.optimizer, param)
+            start, stop = megatron.share(self.optimizer, param)
             if stop > start:
-                yield StatePiece(name, param, start, upstream.megatron_state(self.optimizer, param))
+                yield StatePiece(name, param, start, megatron.state(self.optimizer, param))
         yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
-        upstream.megatron_adopt(self.optimizer, num_steps)
+        megatron.adopt(self.optimizer, num_steps)
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        held = upstream.megatron_tensors(self.optimizer)
+        held = megatron.tensors(self.optimizer)
         if self.sums is not None:
             held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held

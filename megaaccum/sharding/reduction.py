@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megaaccum import upstream
 from megaaccum.model import gpt
 from megaaccum.platform import cpu
 from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree
+from megaaccum.upstream import zero, zero12
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -153,7 +153,7 @@ class PartitionReducer:
         self._finish = finish
 
 
-class InOrder(upstream.Zero3):
+class InOrder(zero.Zero3):
     """The parts of a ZeRO-3 engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums,
     not averages. bucket: elements that are summed in one collective."""
 
@@ -184,7 +184,7 @@ class InOrder(upstream.Zero3):
         self._pending = []
 
 
-class RunsInOrder(upstream.Zero12):
+class RunsInOrder(zero12.Zero12):
     """The same for ZeRO-1 and -2, where a rank owns a run of each group of parameters, so that most parameters are
     summed on one rank."""
 

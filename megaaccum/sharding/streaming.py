@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum import upstream
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.reduction import PartitionReducer
 from megaaccum.sharding.sum_tree import SumTree
+from megaaccum.upstream import pytorch, zero
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -63,7 +63,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks, optimizer)
-        assert isinstance(self.parts, upstream.Zero3), "streaming is a sync mode of ZeRO-3"
+        assert isinstance(self.parts, zero.Zero3), "streaming is a sync mode of ZeRO-3"
         self._zero = self.parts
         self.reduction_divisor = 1  # sums, where DeepSpeed's own reduction averages
         self.units = [unit for number, chunk in enumerate(chunks) for unit in units_of(chunk, number)]
@@ -143,7 +143,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     def _before_forward(self, unit: Unit) -> None:
         self._end_backward()
-        if upstream.in_backward():  # activation recompute
+        if pytorch.in_backward():  # activation recompute
             self._drop_recomputed()
             self._acquire(unit, unit.before)
         else:
@@ -155,7 +155,7 @@ class StreamingBackend(DeepSpeedBackend):
         if torch.is_grad_enabled() and tensor.requires_grad:
             microbatch = 0 if self.sums is None else self.sums.microbatch
             tensor.register_hook(lambda grad: self._before_backward(unit, microbatch))
-        if upstream.in_backward() and torch.is_grad_enabled():
+        if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
         else:
             self._release(unit)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from megaaccum import upstream
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -235,7 +235,7 @@ class MicrobatchSums:
     @property
     def microbatch(self) -> int:
         """Which one runs, in a recomputed forward that of the backward."""
-        return self._backward if upstream.in_backward() else self._forward
+        return self._backward if pytorch.in_backward() else self._forward
 
     def take(self, param: torch.nn.Parameter) -> bool:
         """Take the current micro-batch's gradient from `param.grad`. True where it was the last: the sum is there."""

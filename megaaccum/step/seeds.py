@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum import upstream
 from megaaccum.distributed import rng
 from megaaccum.model.names import over_stages
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.platform import cpu
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -100,7 +100,7 @@ class SampleSeeds:
         if not self._before:
             self._before = rng.snapshot()
             self._streams = tuple(name for name in self._before if name not in ("cpu", "cuda"))
-        microbatch = self._place(self._backward if upstream.in_backward() else self._forward)
+        microbatch = self._place(self._backward if pytorch.in_backward() else self._forward)
         key = f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._cp_rank}"
         _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
 

@@ -40,7 +40,7 @@ def check() -> list[str]:
     return problems
 
 
-def fsdp2_units(root: torch.nn.Module) -> list[Any]:
+def units(root: torch.nn.Module) -> list[Any]:
     """Parameters that FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last
     layer first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
     from torch.distributed.fsdp import FSDPModule
@@ -54,7 +54,7 @@ def _own_units(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
-def fsdp2_even_out(unit: Any) -> None:
+def even_out(unit: Any) -> None:
     """Give the parameters of a unit that have no gradient yet zeros in the precision of the others' sums.
 
     FSDP2 (torch 2.13: `unsharded_zero_grad_data`) makes them in the parameter's, and then refuses to reduce both.
@@ -67,7 +67,7 @@ def fsdp2_even_out(unit: Any) -> None:
                 param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
 
 
-class Fsdp2WeightGrads:
+class WeightGrads:
     """The weight gradients (W) of one fully sharded chunk whose backward is split.
 
     FSDP2 takes a unit's backward for over when its input's gradient is there, and reduces then. Its hooks do not see a
@@ -76,7 +76,7 @@ class Fsdp2WeightGrads:
     """
 
     def __init__(self, root: torch.nn.Module):
-        self._root, self._units, self._last = root, fsdp2_units(root), _own_units(root)
+        self._root, self._units, self._last = root, units(root), _own_units(root)
         self._left: list[Any] = []
 
     def begin(self, *, reduce: bool) -> None:
@@ -107,7 +107,7 @@ class Fsdp2WeightGrads:
 
     @staticmethod
     def _reduce(unit: Any) -> None:
-        fsdp2_even_out(unit)
+        even_out(unit)
         unit.post_backward()
 
 
@@ -115,7 +115,7 @@ def drop_unreduced(root: torch.nn.Module) -> None:
     """Forget the gradients that a fully sharded module has added up and not reduced (of backwards inside
     set_requires_gradient_sync(False), and of HSDP before its all-reduce). torch 2.13's FSDPModule has no method for it,
     and `zero_grad` knows of the reduced ones only."""
-    for unit in fsdp2_units(root):
+    for unit in units(root):
         unit._partial_reduce_output = None
         for param in unit.fsdp_params:
             param.unsharded_accumulated_grad = None
@@ -123,9 +123,9 @@ def drop_unreduced(root: torch.nn.Module) -> None:
                 param._unsharded_param.grad = None
 
 
-def fsdp2_on_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
+def on_unit_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
     """Call `call(held, param)` when a backward has given `param.grad` of a whole parameter; `held` is what
-    `fsdp2_give` takes. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
+    `give_gradient` takes. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
@@ -138,14 +138,14 @@ def fsdp2_on_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Param
             module.reshard()
 
 
-def fsdp2_reduced(module: Any) -> list[torch.nn.Parameter]:
+def reduced(module: Any) -> list[torch.nn.Parameter]:
     """The whole parameters of a fully sharded module's own unit, in the order in which a reduction lays them out, once
     FSDP2 has gathered them."""
     params = [param for unit in _own_units(module) for param in unit.fsdp_params]
     return [param._unsharded_param for param in params if param.sharded_param.requires_grad]
 
 
-def fsdp2_give(held: Any, grad: torch.Tensor | None) -> None:
+def give_gradient(held: Any, grad: torch.Tensor | None) -> None:
     """Let the next reduction take `grad`, in the precision of the reduction, as the sum of all backwards."""
     held.unsharded_accumulated_grad = grad
 
@@ -161,9 +161,9 @@ def first_element(param: torch.nn.Parameter) -> int:
     return offset[0] * (param.numel() // max(param.shape[0], 1))
 
 
-def fsdp2_tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
+def tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
     """Bytes that fully sharded modules hold now, by kind (observe/memory.py), but for the optimizer's state."""
-    groups = [unit for root in roots for unit in fsdp2_units(root)]
+    groups = [unit for root in roots for unit in units(root)]
     params = [param for group in groups for param in group.fsdp_params]
     sharded = [param.sharded_param for param in params]
     partial = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
@@ -181,7 +181,7 @@ def _fsdp2_gradients(param) -> list[torch.Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def fsdp2_before_reduce(root: torch.nn.Module, call: Callable[[Any, torch.Tensor], None]) -> None:
+def before_reduce(root: torch.nn.Module, call: Callable[[Any, torch.Tensor], None]) -> None:
     """Call `call(held, grad)` with each whole gradient, in the precision of the sums, of a unit that is about to be
     reduced; `held.sharded_param` is the parameter. (torch 2.13: `post_backward` adds the last backward's gradient to
     those before, and reduces, in one method; the addition is made here, and its own then finds nothing to add.)"""
@@ -198,11 +198,11 @@ def fsdp2_before_reduce(root: torch.nn.Module, call: Callable[[Any, torch.Tensor
 
         unit.post_backward = reduce
 
-    for unit in fsdp2_units(root):
+    for unit in units(root):
         watch(unit)
 
 
-def watch_fsdp2(roots, memory) -> None:
+def watch(roots, memory) -> None:
     """Have units note in `memory` (a HighWater) what all of them have gathered, when they gather, and their own and
     their root's whole gradients, when these are about to be reduced."""
     gathered: dict[int, int] = {}
@@ -232,5 +232,5 @@ def watch_fsdp2(roots, memory) -> None:
         group._to_unsharded, group._to_sharded, group.post_backward = gather, release, reduce
 
     for each in roots:
-        for unit in fsdp2_units(each):
+        for unit in units(each):
             watch(unit, _own_units(each))

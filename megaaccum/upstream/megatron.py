@@ -106,7 +106,7 @@ def sum_rotated_key(attention: torch.nn.Module) -> None:
     attention._qkv_down_projection = down_projection  # type: ignore[assignment]
 
 
-def megatron_scales_side_losses(config) -> bool:
+def scales_side_losses(config) -> bool:
     """Whether a forward has to scale losses that are differentiated on the side, also on a stage that has none of its
     own: Megatron does so after each (megatron-core 0.19: `forward_step_calc_loss`)."""
     attention = "experimental_attention_variant"
@@ -114,7 +114,7 @@ def megatron_scales_side_losses(config) -> bool:
     return any(getattr(config, key, None) is not None for key in keys)
 
 
-def megatron_reduce_scatter(reduce_scatter: Callable | None = None) -> None:
+def reduce_scatter(reduce_scatter: Callable | None = None) -> None:
     """Have Megatron's DDPs use torch's reduce-scatter, or `reduce_scatter` (of the same arguments).
 
     It is a global of the module (megatron-core 0.19). One that adds in rank order
@@ -126,7 +126,7 @@ def megatron_reduce_scatter(reduce_scatter: Callable | None = None) -> None:
     param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter or torch.distributed.reduce_scatter_tensor
 
 
-def megatron_give_zeros(ddp) -> None:
+def give_zeros(ddp) -> None:
     """Give Megatron's DDP a gradient, zeros, of each parameter that got none in the last backward: it sends a bucket
     when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and else fails."""
     groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
@@ -136,7 +136,7 @@ def megatron_give_zeros(ddp) -> None:
         torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
 
-def megatron_before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> None:
+def before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `call(param)` for the parameters of a bucket group, whose `main_grad` is then whole on this rank, before
     Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run)."""
 
@@ -156,14 +156,14 @@ def megatron_before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> N
         watch(group)
 
 
-def megatron_params_of(ddps, flat: torch.Tensor) -> list[torch.nn.Parameter]:
+def params_of(ddps, flat: torch.Tensor) -> list[torch.nn.Parameter]:
     """The parameters of the bucket whose whole gradients `flat` is."""
     groups = [group for ddp in ddps for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
     buckets = [bucket for group in groups for bucket in group.buckets]
     return next(bucket.params_list for bucket in buckets if bucket.grad_data.data_ptr() == flat.data_ptr())
 
 
-def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
+def share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
     """[start, stop) of the flattened parameter that this rank's distributed optimizer owns; empty if it owns none."""
     if param not in optimizer.model_param_gbuf_map:
         return 0, 0
@@ -171,13 +171,13 @@ def megatron_share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
     return share.start, share.end
 
 
-def megatron_state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Flat views {"param": master weight, "exp_avg", "exp_avg_sq"} of this rank's share; moments are made as zeros."""
     group, order = optimizer.model_param_group_index_map[param]
     return adam_views(optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order])
 
 
-def megatron_tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
+def tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
     """Bytes that Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
     parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
     buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
@@ -191,7 +191,7 @@ def megatron_tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
     }
 
 
-def megatron_adopt(optimizer, num_steps: int) -> None:
+def adopt(optimizer, num_steps: int) -> None:
     """Take what was written into the shares as the weights, gathered over the data-parallel ranks."""
     shares = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
     set_adam_step(optimizer.optimizer, shares, num_steps)

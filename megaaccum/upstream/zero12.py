@@ -194,6 +194,6 @@ def zero1_config(config: dict, params_dtype: torch.dtype) -> dict:
     return config
 
 
-def deepspeed_parts(engine, accumulate_in: torch.dtype) -> Zero3 | Zero12:
+def driver_of(engine, accumulate_in: torch.dtype) -> Zero3 | Zero12:
     """The driver that fits the engine's ZeRO stage. accumulate_in: precision in which gradients are added up."""
     return Zero3(engine) if engine.zero_optimization_stage() == 3 else Zero12(engine, accumulate_in)

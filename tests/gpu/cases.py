@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megaaccum import upstream
 from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
+from megaaccum.upstream import fsdp2
 from tests.support import fused_adam, toy
 from tests.support.distance import total_error
 from tests.support.parity import Case, Rig, reference
@@ -43,7 +44,7 @@ def environment(*, dry: bool) -> Found:
     fully_shard its backend is refused)."""
     from megaaccum.platform import gpu
 
-    missing, other = upstream.check(), upstream.fsdp2.check()
+    missing, other = upstream.check(), fsdp2.check()
     found: Found = {"ok": missing == other, "missing": missing, "cuda": torch.version.cuda, "nccl": gpu.describe()}
     if not dry:
         found |= {"device": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
@@ -55,7 +56,7 @@ def gradient(*, layout: str = "", model: str = "", lane: str = "fp32", dry: bool
     model = PLAIN + model
     accumulated = "" if "--pp " in layout else "--grad_accum_steps 2 "
     case = Case(dist.get_world_size(), f"--pp_microbatches 8 {accumulated}{layout}", model, lane)
-    if "fsdp2" in layout and upstream.fsdp2.check():
+    if "fsdp2" in layout and fsdp2.check():
         return _refused(case)
     rig = Rig.of(case)
     got, _ = rig.watched()
@@ -256,7 +257,7 @@ def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
     """Tokens per second and the share of the GPU's peak; bare: Megatron's schedule over DeepSpeed by hand."""
     from megaaccum.model import flops
 
-    if "fsdp2" in layout and upstream.fsdp2.check():
+    if "fsdp2" in layout and fsdp2.check():
         return _refused(Case(1, f"--pp_microbatches 2 {layout}", PLAIN))
     rig, batch = _large(layout, "1.2B", dry=dry)
     step: Callable[[], Any] = partial(rig.train_step.train, batch, step=1)

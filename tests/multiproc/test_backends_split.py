@@ -81,10 +81,10 @@ def last_weight_gradients_forgotten(case: Case):
 
 def reduced_after_the_last_input_gradient(case: Case):
     """FSDP2 is left to its own hooks, which see no W."""
-    from megaaccum import upstream
+    from megaaccum.upstream import fsdp2
     from tests.support.parity import gradient
 
-    upstream.Fsdp2WeightGrads.finish = lambda self: None
+    fsdp2.WeightGrads.finish = lambda self: None
     return gradient(case)
 
 
@@ -104,10 +104,10 @@ def both_chunks_when_one_is_done(case: Case):
 
 def sums_of_two_precisions(case: Case):
     """Parameters of a unit that have no gradient in a W get zeros as torch makes them."""
-    from megaaccum import upstream
+    from megaaccum.upstream import fsdp2
     from tests.support.parity import gradient
 
-    upstream.fsdp2.fsdp2_even_out = upstream.fsdp2_even_out = lambda unit: None
+    fsdp2.fsdp2_even_out = fsdp2.even_out = lambda unit: None
     return gradient(case)
 
 

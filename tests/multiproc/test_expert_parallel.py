@@ -59,16 +59,16 @@ def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it(
 
 def divided_by_their_own_ranks(case: Case) -> Gradient:
     """Experts averaged over the ranks that share them, and not over all whose tokens they saw."""
-    from megaaccum import upstream
+    from megaaccum.upstream import zero
 
-    place = upstream.place_experts
+    place = zero.place_experts
 
     def as_dense(params, *groups):
         place(params, *groups)
         for param in params:
             param.ds_zero_placement_family = "replicated"
 
-    with patch.object(upstream, "place_experts", as_dense):
+    with patch.object(zero, "place_experts", as_dense):
         return gradient(case)
 
 

@@ -32,7 +32,7 @@ def test_stages_between_the_first_and_the_last_put_no_tokens_on_their_device():
 
 def gradients_heard(case: Case) -> tuple[int, set[int]]:
     """(parameters that were heard of beyond those of this rank, how often autograd called for one) in a step."""
-    from megaaccum.upstream import OnGradient
+    from megaaccum.upstream.pytorch import OnGradient
 
     heard: Counter[int] = Counter()
 

@@ -119,8 +119,8 @@ def reduction_in_every_microbatch() -> Iterator[None]:
 
 def dividing_again_in_every_microbatch() -> Iterator[None]:
     """The running sum is divided after every micro-batch, so that early ones count less and less."""
-    from megaaccum import upstream
     from megaaccum.sharding.deepspeed import DeepSpeedBackend
+    from megaaccum.upstream import pytorch
 
     init = DeepSpeedBackend.__init__
 
@@ -131,7 +131,7 @@ def dividing_again_in_every_microbatch() -> Iterator[None]:
     def with_division(self, *args, **kwargs):
         init(self, *args, **kwargs)
         for param in self.parts.params:
-            upstream.on_gradient(param, halve)
+            pytorch.on_gradient(param, halve)
 
     with patch.object(DeepSpeedBackend, "__init__", with_division):
         yield

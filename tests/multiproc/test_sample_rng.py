@@ -63,9 +63,9 @@ def by_rank() -> Iterator[None]:
 
 def counted_by_forwards() -> Iterator[None]:
     """A recomputed forward belongs to the micro-batch that went forward last."""
-    from megaaccum import upstream
+    from megaaccum.upstream import pytorch
 
-    with patch.object(upstream, "in_backward", lambda: False):
+    with patch.object(pytorch, "in_backward", lambda: False):
         yield
 
 

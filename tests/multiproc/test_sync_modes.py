@@ -225,9 +225,9 @@ def test_what_is_offloaded_is_in_host_memory(seen):
 
 def never_released(case: Case) -> dict[str, int]:
     """Units stay gathered, while the backend counts them as released."""
-    from megaaccum import upstream
+    from megaaccum.upstream import zero
 
-    upstream.Zero3.release = lambda self, params: None
+    zero.Zero3.release = lambda self, params: None
     return counted([case])[0][2]
 
 

@@ -52,11 +52,11 @@ def prepare() -> None:
     te_on_cpu.use_megatrons_attention()
     cpu._redirect_rng()
     cpu.has_accelerator = lambda: False
-    from megaaccum import upstream
     from megaaccum.model import fp8
+    from megaaccum.upstream import pytorch, zero
 
-    upstream.without_shared_memory_operator()
-    upstream.one_gloo_device()
+    zero.without_shared_memory_operator()
+    pytorch.one_gloo_device()
     problem = fp8.device_problem
     fp8.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.pipeline_parallel import schedules
 
-from megaaccum import upstream
+from megaaccum.upstream import megatron
 
 IN_LOSS = {"calculate_per_token_loss"}
 """Keys that matter where a loss is computed or scaled, and alone do nothing."""
@@ -34,5 +34,5 @@ def test_megatrons_forward_reads_no_key_that_is_not_known_here():
 @pytest.mark.parametrize("key", sorted(SIDE_LOSSES))
 def test_side_losses_are_scaled_on_every_stage(key):
     plain = dict.fromkeys(SIDE_LOSSES)
-    assert not upstream.megatron_scales_side_losses(SimpleNamespace(**plain))
-    assert upstream.megatron_scales_side_losses(SimpleNamespace(**plain | {key: 1}))
+    assert not megatron.scales_side_losses(SimpleNamespace(**plain))
+    assert megatron.scales_side_losses(SimpleNamespace(**plain | {key: 1}))

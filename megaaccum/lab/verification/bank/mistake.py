@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megaaccum import upstream
 from megaaccum.config import Plan
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.step.forward_step import ForwardStep
+from megaaccum.upstream import pytorch
 
 Making = Callable[[Plan], Iterator[None]]
 """A generator that makes the mistake in the layout of a plan, yields once, and takes it back."""
@@ -118,7 +118,7 @@ def added_by_microbatch() -> Iterator[dict[int, list[torch.Tensor]]]:
     def watching(original: Any, self: DdpBackend, *args: Any, **keys: Any) -> None:
         original(self, *args, **keys)
         for param in (param for ddp in self._ddp for param in ddp.parameters()):
-            upstream.on_gradient(param, note)
+            pytorch.on_gradient(param, note)
 
     def begin(original: Any, self: DdpBackend) -> None:
         original(self)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random
 
-from megaaccum import upstream
 from megaaccum.config import Plan
 from megaaccum.executor.executor import Flush
 from megaaccum.executor.wgrad import WeightGrads
@@ -19,6 +18,7 @@ from megaaccum.step.attempts import Attempts
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.train_step import TrainStep
+from megaaccum.upstream import pytorch
 
 MATRIX = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
 """The first matrix whose gradient a split backward puts off."""
@@ -210,7 +210,7 @@ def another_stage_in_a_v(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def recomputed_with_other_dropout(plan: Plan) -> Iterator[None]:
     def seed(original: Any, self: SampleSeeds, layer: str, stream: str) -> None:
-        if not upstream.in_backward():
+        if not pytorch.in_backward():
             original(self, layer, stream)
 
     with replaced(random, "_set_all_rng_states", lambda *states: None), wrapped(SampleSeeds, "_seed_at", seed):

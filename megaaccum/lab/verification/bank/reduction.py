@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from megaaccum import upstream
 from megaaccum.config import Plan
 from megaaccum.lab.verification.bank.mistake import NORM, added_by_microbatch, forwards, mistake, replaced, wrapped
 from megaaccum.model import gpt
 from megaaccum.sharding import base, ddp, deepspeed, reduction
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
+from megaaccum.upstream import pytorch
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def _changed_in_every_backward(change: Callable[[torch.Tensor], Any]) -> Iterato
     def watching(original: Any, self: Any, *args: Any, **keys: Any) -> None:
         original(self, *args, **keys)
         for param in self.parts.params:
-            upstream.on_gradient(param, after)
+            pytorch.on_gradient(param, after)
 
     with wrapped(DeepSpeedBackend, "__init__", watching):
         yield

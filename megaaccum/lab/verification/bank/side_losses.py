@@ -12,11 +12,11 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_up
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from megaaccum import upstream
 from megaaccum.config import Plan
 from megaaccum.lab.verification.bank.mistake import forwards, mistake, replaced, wrapped
 from megaaccum.model import router_state
 from megaaccum.step.side_losses import SideLosses
+from megaaccum.upstream import pytorch
 
 ROUTER = r"decoder\.layers\.0\.mlp\.router\.weight"
 
@@ -238,7 +238,7 @@ def prediction_recomputed_over_the_wrong_group(plan: Plan) -> Iterator[None]:
     def forward(original: Any, self: Any, *args: Any, **keys: Any) -> Any:
         cut = [each for each in self.modules() if hasattr(each, "tp_group")]
         groups = [each.tp_group for each in cut]
-        if upstream.in_backward():
+        if pytorch.in_backward():
             for each in cut:
                 each.tp_group = parallel_state.get_data_parallel_group()
         try:
