@@ -10,7 +10,7 @@ from megaaccum.schedule.simulate import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RankLayout:
     """How the ranks are cut: world_size = tp * cp * pp * dp. The same on every rank."""
 
     world_size: int

@@ -14,7 +14,7 @@ from typing import Any
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
-from megaaccum.config.layout import Layout
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import assemble, load
 from megaaccum.config.resolve import flush_problems, settle_keys, with_schedules
 from megaaccum.config.schema import Config
@@ -35,7 +35,7 @@ class Plan:
     """A copy of what was read with every key that can be derived filled in. Not to be changed any more."""
     batch: BatchPlan
     """How the optimizer step's batch is cut; with batch warm-up, that of the steps after it."""
-    layout: Layout
+    layout: RankLayout
     """How the ranks are cut."""
     notes: list[str] = field(default_factory=list)
     """What was derived or set aside in a way that a reader may want to know, one sentence each."""

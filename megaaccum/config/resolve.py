@@ -13,7 +13,7 @@ from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, settle
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
-from megaaccum.config.layout import Layout
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
@@ -31,7 +31,7 @@ class Settled(NamedTuple):
     config: Config
     batch: BatchPlan
     ramp: BatchRamp
-    layout: Layout
+    layout: RankLayout
     notes: list[str]
 
 
@@ -128,13 +128,13 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
     return []
 
 
-def _layout(config: Config, world_size: int, dp: int) -> Layout:
+def _layout(config: Config, world_size: int, dp: int) -> RankLayout:
     """How the ranks of a settled configuration are cut. dp: data-parallel ranks."""
     parallel = config.parallel
     assert parallel.schedule is not None, "derive names a schedule"
     placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement
     assert parallel.expert_tensor_parallel_size is not None
-    return Layout(
+    return RankLayout(
         world_size=world_size,
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
