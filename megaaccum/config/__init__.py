@@ -5,4 +5,4 @@ from megaaccum.config.load import load
 from megaaccum.config.plan import Plan, resolve
 from megaaccum.config.schema import Config
 
-__all__ = ["Config", "RankLayout", "Plan", "load", "resolve"]
+__all__ = ["Config", "Plan", "RankLayout", "load", "resolve"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaaccum.config import RankLayout, Plan, resolve
+from megaaccum.config import Plan, RankLayout, resolve
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
 from megaaccum.lab.planner.weights import rank_parameters, with_input_grad
 from megaaccum.model.param_count import count_parameters
