@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
@@ -65,23 +66,29 @@ class Plan:
     def of(
         cls,
         *,
-        layout: Mapping[str, object] | None = None,
-        batch: Mapping[str, object],
-        sharding: Mapping[str, object] | None = None,
-        step: Mapping[str, object] | None = None,
-        optimizer: Mapping[str, object] | None = None,
+        batch: Batch | Mapping[str, object],
+        layout: Layout | Mapping[str, object] | None = None,
+        sharding: Sharding | Mapping[str, object] | None = None,
+        quantization: Quantization | Mapping[str, object] | None = None,
+        step: Step | Mapping[str, object] | None = None,
+        optimizer: Optimizer | Mapping[str, object] | None = None,
+        run: Run | Mapping[str, object] | None = None,
         world_size: int | None = None,
         **keys: object,
     ) -> Plan:
         """The plan of an engine over a model of the user's own: nothing is required that the engine does not use.
 
+        Each section is a dataclass, which editors complete and type checkers check, or a dict of the same keys.
+
         Args:
-            layout: `tp`, `pp`, `vpp`, `cp`, `ep`, `schedule` and what else the section `parallel` of a file holds.
             batch: `seq_length` (tokens, the most that a sequence has), `micro_batch_size` (sequences), and how many
                 micro-batches a step has: `global_batch_size` (sequences), or per rank `grad_accum_steps`.
+            layout: `tp`, `pp`, `vpp`, `cp`, `ep`, `schedule` and the other keys of a file's section `parallel`.
             sharding: `backend`, `zero_stage`, `sync`, `bf16`, `fp16`, ...
+            quantization: `fp8_format`, `fp8_recipe`, ...
             step: `nonfinite`, `grad_norm_guard`, `short_batch`, loss scales, ...
             optimizer: `lr`, `weight_decay`, `clip_grad`, ...; without `lr` the engine has no LR schedule.
+            run: `seed`, `train_iters`, `step_timeout_seconds`, ...
             world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
             keys: any other key of a file.
 
@@ -89,10 +96,12 @@ class Plan:
             ConfigError: with everything that is wrong, all at once.
         """
         source = Source("Plan.of")
-        parts = {"layout": layout, "batch": batch, "sharding": sharding, "step": step, "optimizer": optimizer}
-        for part, values in (*parts.items(), ("", keys)):
-            for name, each in (values or {}).items():
-                source.put(name, each, f"{part}.{name}" if part else name)
+        sections = dict(batch=batch, layout=layout, sharding=sharding, quantization=quantization, step=step)
+        for part, section in (sections | dict(optimizer=optimizer, run=run)).items():
+            for name, each in written_keys(part, section).items():
+                source.put(name, each, f"{part}.{name}")
+        for name, each in keys.items():
+            source.put(name, each, name)
         config, problems = assemble([source])
         if problems:
             raise ConfigError(problems)
