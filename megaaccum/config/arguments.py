@@ -1,4 +1,4 @@
-"""Typed arguments of `Plan.of`: the schema's sections under short names. A field at its default counts as not written."""
+"""Typed arguments of `Plan.of`: the sections of the schema under short names. Defaults count as not written."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import assemble, load
-from megaaccum.config.resolve import flush_problems, settle_keys, with_schedules
+from megaaccum.config.resolve import flush_problems, resolve_keys, with_schedules
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError
@@ -190,7 +190,7 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
         ConfigError: with one text per broken rule, all at once.
     """
     if config.parallel.schedule != "auto":
-        return Plan(**settle_keys(config, world_size, own_model=own_model)._asdict(), written=config)
+        return Plan(**resolve_keys(config, world_size, own_model=own_model)._asdict(), written=config)
     errors = []
     for named in with_schedules(config):
         try:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megaaccum.config import lr_scaling
 from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
-from megaaccum.config.batch_keys import deepspeed_problems, settle
+from megaaccum.config.batch_keys import deepspeed_problems, resolve_batch
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
 from megaaccum.config.layout import RankLayout
@@ -25,7 +25,7 @@ _BUILT_IN = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-hal
 """What `schedule: auto` chooses from: Megatron's own first, those that hold less for more time last."""
 
 
-class Settled(NamedTuple):
+class Resolved(NamedTuple):
     """Every key of a configuration derived, its batch and its ranks cut."""
 
     config: Config
@@ -35,7 +35,7 @@ class Settled(NamedTuple):
     notes: list[str]
 
 
-def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
+def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolved:
     """A copy of `config` with every key derived. own_model: see plan.resolve. Raises ConfigError with one text per
     broken rule."""
     settled = copy.deepcopy(config)
@@ -50,7 +50,7 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
     if batch is None or ramp is None or problems:
         raise ConfigError(problems)
     lr_scaling.scale(settled)
-    return Settled(settled, batch, ramp, _layout(settled, world_size, dp), notes)
+    return Resolved(settled, batch, ramp, _layout(settled, world_size, dp), notes)
 
 
 def with_schedules(config: Config) -> Iterator[Config]:
@@ -85,7 +85,7 @@ def _data_parallel_size(config: Config, world_size: int) -> int:
 def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -> BatchPlan | None:
     """Solve the batch, write it back into `config`, and check what the schedule asks of it."""
     try:
-        batch = settle(config, dp, notes)
+        batch = resolve_batch(config, dp, notes)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
         return None

@@ -115,7 +115,7 @@ class Fsdp2Backend:
     def _scatter(self, plan: Plan, module: FSDPModule) -> ScatterInOrder:
         """The reduce-scatter of the unit of `module`."""
         if self.sums is not None and self._streaming:
-            self._trees.append(ScatterIntoTree(self.sums, partial(plan.batch.place, in_runs=False)))
+            self._trees.append(ScatterIntoTree(self.sums, partial(plan.batch.sample_index, in_runs=False)))
             return self._trees[-1]
         order = rows_in_order(plan)
         assert order is not None

@@ -82,7 +82,7 @@ class SampleSeeds:
             self._place = self._planned_place
 
     def _planned_place(self, index: int) -> int:
-        return self._plan.batch.place(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+        return self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
 
     def begin_forward(self, microbatch: int) -> None:
         """The forward of this rank's micro-batch number `microbatch` of the step begins."""
