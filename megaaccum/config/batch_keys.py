@@ -36,7 +36,7 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
     overrides = ", ".join(f"{name} {size}" for name, size in kept.items())
     dropped = []
     if kept:
-        # The file's device batch has to be consistent by itself. Its global batch may fit another number of ranks.
+        # The device batch of the file alone must be consistent. Its global batch may fit another number of ranks.
         cuts = [name for name in SIZES[:3] if name in sizes.keys() - kept.keys()]
         check_sizes(_with_sizes(config, {name: sizes[name] for name in cuts}), data_parallel_size)
         check_sizes(_with_sizes(config, kept), data_parallel_size)

@@ -5,7 +5,7 @@ share an expert are not those that share a dense matrix: they are the expert dat
 ranks. An expert's parameters are cut over that group, and its gradients added up over it. It saw the tokens of all
 ranks that sent it some, so the sum is divided by dp * cp, as everybody's.
 
-Which layouts do is the rule `experts_boundary` of the configuration.
+Which layouts do is the rule `expert_groups` of the configuration.
 """
 
 from __future__ import annotations

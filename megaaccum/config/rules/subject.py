@@ -1,4 +1,4 @@
-"""The subject of a rule."""
+"""The subject of a rule: a configuration, as written and with every key derived."""
 
 from __future__ import annotations
 
@@ -66,8 +66,13 @@ class Subject:
         return self.config.parallel.schedule
 
     def given(self, *names: str) -> list[str]:
-        """Those of `names` that the user wrote."""
+        """The keys among `names` that the user wrote."""
         return [name for name in names if given(self.written, name)]
+
+
+def them(names: list[str]) -> str:
+    """The pronoun for the keys `names` in a message."""
+    return "it" if len(names) == 1 else "them"
 
 
 Rule = Callable[[Subject], Iterator[str]]
