@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from megaaccum.config.batch import BatchPlan
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nearest_multiples
+from megaaccum.platform import cpu
 from megaaccum.pretrain.data.order import SampleDataset
 
 Batch = dict[str, torch.Tensor | None]
@@ -38,48 +40,40 @@ class MicrobatchLoader:
     def __init__(
         self,
         dataset: SampleDataset,
+        batch: BatchPlan,
         *,
-        micro_batch_size: int,
         dp_rank: int,
-        dp_size: int,
-        global_batch_size: int,
         consumed_samples: int = 0,
         num_workers: int = 2,
         vocab_size: int | None = None,
         document_end: int | None = None,
-        pin_for: torch.device | None = None,
         in_runs: bool = False,
     ):
-        """Starts to prepare micro-batches at once.
+        """Start to prepare micro-batches. On a GPU their tensors are in pinned memory.
 
         Args:
-            micro_batch_size: sequences per micro-batch.
-            dp_rank, dp_size: this rank's place among the data-parallel ranks.
-            global_batch_size: sequences per optimizer step over all ranks; the default of `next_step` and `commit`.
-            consumed_samples: sequences that earlier steps took, over all ranks.
-            num_workers: micro-batches prepared ahead by a thread, and at least those of a whole step of
-                global_batch_size; 0 prepares each when it is asked for.
-            vocab_size: every token id is compared with it, when given.
-            document_end: the token that ends a document, where attention is kept inside documents.
-            pin_for: the GPU for which tensors are put into pinned memory; None without one.
-            in_runs: a rank's micro-batches of a step follow each other (`Plan.in_runs`): micro-batch m of rank r holds
+            batch: the cut of an optimizer step; its global_batch_size is the default of `next_step` and `commit`.
+            dp_rank: this rank's number among the data-parallel ranks.
+            consumed_samples: sequences that earlier steps consumed, over all ranks.
+            num_workers: micro-batches that a thread prepares ahead, and at least those of a whole step; 0 prepares each
+                on request.
+            vocab_size: the bound that every token id is compared with, if given.
+            document_end: the token that ends a document, if attention is kept inside documents.
+            in_runs: a rank's micro-batches of a step are consecutive (`Plan.in_runs`): micro-batch m of rank r holds
                 the samples from c + (r * micro-batches per rank + m) * b on.
-
-        Raises:
-            ConfigError: global_batch_size is no multiple of micro_batch_size * dp_size.
         """
-        self._round = micro_batch_size * dp_size
-        self._check_divides(global_batch_size)
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = batch.global_batch_size
+        self._round = batch.micro_batch_size * batch.data_parallel_size
         self._consumed = consumed_samples
         self._pulled: deque[Batch] = deque()
         self._next = 0
-        step = range(0, global_batch_size // dp_size, micro_batch_size) if in_runs else range(1)
-        first = dp_rank * micro_batch_size * len(step)
-        stride = global_batch_size if in_runs else self._round
+        size, device = batch.micro_batch_size, cpu.device() if cpu.has_accelerator() else None
+        step = range(0, self._global_batch_size // batch.data_parallel_size, size) if in_runs else range(1)
+        first = dp_rank * size * len(step)
+        stride = self._global_batch_size if in_runs else self._round
         starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
-        reader = _Reader(dataset, micro_batch_size, starts, vocab_size, document_end, pin_for)
-        depth = max(num_workers, global_batch_size // self._round)
+        reader = _Reader(dataset, size, starts, vocab_size, document_end, device)
+        depth = max(num_workers, batch.num_microbatches)
         self._stream = _Prefetcher(reader, depth) if num_workers else reader
 
     @property
@@ -122,20 +116,17 @@ class MicrobatchLoader:
             ConfigError: num_samples is no multiple of micro_batch_size * dp_size.
         """
         num_samples = self._global_batch_size if num_samples is None else num_samples
-        self._check_divides(num_samples)
+        if num_samples < 1 or num_samples % self._round:
+            raise ConfigError(
+                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
+                f"ranks = {self._round} sequences; set global_batch_size to "
+                f"{either(nearest_multiples(num_samples, self._round))}"
+            )
         assert num_samples <= len(self._pulled) * self._round, "a step has to be pulled before it is committed"
         for _ in range(num_samples // self._round):
             self._pulled.popleft()
         self._consumed += num_samples
         self._next = 0
-
-    def _check_divides(self, num_samples: int) -> None:
-        if num_samples < 1 or num_samples % self._round:
-            nearest = either(nearest_multiples(num_samples, self._round))
-            raise ConfigError(
-                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
-                f"ranks = {self._round} sequences; set global_batch_size to {nearest}"
-            )
 
     def close(self) -> None:
         """Ends the preparing thread. May be called again."""
