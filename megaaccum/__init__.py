@@ -27,28 +27,10 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch",
-    "CheckpointError",
-    "ConfigError",
-    "Engine",
-    "Layout",
-    "MegaaccumError",
-    "Optimizer",
-    "Plan",
-    "Quantization",
-    "RankDisagreement",
-    "Run",
-    "ScheduleError",
-    "Sharding",
-    "Step",
-    "StepError",
-    "StepResult",
-    "__version__",
-    "get_forward_backward_func",
-    "initialize",
-    "megatron_loop",
-    "verify",
-]
+    "Batch", "CheckpointError", "ConfigError", "Engine", "Layout", "MegaaccumError", "Optimizer", "Plan",
+    "Quantization", "RankDisagreement", "Run", "ScheduleError", "Sharding", "Step", "StepError", "StepResult",
+    "__version__", "get_forward_backward_func", "initialize", "megatron_loop", "verify",
+]  # fmt: skip
 
 _ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
 _WITHOUT_TORCH = {

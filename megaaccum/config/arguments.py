@@ -21,7 +21,7 @@ __all__ = ["Batch", "Layout", "Optimizer", "Quantization", "Run", "Section", "Sh
 
 @dataclass(kw_only=True, slots=True)
 class Layout(ParallelConfig):
-    """How ranks are cut and stages are scheduled: the keys of the section `parallel`, sizes by their short names too.
+    """The requested layout of ranks and their schedule: the keys of the section `parallel`, sizes by short names too.
     world = tp * cp * pp * dp."""
 
     tp: int | None = None

@@ -1,4 +1,4 @@
-"""The batch: how an optimizer step's sequences are cut over ranks, accumulation steps and pipeline micro-batches."""
+"""The batch: the cut of an optimizer step's sequences over ranks, accumulation steps and pipeline micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """One optimizer step's batch. The same on every rank; all sizes are in sequences unless they say tokens.
+    """The batch of one optimizer step. The same on every rank; sizes are in sequences, unless named tokens.
 
     Build one with `solve`, which checks every rule, rather than by hand.
     """
@@ -38,7 +38,7 @@ class BatchPlan:
     flush: Flush = "merged"
     """One pipeline flush per optimizer step, or one per accumulation step."""
     loss_norm: LossNorm = "token"
-    """What the step's loss is divided by."""
+    """The divisor of the step's loss."""
 
     def sample_index(self, index: int, dp_rank: int, *, in_runs: bool) -> int:
         """The position in the global batch, counted in micro-batches, of micro-batch `index` of a data-parallel rank.
@@ -64,7 +64,7 @@ class BatchPlan:
 
     @property
     def microbatches_per_flush(self) -> int:
-        """Micro-batches between the pipeline's filling and its draining: what one call of the schedule is given."""
+        """Micro-batches of one call of the schedule, which fills and drains the pipeline once."""
         return self.num_microbatches if self.flush == "merged" else self.pp_microbatches
 
     @property

@@ -1,4 +1,4 @@
-"""The batch keys: which of them count when the command line and a file say different things."""
+"""The batch keys: which of them count if the command line and a file contradict each other."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def _fits(keys: BatchConfig, data_parallel_size: int) -> bool:
 
 
 def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
-    """total_batch_size is whole accumulation steps of the sizes that are written where it is, or on the command
-    line."""
+    """Check that total_batch_size is whole accumulation steps of the sizes from its own source or the command line."""
     total, seq_length, origin = config.batch.total_batch_size, config.model.seq_length, config.origin
     if total is None or seq_length < 1:
         return
@@ -102,7 +101,7 @@ def deepspeed_problems(config: Config, batch: BatchPlan, notes: list[str]) -> li
     """One text if the DeepSpeed block's batch sizes are not those of `batch`; a note if the command line wins.
 
     DeepSpeed multiplies train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp. The first two may be what
-    its pipeline engine, its plain engine or megaaccum itself would call them: see `readings`.
+    its pipeline engine, its plain engine or megaaccum itself call so: see `readings`.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     theirs = {name: value for name in names if (value := config.deepspeed.get(name)) not in (None, "auto")}

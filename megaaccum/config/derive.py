@@ -1,4 +1,4 @@
-"""Filling in the keys that were not written. Never fails: where a value it needs is wrong, a rule says so."""
+"""Filling in the keys that were not written. Never fails: a rule reports values that are wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaaccum.schedule.simulate import by_executor
 def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None:
     """Fill every None of `config` that other keys decide, in place. Batch sizes and vocab_size stay open.
 
-    What is neither Megatron-LM's default nor obvious goes into `notes`. own_model: see plan.resolve.
+    Appends to `notes` what is neither Megatron-LM's default nor obvious. own_model: see plan.resolve.
     """
     _derive_attention(config.model)
     _derive_mlp(config.model)
@@ -74,7 +74,7 @@ def _derive_recompute(model: ModelConfig) -> None:
 
 
 def _derive_batch(config: Config) -> None:
-    """The global batch, where it is given in tokens, or is what a schedule of batch sizes ends with."""
+    """Derive the global batch from its number of tokens, or from the end of a schedule of batch sizes."""
     batch, seq_length = config.batch, config.model.seq_length
     if batch.global_batch_size is not None:
         return
@@ -88,7 +88,7 @@ def _derive_batch(config: Config) -> None:
 
 
 def _same_origin(config: Config, key: str) -> None:
-    """The global batch counts as written where `key` is."""
+    """Give the global batch the origin of `key`."""
     if key in config.origin:
         config.origin["global_batch_size"] = config.origin[key]
 
@@ -113,13 +113,13 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
 
 
 def _note_kernels(config: Config, notes: list[str]) -> None:
-    """Note what depends on the machine of the run, and what it costs elsewhere."""
+    """Note what depends on the machine of the run, and what it costs on others."""
     model, parallel = config.model, config.parallel
     if model.moe_grouped_gemm and model.num_experts and model.transformer_impl == "auto":
         local = max(model.num_experts // max(parallel.expert_model_parallel_size, 1), 1)
         notes.append(
-            f"moe_grouped_gemm: one product for a rank's {local} experts where Transformer Engine's layers run; where"
-            f" none can (no GPU, or it is not installed), {local} products one after the other, to the same result."
+            f"moe_grouped_gemm: one product for a rank's {local} experts if Transformer Engine's layers run; otherwise"
+            f" (no GPU, or it is not installed) {local} products one after the other, to the same result."
         )
     _note_dispatch(config, notes)
     if parallel.tensor_model_parallel_size > 1 and by_executor(parallel.schedule):
@@ -131,7 +131,7 @@ def _note_kernels(config: Config, notes: list[str]) -> None:
 
 
 def _note_dispatch(config: Config, notes: list[str]) -> None:
-    """Note what is asked of the experts' traffic and does not happen, or not on every machine."""
+    """Note options of the experts' traffic without effect, or without effect on some machines."""
     model, fields = config.model, config.megatron
     if model.num_experts is None:
         return
@@ -144,7 +144,7 @@ def _note_dispatch(config: Config, notes: list[str]) -> None:
     if flex:
         notes.append(
             "moe_token_dispatcher_type flex: needs GPUs and a library of its own (DeepEP); `megaaccum train` refuses it"
-            " where one is missing."
+            " if one is missing."
         )
     if fields.get("moe_shared_expert_overlap"):
         shared = model.moe_shared_expert_intermediate_size is not None
@@ -160,7 +160,7 @@ _OF_FLEX = ("moe_flex_dispatcher_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_
 
 
 def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:
-    """Model chunks per rank from whichever key says it; one chunk is said as None, as in Megatron."""
+    """Derive the model chunks per rank from the key that gives them; None means one chunk, like in Megatron."""
     pp = parallel.pipeline_model_parallel_size
     vpp, why = parallel.virtual_pipeline_model_parallel_size, ""
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -180,7 +180,7 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
 
 
 def _derive_chunks(parallel: ParallelConfig) -> None:
-    """Schedules with a number of chunks of their own set vpp where it is open."""
+    """Derive vpp, if it is open, from a schedule with a fixed number of chunks."""
     asked = parallel.virtual_pipeline_model_parallel_size is not None or parallel.pipeline_model_parallel_size < 2
     if asked or parallel.schedule in (None, "auto", "none", "interleaved"):
         return

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megaaccum.config.keys import all_keys, that_need, value
+from megaaccum.config.keys import all_keys, keys_that_need, value
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
@@ -121,7 +121,7 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
 def _core_keys(plan: Plan) -> dict[str, object]:
     """Megatron's name and the value of every key that a TransformerConfig has (`Facts.core`)."""
     model, quantization = plan.config.model, plan.config.quantization
-    left_out = set() if model.multi_latent_attention else set(that_need("multi_latent_attention"))
+    left_out = set() if model.multi_latent_attention else set(keys_that_need("multi_latent_attention"))
     if quantization.fp8_format is None:
         left_out |= {field.name for field in fields(quantization)}
     return {

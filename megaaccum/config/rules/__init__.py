@@ -20,8 +20,9 @@ from megaaccum.config.rules import (
     values,
 )  # fmt: skip
 from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.schema import Config
 
-__all__ = ["RULES", "Rule", "Subject", "broken_rules"]
+__all__ = ["RULES", "Rule", "Subject", "broken_rules", "data_problems"]
 
 
 def _rules_of(module: ModuleType) -> Iterator[Rule]:
@@ -41,3 +42,8 @@ RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_o
 def broken_rules(subject: Subject) -> list[str]:
     """One text per broken rule. A rule whose numbers are missing or not positive yields nothing: another one does."""
     return [text for rule in RULES for text in rule(subject)]
+
+
+def data_problems(config: Config) -> list[str]:
+    """One text per broken rule on data keys, for a configuration that is not resolved yet."""
+    return [text for rule in _rules_of(data) for text in rule(Subject(config=config, written=config, world_size=1))]

@@ -38,7 +38,7 @@ def blends(subject: Subject) -> Iterator[str]:
         parts = getattr(subject.data, name)
         if parts is not None and not parts:
             yield f"{name} is empty: give a prefix, or weight prefix weight prefix ..."
-        elif parts and len(parts) > 1 and (problem := _blend_problem(parts)):
+        elif parts and (problem := _blend_problem(parts)):
             yield f"{name} {' '.join(parts)}: {problem}."
 
 

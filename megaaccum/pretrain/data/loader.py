@@ -31,7 +31,7 @@ class MicrobatchLoader:
 
     A step that starts at sample c takes samples [c, c + global_batch_size): micro-batch m of data-parallel rank r holds
     the b samples from c + (m * dp_size + r) * b on. So which samples make up a step depends neither on the
-    micro-batch size nor on the number of ranks or micro-batches, and a restart at c goes on as if it had not stopped.
+    micro-batch size nor on the number of ranks or micro-batches, and a restart at c continues as if it had not stopped.
 
     Samples count as consumed at `commit`: a step that was pulled but not committed can be pulled again, from memory.
     A context manager; `close` ends the thread that prepares micro-batches.
@@ -78,7 +78,7 @@ class MicrobatchLoader:
 
     @property
     def consumed_samples(self) -> int:
-        """Sequences that committed steps took, over all ranks. What a checkpoint has to hold of the loader."""
+        """Sequences that committed steps consumed, over all ranks: the loader's state in a checkpoint."""
         return self._consumed
 
     def next_step(self, num_microbatches: int | None = None) -> list[Batch]:
@@ -95,8 +95,8 @@ class MicrobatchLoader:
         return [self._pulled[m] for m in range(num_microbatches)]
 
     def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
-        """As `next_step`; what it raises is returned, with no micro-batches, for all ranks to hear of before they
-        begin the step. after: micro-batches of another step that comes before it."""
+        """`next_step`'s micro-batches, or none and the error that it raises, so that all ranks learn of it before they
+        begin the step. after: micro-batches of an earlier step that is not committed yet."""
         try:
             return self.next_step(after + num_microbatches)[after:], None
         except MegaaccumError as error:
@@ -106,11 +106,11 @@ class MicrobatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        """One more micro-batch of the step in progress. Raises as `next_step`."""
+        """One more micro-batch of the step in progress. Raises like `next_step`."""
         return self.next_step(self._next + 1)[-1]
 
     def commit(self, num_samples: int | None = None) -> None:
-        """Counts `num_samples` sequences over all ranks as consumed (default: global_batch_size).
+        """Count `num_samples` sequences over all ranks as consumed (default: global_batch_size).
 
         Raises:
             ConfigError: num_samples is no multiple of micro_batch_size * dp_size.
@@ -129,7 +129,7 @@ class MicrobatchLoader:
         self._next = 0
 
     def close(self) -> None:
-        """Ends the preparing thread. May be called again."""
+        """End the preparing thread. May be called again."""
         self._stream.close()
 
     def __enter__(self) -> MicrobatchLoader:
@@ -140,7 +140,7 @@ class MicrobatchLoader:
 
 
 class _Reader:
-    """Reads one rank's micro-batches one after the other."""
+    """Reader of one rank's micro-batches, one after the other."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _Failure:
 
 
 class _Prefetcher:
-    """Runs a reader in a thread, at most `depth` micro-batches ahead."""
+    """Thread that runs a reader, at most `depth` micro-batches ahead."""
 
     def __init__(self, reader: _Reader, depth: int):
         self._ready: queue.Queue[Batch | _Failure] = queue.Queue(maxsize=depth)

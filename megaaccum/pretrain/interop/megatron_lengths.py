@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megaaccum.config.batch_ramp import BatchRamp, asked_ramp
+from megaaccum.config.batch_ramp import BatchRamp, requested_ramp
 from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError
 
@@ -31,7 +31,8 @@ def _ramp(reading: Reading) -> BatchRamp | None:
         step_batch_size_schedule=values.get("step_batch_size_schedule"),
     )
     try:
-        return asked_ramp(keys, seq_length=values.get("seq_length"), global_batch_size=values.get("global_batch_size"))
+        seq_length, whole = values.get("seq_length"), values.get("global_batch_size")
+        return requested_ramp(keys, seq_length=seq_length, global_batch_size=whole)
     except ConfigError:
         return None
 

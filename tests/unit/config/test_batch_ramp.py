@@ -203,7 +203,7 @@ def test_other_micro_batches_than_the_checkpoint_s_are_named_where_sums_are_the_
     assert plan(4, **keys, backend="fsdp2").ramp_differences(saved) == {}
     other = plan(2, **keys, micro_batch_size=2)
     ((text, remedy),) = other.ramp_differences(saved).items()
-    assert text.startswith("micro_batch_size: 1 in the checkpoint, 2 in the configuration, and reproducible layout has")
+    assert text.startswith("micro_batch_size: 1 in the checkpoint, 2 in the configuration, but reproducible layout")
     assert remedy == "set micro_batch_size to 1"
     loose = plan(2, **keys | dict(reproducible="none"), micro_batch_size=2)
     assert loose.ramp_differences(saved) == other.ramp_differences(loose.ramp_state()) == {}
