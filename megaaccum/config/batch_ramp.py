@@ -141,20 +141,6 @@ def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Br
     return ramp
 
 
-def requested_ramp(keys: BatchConfig, *, seq_length: int | None, global_batch_size: int | None) -> BatchRamp | None:
-    """The ramp of `rampup_batch_size` or `step_batch_size_schedule` before rounding; without them, the global batch.
-    None if no size is known. Raises ConfigError like `requested_intervals`."""
-    if keys.step_batch_size_schedule is not None and global_batch_size is None:
-        return BatchRamp(tuple(parse_schedule(keys.step_batch_size_schedule, seq_length or 1)), {})
-    if global_batch_size is None:
-        return None
-    if not keys.step_batch_size_schedule and not keys.rampup_batch_size:
-        return BatchRamp(((0, global_batch_size),), {})
-    return BatchRamp(
-        tuple(requested_intervals(keys, seq_length=seq_length or 1, global_batch_size=global_batch_size)), {}
-    )
-
-
 def recut(intervals: Sequence[Sequence[int]], batch: BatchPlan, broken: Broken, consumed_samples: int) -> BatchRamp:
     """The ramp of a checkpoint (`intervals`) on the ranks of `batch`, which may differ from those that saved it.
 

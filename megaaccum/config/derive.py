@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from megaaccum.config import precision
 from megaaccum.config.batch_ramp import parse_schedule
-from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
+from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
 from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import entry
@@ -33,44 +33,44 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
         notes.append(f"params_dtype {config.sharding.params_dtype}: {why}.")
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
-    _derive_run(config.run)
-    if config.data.data_cache_path is None:
-        config.data.data_cache_path = os.path.join(config.run.output_dir, "data")
+    _fill(config.run, save=os.path.join(config.run.output_dir, "checkpoints"))
+    _fill(config.data, data_cache_path=os.path.join(config.run.output_dir, "data"))
     if config.sharding.sync == "auto":
         config.sharding.sync = "resident"
 
 
+def _fill(section: object, **defaults: object) -> None:
+    """Set the keys of a section that are None."""
+    for name, default in defaults.items():
+        if getattr(section, name) is None:
+            setattr(section, name, default)
+
+
 def _derive_attention(model: ModelConfig) -> None:
-    if model.num_query_groups is None:
-        model.num_query_groups = model.num_attention_heads
-    if model.kv_channels is None and model.num_attention_heads > 0:
-        model.kv_channels = model.hidden_size // model.num_attention_heads
-    if model.max_position_embeddings is None:
-        model.max_position_embeddings = model.seq_length
+    _fill(model, num_query_groups=model.num_attention_heads, max_position_embeddings=model.seq_length)
+    if model.num_attention_heads > 0:
+        _fill(model, kv_channels=model.hidden_size // model.num_attention_heads)
 
 
 def _derive_mlp(model: ModelConfig) -> None:
-    if model.ffn_hidden_size is None:
-        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments,
-        # which give a toy's MLP no width at all.
-        gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
-        model.ffn_hidden_size = gated if model.swiglu else 4 * model.hidden_size
-    if model.num_experts is not None and model.moe_ffn_hidden_size is None:
-        model.moe_ffn_hidden_size = model.ffn_hidden_size
+    # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two, as in Megatron-LM's arguments. These
+    # give a toy's MLP no width at all.
+    gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
+    _fill(model, ffn_hidden_size=gated if model.swiglu else 4 * model.hidden_size)
+    if model.num_experts is not None:
+        _fill(model, moe_ffn_hidden_size=model.ffn_hidden_size)
     if model.add_bias_linear:
         # Megatron-LM keeps the two in step: biases everywhere include the QKV projection's.
         model.add_qkv_bias = True
 
 
 def _derive_recompute(model: ModelConfig) -> None:
-    if model.gradient_checkpointing and model.recompute_granularity is None:
-        model.recompute_granularity = "full"
+    if model.gradient_checkpointing:
+        _fill(model, recompute_granularity="full")
     if model.recompute_granularity == "full":
-        model.recompute_method = model.recompute_method or "uniform"
-        if model.recompute_num_layers is None:
-            model.recompute_num_layers = 1
-    elif model.recompute_granularity == "selective" and model.recompute_modules is None:
-        model.recompute_modules = ["core_attn"]
+        _fill(model, recompute_method="uniform", recompute_num_layers=1)
+    elif model.recompute_granularity == "selective":
+        _fill(model, recompute_modules=["core_attn"])
 
 
 def _derive_batch(config: Config) -> None:
@@ -102,14 +102,11 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
         many = parallel.virtual_pipeline_model_parallel_size is not None
         parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
     interleaved = parallel.schedule == "interleaved"
-    if interleaved and parallel.microbatch_group_size_per_vp_stage is None:
-        parallel.microbatch_group_size_per_vp_stage = pp
-    if parallel.overlap_p2p_comm is None:
-        parallel.overlap_p2p_comm = interleaved and not parallel.batch_p2p_comm
-    if parallel.batch_p2p_comm is None:
-        parallel.batch_p2p_comm = not parallel.overlap_p2p_comm
-    if parallel.expert_tensor_parallel_size is None:
-        parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+    if interleaved:
+        _fill(parallel, microbatch_group_size_per_vp_stage=pp)
+    _fill(parallel, overlap_p2p_comm=interleaved and not parallel.batch_p2p_comm)
+    _fill(parallel, batch_p2p_comm=not parallel.overlap_p2p_comm)
+    _fill(parallel, expert_tensor_parallel_size=parallel.tensor_model_parallel_size)
 
 
 def _note_kernels(config: Config, notes: list[str]) -> None:
@@ -201,18 +198,9 @@ def _derive_precision(sharding: ShardingConfig) -> None:
 
 
 def _derive_optimizer(optimizer: OptimizerConfig, train_iters: int) -> None:
-    if optimizer.lr_decay_iters is None:
-        optimizer.lr_decay_iters = train_iters
+    _fill(optimizer, lr_decay_iters=train_iters)
     # A fraction stays a fraction: Megatron-LM multiplies it by samples and may end the warm-up inside a step.
-    if optimizer.lr_warmup_iters is None and optimizer.lr_warmup_fraction is None:
-        optimizer.lr_warmup_iters = 0
+    if optimizer.lr_warmup_fraction is None:
+        _fill(optimizer, lr_warmup_iters=0)
     if optimizer.weight_decay_incr_style == "constant":
-        if optimizer.start_weight_decay is None:
-            optimizer.start_weight_decay = optimizer.weight_decay
-        if optimizer.end_weight_decay is None:
-            optimizer.end_weight_decay = optimizer.weight_decay
-
-
-def _derive_run(run: RunConfig) -> None:
-    if run.save is None:
-        run.save = os.path.join(run.output_dir, "checkpoints")
+        _fill(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)

@@ -13,47 +13,24 @@ from megaaccum.config import schema
 from megaaccum.config.facts import Facts
 
 SECTIONS: dict[str, type] = {
-    "model": schema.ModelConfig,
-    "parallel": schema.ParallelConfig,
-    "batch": schema.BatchConfig,
-    "sharding": schema.ShardingConfig,
-    "quantization": schema.QuantizationConfig,
-    "step": schema.StepConfig,
-    "optimizer": schema.OptimizerConfig,
-    "data": schema.DataConfig,
-    "run": schema.RunConfig,
+    name: cls
+    for name, cls in typing.get_type_hints(schema.Config).items()
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
+"""The dataclass of each section, by its name in a file."""
 
 ALIASES: dict[str, str] = {
-    "dbs": "device_batch_size",
-    "ga": "grad_accum_steps",
-    "gradient_accumulation_steps": "grad_accum_steps",
-    "grad_accumulation_steps": "grad_accum_steps",
-    "num_chunks": "pp_microbatches",
-    "mbs": "micro_batch_size",
-    "gbs": "global_batch_size",
-    "max_grad_accum_steps": "grad_accum_steps",
-    "max_seq_len": "seq_length",
-    "warmup_ratio": "lr_warmup_fraction",
-    "save_every": "save_interval",
-    "eval_every": "eval_interval",
-    "log_every": "log_interval",
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "learning_rate": "lr",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "warmup_iters": "lr_warmup_iters",
-    "max_iters": "train_iters",
-    "num_moe_experts": "num_experts",
+    "dbs": "device_batch_size", "ga": "grad_accum_steps", "gradient_accumulation_steps": "grad_accum_steps",
+    "grad_accumulation_steps": "grad_accum_steps", "num_chunks": "pp_microbatches", "mbs": "micro_batch_size",
+    "gbs": "global_batch_size", "max_grad_accum_steps": "grad_accum_steps", "max_seq_len": "seq_length",
+    "warmup_ratio": "lr_warmup_fraction", "save_every": "save_interval", "eval_every": "eval_interval",
+    "log_every": "log_interval", "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size", "learning_rate": "lr", "beta1": "adam_beta1", "beta2": "adam_beta2",
+    "warmup_iters": "lr_warmup_iters", "max_iters": "train_iters", "num_moe_experts": "num_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "num_key_value_heads": "num_query_groups",
-    "fp8": "fp8_format",
-}
+    "num_key_value_heads": "num_query_groups", "fp8": "fp8_format",
+}  # fmt: skip
 """Other names of keys, from Megatron-core, DeepSpeed or habit, each with its key."""
 
 

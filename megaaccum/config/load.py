@@ -15,20 +15,17 @@ from megaaccum.errors import ConfigError
 UNREADABLE = "unreadable"
 """The origin of a key whose value could not be read, so that it is not reported as missing too."""
 
-RIVALS: tuple[frozenset[str], ...] = (
-    frozenset({"lr_warmup_iters", "lr_warmup_fraction"}),
-    frozenset({"bf16", "fp16", "params_dtype"}),
-    frozenset(
-        {
-            "virtual_pipeline_model_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "pipeline_model_parallel_layout",
-        }
-    ),
-    frozenset({"data_path", "train_data_path"}),
-    frozenset(batch_ramp.KEYS),
-    frozenset({"total_batch_size", "global_batch_size"}),
-    frozenset({"lr_reference_batch_size", "lr_reference_tokens"}),
+RIVALS: tuple[frozenset[str], ...] = tuple(
+    frozenset(group.split())
+    for group in (
+        "lr_warmup_iters lr_warmup_fraction",
+        "bf16 fp16 params_dtype",
+        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
+        "data_path train_data_path",
+        " ".join(batch_ramp.KEYS),
+        "total_batch_size global_batch_size",
+        "lr_reference_batch_size lr_reference_tokens",
+    )
 )
 """Groups of keys for one thing: one of them on the command line sets aside the others of a file."""
 

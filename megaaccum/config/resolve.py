@@ -42,7 +42,8 @@ def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolve
     if (path := settled.parallel.schedule or "").endswith(".csv"):
         set_shared_table(path, None)  # left by an earlier run in this process
     derive(settled, notes, own_model=own_model)
-    problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
+    subject = Subject.from_config(settled, written=config, world_size=world_size, own_model=own_model)
+    problems = broken_rules(subject)
     dp = _data_parallel_size(settled, world_size)
     batch = _cut_batch(settled, dp, notes, problems) if dp else None
     ramp = _ramp(settled, batch, notes, problems) if batch is not None and not problems else None

@@ -46,4 +46,5 @@ def broken_rules(subject: Subject) -> list[str]:
 
 def data_problems(config: Config) -> list[str]:
     """One text per broken rule on data keys, for a configuration that is not resolved yet."""
-    return [text for rule in _rules_of(data) for text in rule(Subject(config=config, written=config, world_size=1))]
+    subject = Subject.from_config(config, written=config, world_size=1)
+    return [text for rule in _rules_of(data) for text in rule(subject)]

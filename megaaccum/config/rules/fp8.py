@@ -97,7 +97,7 @@ def fp8_shapes(subject: Subject) -> Iterator[str]:
     recipe, told = subject.quantization.fp8_recipe, set()
     block = ALIGNMENT[recipe]
     for name, times, over in _sides(subject):
-        size = value(subject.config, name)
+        size = value(subject, name)
         if size * times % (block * over) == 0 or name in told:
             continue
         told.add(name)
@@ -116,7 +116,7 @@ def _sides(subject: Subject) -> Iterator[tuple[str, int, int]]:
     tp = parallel.tensor_model_parallel_size
     split = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
     yield "hidden_size", 1, 1
-    yield "seq_length", subject.config.batch.micro_batch_size or 1, split
+    yield "seq_length", subject.batch.micro_batch_size or 1, split
     if model.num_experts is None or model.moe_layer_freq != 1:
         yield "ffn_hidden_size", 1, tp
     if model.num_experts is not None:

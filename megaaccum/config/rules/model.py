@@ -70,7 +70,7 @@ def document_mask(subject: Subject) -> Iterator[str]:
     """Transformer Engine's attention ignores masks under Megatron-core, but takes the documents of a packed row
     (transformer-engine 2.20: DotProductAttention)."""
     if subject.model.transformer_impl == "transformer_engine":
-        yield from cannot_pack(subject.config)
+        yield from cannot_pack(subject)
 
 
 def cannot_pack(config: Config) -> Iterator[str]:

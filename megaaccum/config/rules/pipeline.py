@@ -126,7 +126,7 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
             f"{key} runs layers in pieces, which recompute_granularity full and recompute_modules moe would run whole:"
             f" set recompute_granularity to selective without moe, {off}."
         )
-    if model.mtp_num_layers and subject.config.batch.loss_norm == "microbatch":
+    if model.mtp_num_layers and subject.batch.loss_norm == "microbatch":
         yield (
             f"{key} with mtp_num_layers {model.mtp_num_layers} cannot weigh the prediction loss of each micro-batch by"
             f" its own tokens, as loss_norm microbatch does: set loss_norm to token, {off}."

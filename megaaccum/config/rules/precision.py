@@ -67,5 +67,5 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
             f"{name} needs backend deepspeed, but backend is {subject.sharding.backend}: leave {name} out, or set"
             " backend to deepspeed."
         )
-    if subject.config.deepspeed:
+    if subject.deepspeed:
         yield "a deepspeed block needs backend deepspeed: leave the block out, or set backend to deepspeed."

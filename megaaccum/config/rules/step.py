@@ -12,7 +12,7 @@ from megaaccum.schedule.simulate import by_executor
 
 def one_loss_scale(subject: Subject) -> Iterator[str]:
     """A fixed loss scale does not move; a dynamic one starts at its floor or above."""
-    step = subject.config.step
+    step = subject.step
     dynamic = [name for name in names_where(lambda facts: facts.needs == "fp16") if name != "loss_scale"]
     if step.loss_scale is not None and (names := subject.given(*dynamic)):
         yield f"loss_scale {step.loss_scale:g} is fixed, but {', '.join(names)} move it: leave one or the other out."
@@ -25,7 +25,7 @@ def one_loss_scale(subject: Subject) -> Iterator[str]:
 
 def overflow_is_seen(subject: Subject) -> Iterator[str]:
     """Overflows move the loss scale of FP16, so they must neither go unseen nor end the run."""
-    policy = subject.config.step.nonfinite
+    policy = subject.step.nonfinite
     if subject.sharding.fp16 and policy not in ("skip", "zero"):
         yield (
             f"nonfinite {policy} with fp16: the loss scale is found by steps that overflow and are skipped. Set"
@@ -35,7 +35,7 @@ def overflow_is_seen(subject: Subject) -> Iterator[str]:
 
 def exact_without_microbatches(subject: Subject) -> Iterator[str]:
     """A micro-batch of weight zero still passes the router, which may count its tokens over the step."""
-    step, model = subject.config.step, subject.model
+    step, model = subject.step, subject.model
     names = [f"nonfinite {step.nonfinite}"] if step.nonfinite == "drop_microbatch" else []
     names += ["short_batch pad"] if step.short_batch == "pad" else []
     counting = {
@@ -51,10 +51,10 @@ def exact_without_microbatches(subject: Subject) -> Iterator[str]:
 
 def static_graph(subject: Subject) -> Iterator[str]:
     """A static graph has one count and one shape for the whole run; `derive` sets batch_warmup_steps to 0."""
-    batch, step, model = subject.config.batch, subject.config.step, subject.model
+    batch, step, model = subject.batch, subject.step, subject.model
     if not batch.static_graph:
         return
-    capacity = subject.config.megatron.get("moe_pad_expert_input_to_capacity")
+    capacity = subject.megatron.get("moe_pad_expert_input_to_capacity")
     changing = {
         "rampup_batch_size": (batch.rampup_batch_size is not None, "leave it out"),
         "step_batch_size_schedule": (batch.step_batch_size_schedule is not None, "leave it out"),
@@ -89,7 +89,7 @@ def start_can_be_verified(subject: Subject) -> Iterator[str]:
             "its rounding hides what it looks for",
         ),
         "rng megatron with dropout": (
-            run.rng == "megatron" and is_random(subject.config),
+            run.rng == "megatron" and is_random(subject),
             "another split draws other masks: set rng to sample, or dropout to 0",
         ),
         "moe_router_load_balancing_type global_aux_loss": (
@@ -119,10 +119,10 @@ def watchdog_is_first(subject: Subject) -> Iterator[str]:
 def speculative_step(subject: Subject) -> Iterator[str]:
     """A step may end before its verdict if the executor can stop at the first backward, and if all state that an update
     and a forward change is copied or recomputed."""
-    if not subject.config.step.speculative_step:
+    if not subject.step.speculative_step:
         return
     key, off = "speculative_step true", "or speculative_step to false"
-    name, batch, sharding, model = subject.schedule, subject.config.batch, subject.sharding, subject.model
+    name, batch, sharding, model = subject.schedule, subject.batch, subject.sharding, subject.model
     if not by_executor(name):
         runs = "there is no pipeline" if name == "none" else "Megatron-core runs it, and its ranks end together"
         yield f"{key} gains nothing with schedule {name}: {runs}. Set schedule to zbv with a pipeline, {off}."

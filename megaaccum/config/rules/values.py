@@ -26,7 +26,7 @@ NEEDED = {
 def required(subject: Subject) -> Iterator[str]:
     """A model and its training need some keys."""
     for name in names_where(lambda facts: facts.required):
-        number, facts = value(subject.config, name), all_keys()[name].facts
+        number, facts = value(subject, name), all_keys()[name].facts
         if subject.own_model and name != "seq_length":
             continue
         if subject.written.origin.get(name) == UNREADABLE or (isinstance(number, int | float) and facts.allow(number)):
@@ -41,7 +41,7 @@ def ranges(subject: Subject) -> Iterator[str]:
     """Each number lies in its key's range."""
     for name in names_where(lambda facts: facts.range and not facts.required):
         # A value derived from a missing key would only repeat that it is missing.
-        number, facts = value(subject.config, name) if subject.given(name) else None, all_keys()[name].facts
+        number, facts = value(subject, name) if subject.given(name) else None, all_keys()[name].facts
         if number is not None and not facts.allow(number):
             yield f"{name} is {number}: it must be {facts.range}."
 
@@ -54,7 +54,7 @@ def without_effect(subject: Subject) -> Iterator[str]:
         if (off := _missing(subject, name)) in NEEDED and getattr(subject.parallel, name, None) != 1:
             unused.setdefault(off, []).append(name)
     for off, names in unused.items():
-        text = NEEDED[off].format(value(subject.config, off.split()[0]))
+        text = NEEDED[off].format(value(subject, off.split()[0]))
         yield f"{', '.join(names)}: no effect {text}, or leave {them(names)} out."
 
 
@@ -64,7 +64,7 @@ def _missing(subject: Subject, name: str) -> str:
     key, _, word = needed.partition(" ")
     if not needed or (missing := _missing(subject, key)):
         return missing if needed else ""
-    setting = value(subject.config, key)
+    setting = value(subject, key)
     return "" if (setting == word if word else setting not in (None, False, "none", "off")) else needed
 
 

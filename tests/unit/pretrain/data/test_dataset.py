@@ -305,7 +305,7 @@ def test_a_share_that_is_empty_everywhere_does_not_hang(tmp_path, corpus):
 
 
 def test_training_paths_without_validation_paths(tmp_path, corpus):
-    with pytest.raises(ConfigError, match="eval_interval is 5, but train_data_path comes without valid_data_path"):
+    with pytest.raises(ConfigError, match="eval_interval is 5, but train_data_path has no valid_data_path beside it"):
         build_datasets(make_plan(tmp_path / "run", train_data_path=[corpus], vocab_size=TOKENS))
 
 
