@@ -1,4 +1,4 @@
-"""The configuration of a run: read it with `load`, settle it for a number of ranks with `resolve`."""
+"""The configuration of a run: `load` reads it, `resolve` derives a `Plan` for a number of ranks."""
 
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import load

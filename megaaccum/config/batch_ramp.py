@@ -159,7 +159,7 @@ def recut(intervals: Sequence[Sequence[int]], batch: BatchPlan, broken: Broken, 
             raise ConfigError(
                 f"the ramp of the checkpoint has steps of {size} sequences still to come, which micro_batch_size"
                 f" {batch.micro_batch_size} * data_parallel_size {batch.data_parallel_size} = {unit} cannot make"
-                f" ({cut.reason(size)}): go on with as many ranks and micro-batches as before until the ramp is over."
+                f" ({cut.reason(size)}): keep the number of ranks and micro-batches until the ramp is over."
             )
     return BatchRamp(tuple((start, size) for start, size in intervals), batches)
 

@@ -45,8 +45,8 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
         block = user_zero.get("offload_optimizer")
         zero["offload_optimizer"] = {**(block if isinstance(block, dict) else {}), "device": sharding.offload_optimizer}
     in_bf16 = sharding.optimizer_dtype == "bf16"
-    settled: dict[str, object] = {name: value for name, value in user.items() if name in PASSED}
-    return settled | {
+    passed: dict[str, object] = {name: value for name, value in user.items() if name in PASSED}
+    return passed | {
         "train_micro_batch_size_per_gpu": batch.micro_batch_size * batch.num_microbatches,
         "gradient_accumulation_steps": 1,
         # megaaccum clips by the norm over all stages; DeepSpeed would clip a second time.
@@ -57,7 +57,7 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
         "fp16": {"enabled": sharding.fp16, "loss_scale": 1.0},
         "communication_data_type": sharding.grad_reduce_dtype,
         "data_types": {"grad_accum_dtype": sharding.grad_accum_dtype},
-        # The optimizer is built by megaaccum, which DeepSpeed calls untested whatever it is.
+        # The optimizer is built by megaaccum, which DeepSpeed always calls untested.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

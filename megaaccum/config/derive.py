@@ -98,7 +98,7 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
     pp = parallel.pipeline_model_parallel_size
     _derive_vpp(parallel, config.model.num_layers, notes)
     _derive_chunks(parallel)
-    if parallel.schedule in (None, "auto"):  # resolve tries others for `auto`, and lab/planner/auto_schedule settles it
+    if parallel.schedule in (None, "auto"):  # resolve tries others for `auto`, and lab/planner/auto_schedule chooses
         many = parallel.virtual_pipeline_model_parallel_size is not None
         parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
     interleaved = parallel.schedule == "interleaved"

@@ -17,7 +17,7 @@ class Facts:
     required: bool = False
     """A run cannot do without it; the default is a value out of range."""
     needs: str = ""
-    """The key, and where it matters its value, without which this one has no effect."""
+    """The key (or key and value) without which this one has no effect."""
     core: bool | str = False
     """It is a field of megatron-core's TransformerConfig: under the same name, or under this one."""
     fixed: bool = False
@@ -25,7 +25,7 @@ class Facts:
     lr_state: str = ""
     """The number of Megatron's learning-rate schedule that it decides; a run resumes only with the same one."""
     in_samples: bool = False
-    """That number counts samples where the key counts steps."""
+    """That number counts samples, although the key counts steps."""
     planned: bool = False
     """`megaaccum plan` decides it."""
     per_host: bool = False

@@ -160,13 +160,13 @@ class Plan:
 
     def facts(self) -> dict[str, object]:
         """The digest's contents: every key that decides numbers, the DeepSpeed block, batch and layout."""
-        settled = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
+        keys = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
-        settled |= {f"model.{key}": value for key, value in self.config.megatron.items()}
+        keys |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
         ramp = {"batch ramp": self.ramp.intervals}
-        return settled | layout | batch | ramp | theirs | self._table_facts()
+        return keys | layout | batch | ramp | theirs | self._table_facts()
 
     def _table_facts(self) -> dict[str, object]:
         """A hash of the table in a schedule's file, which every rank reads until rank 0 has shared its own."""

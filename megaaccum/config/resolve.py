@@ -37,20 +37,20 @@ class Resolved(NamedTuple):
 def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolved:
     """A copy of `config` with every key derived. own_model: see plan.resolve. Raises ConfigError with one text per
     broken rule."""
-    settled = copy.deepcopy(config)
+    resolved = copy.deepcopy(config)
     notes = list(config.notes)
-    if (path := settled.parallel.schedule or "").endswith(".csv"):
+    if (path := resolved.parallel.schedule or "").endswith(".csv"):
         set_shared_table(path, None)  # left by an earlier run in this process
-    derive(settled, notes, own_model=own_model)
-    subject = Subject.from_config(settled, written=config, world_size=world_size, own_model=own_model)
+    derive(resolved, notes, own_model=own_model)
+    subject = Subject.from_config(resolved, written=config, world_size=world_size, own_model=own_model)
     problems = broken_rules(subject)
-    dp = _data_parallel_size(settled, world_size)
-    batch = _cut_batch(settled, dp, notes, problems) if dp else None
-    ramp = _ramp(settled, batch, notes, problems) if batch is not None and not problems else None
+    dp = _data_parallel_size(resolved, world_size)
+    batch = _cut_batch(resolved, dp, notes, problems) if dp else None
+    ramp = _ramp(resolved, batch, notes, problems) if batch is not None and not problems else None
     if batch is None or ramp is None or problems:
         raise ConfigError(problems)
-    lr_scaling.scale(settled)
-    return Resolved(settled, batch, ramp, _layout(settled, world_size, dp), notes)
+    lr_scaling.scale(resolved)
+    return Resolved(resolved, batch, ramp, _layout(resolved, world_size, dp), notes)
 
 
 def with_schedules(config: Config) -> Iterator[Config]:
@@ -131,7 +131,7 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
 
 
 def _layout(config: Config, world_size: int, dp: int) -> RankLayout:
-    """How the ranks of a settled configuration are cut. dp: data-parallel ranks."""
+    """The layout of a resolved configuration. dp: data-parallel ranks."""
     parallel = config.parallel
     assert parallel.schedule is not None, "derive names a schedule"
     placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement

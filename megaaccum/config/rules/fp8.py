@@ -94,13 +94,13 @@ def fp8_shapes(subject: Subject) -> Iterator[str]:
     """Every matrix on a rank has sides that are multiples of the FP8 block."""
     if subject.quantization.fp8_format is None or _unsettled(subject):
         return
-    recipe, told = subject.quantization.fp8_recipe, set()
+    recipe, reported = subject.quantization.fp8_recipe, set()
     block = ALIGNMENT[recipe]
     for name, times, over in _sides(subject):
         size = value(subject, name)
-        if size * times % (block * over) == 0 or name in told:
+        if size * times % (block * over) == 0 or name in reported:
             continue
-        told.add(name)
+        reported.add(name)
         unit = block * over // math.gcd(block * over, times)
         product = f" * {times}" if times > 1 else ""
         yield (

@@ -104,7 +104,7 @@ def cannot_pack(config: Config) -> Iterator[str]:
 
 
 def kernels(subject: Subject) -> Iterator[str]:
-    """A fused kernel runs where its key asks for it, and changes no number."""
+    """A fused kernel exists for this model and backend."""
     model, sharding = subject.model, subject.sharding
     own = by_executor(subject.schedule)
     if model.gradient_accumulation_fusion and (own or sharding.backend != "megatron"):

@@ -35,7 +35,7 @@ def warm_up(subject: Subject) -> Iterator[str]:
     if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
         yield (
             f"lr_warmup_iters {optimizer.lr_warmup_iters} and lr_warmup_fraction {optimizer.lr_warmup_fraction} both"
-            " say how long the warm-up is: leave one of them out."
+            " give the length of the warm-up: leave one of them out."
         )
     decay, warm = optimizer.lr_decay_iters or 0, optimizer.lr_warmup_iters or 0
     if decay > 0 and warm >= decay:

@@ -51,7 +51,7 @@ def query_groups(subject: Subject) -> Iterator[str]:
 
 
 def sequence_parallel(subject: Subject) -> Iterator[str]:
-    """Sequence parallelism is over the tp ranks; without them Megatron-LM turns it off and says little."""
+    """Sequence parallelism needs tp ranks; without them Megatron-LM turns it off silently."""
     tp, cp = subject.parallel.tensor_model_parallel_size, subject.parallel.context_parallel_size
     length = subject.model.seq_length
     if not subject.parallel.sequence_parallel:

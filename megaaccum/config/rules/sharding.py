@@ -40,7 +40,7 @@ def live_parameters(subject: Subject) -> Iterator[str]:
 def deterministic(subject: Subject) -> Iterator[str]:
     """At ZeRO-3 megaaccum itself sums in rank order and hands DeepSpeed finished partitions."""
     sharding = subject.sharding
-    if sharding.reproducible == "layout":  # sums whatever the stage is
+    if sharding.reproducible == "layout":  # sums at any stage
         return
     if sharding.deterministic and sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield (

@@ -88,7 +88,7 @@ class BatchConfig:
     """Sequences of the global batch from a number of tokens on, '0:768 250B:1536'. The last is global_batch_size."""
     static_graph: bool = False
     """Every step has one count of micro-batches and one shape (CUDA graphs, XLA, regional compile): no batch warm-up,
-    and whatever else changes them in a run is refused."""
+    and anything else that changes them is refused."""
     variable_seq_lengths: bool = False
     """Micro-batches may have different lengths, up to seq_length; with a pipeline, every stage knows them in
     advance."""

@@ -128,12 +128,12 @@ class ModelConfig:
     mtp_loss_scaling_factor: Annotated[float, Facts(at_least=0, core=True)] = 0.1
     """Weight of the multi-token-prediction loss."""
     transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], Facts(planned=True)] = "auto"
-    """Layer spec: Transformer Engine's where it is installed and a GPU is there (auto), or one by name."""
+    """Layer spec: Transformer Engine's if it is installed and there is a GPU (auto), or one by name."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Kernel of attention. Transformer Engine's layers take it as Megatron does; in local layers flash and fused are
     torch's own, unfused keeps all scores, and auto is fused on a GPU or under context parallelism."""
     masked_softmax_fusion: bool = True
-    """With unfused attention: scale, mask and softmax in one kernel, where a GPU and apex have it."""
+    """With unfused attention: scale, mask and softmax in one kernel, if a GPU and apex are there."""
     bias_gelu_fusion: bool = True
     """Bias and GELU in one kernel, on a GPU."""
     bias_swiglu_fusion: bool = True

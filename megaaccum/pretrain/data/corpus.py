@@ -13,7 +13,7 @@ from megaaccum.pretrain.data.files import locked, with_suffix
 from megaaccum.pretrain.data.tokenizer import read_tokenizer, read_vocabulary, train_tokenizer
 
 EMBEDDED = "embedded"
-"""What stands for this text in data_path."""
+"""The name of this text in data_path."""
 EMBEDDED_VOCAB_SIZE = 2048
 """Entries of the tokenizer that is trained on it: enough for English prose, small enough for the smallest model."""
 

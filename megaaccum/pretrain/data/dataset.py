@@ -77,7 +77,7 @@ class Datasets:
         return texts or {"data: the contents are not those of the checkpoint": "restore the files"}
 
     def after(self, state: dict[str, Any], *, consumed: int, needed: int) -> Datasets:
-        """These data for a run that goes on after `consumed` samples up to sample `needed`, where a checkpoint recorded
+        """These data for a run that continues after `consumed` samples up to sample `needed`, if a checkpoint recorded
         `state`: no sample comes twice and none is lost. Raises as `build_datasets`."""
         same = state.get("digest") == self.digest
         order = self.rebuilt(spans_after(state, consumed, needed, same_data=same))
@@ -172,7 +172,7 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
 
 
 def _orders(request: _Request) -> tuple[SampleDataset, SampleDataset | None]:
-    """Megatron's orders for training and validation, built where the cache folder does not have them."""
+    """Megatron's orders for training and validation, built if the cache folder does not have them."""
     config = request.plan.config
     folder = data_folder(config) / "index" / _cache_key(request)
     if not folder.exists():
@@ -281,16 +281,16 @@ def _open_pairs(sources: Sources, plan: Plan) -> tuple[Sources, dict[str, Indexe
     paths = {prefix: str(resolve_prefix(prefix, plan.config).absolute()) for prefix in sources.prefixes}
     pairs = {path: open_pair(path) for path in paths.values()}
 
-    def settled(blend: Blend) -> Blend:
+    def resolved(blend: Blend) -> Blend:
         prefixes = [paths[prefix] for prefix in blend.prefixes]
         weights = blend.weights
         if weights is None and len(prefixes) > 1:
-            # Megatron would stop after one pass over a blend without weights; in proportion to size it goes on.
+            # Megatron would stop after one pass over a blend without weights; in proportion to size it continues.
             weights = [float(pairs[prefix].num_tokens) for prefix in prefixes]
         return Blend(prefixes=prefixes, weights=weights)
 
-    valid = settled(sources.valid) if sources.valid else None
-    return Sources(train=settled(sources.train), valid=valid, split=sources.split), pairs
+    valid = resolved(sources.valid) if sources.valid else None
+    return Sources(train=resolved(sources.train), valid=valid, split=sources.split), pairs
 
 
 def _require_end_of_document(request: _Request) -> None:

@@ -27,7 +27,7 @@ class Source:
     files: list[Path]
     """Text or JSONL files; gzip is recognised by its first bytes."""
     format: Format = "auto"
-    """What they hold; auto: JSONL where the name ends so (.jsonl, .ndjson, .json, also before .gz), else text."""
+    """Their format; auto: JSONL by the end of the name (.jsonl, .ndjson, .json, also before .gz), else text."""
     json_key: str = "text"
     """Key of the text in a line of JSONL."""
     whole_files: bool = False
@@ -92,7 +92,7 @@ class Source:
             raise DataError(f"{where}: no key {self.json_key!r}; the line has {sorted(record)}. Set --json-key")
         text = record[self.json_key]
         if not isinstance(text, str):
-            raise DataError(f"{where}: {self.json_key!r} has to be a string, not {_shortened(json.dumps(text))}")
+            raise DataError(f"{where}: {self.json_key!r} must be a string, not {_shortened(json.dumps(text))}")
         if not _is_encodable(text):
             raise DataError(f"{where}: {self.json_key!r} holds half a surrogate pair, which is no text")
         return text

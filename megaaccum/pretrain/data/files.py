@@ -99,7 +99,7 @@ def _claim(folder: Path) -> int:
 
 
 def _try_claim(folder: Path) -> int | None:
-    """A locked handle of `folder`, or None where its last owner removed it while we were at it.
+    """A locked handle of `folder`, or None if its last owner has just removed it.
 
     Raises:
         DataError: another process holds it.

@@ -1,4 +1,4 @@
-"""Megatron's indexed pair: PREFIX.bin holds token ids back to back, PREFIX.idx says where each document lies.
+"""Megatron's indexed pair: PREFIX.bin holds token ids back to back, PREFIX.idx holds where each document lies.
 
 Layout of the .idx, little endian, as megatron.core.datasets.indexed_dataset (0.19) reads it: magic (9 bytes), version
 (uint64, 1), code of the id type (uint8), number of sequences n (uint64), number of document bounds d (uint64), then n
@@ -72,7 +72,7 @@ class IndexedPair:
         return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER.size + offset, shape=(count,))
 
     def tokens_between(self, first: int, end: int) -> int:
-        """Tokens of the sequences [first, end): two reads, whatever the size of the index."""
+        """Tokens of the sequences [first, end): two reads, for an index of any size."""
         offsets, total = self.offsets, self.num_tokens * self.dtype.itemsize
         start, stop = (int(offsets[i]) if i < self.num_sequences else total for i in (first, end))
         return (stop - start) // self.dtype.itemsize

@@ -122,7 +122,7 @@ class MicrobatchLoader:
                 f"ranks = {self._round} sequences; set global_batch_size to "
                 f"{either(nearest_multiples(num_samples, self._round))}"
             )
-        assert num_samples <= len(self._pulled) * self._round, "a step has to be pulled before it is committed"
+        assert num_samples <= len(self._pulled) * self._round, "a step must be pulled before it is committed"
         for _ in range(num_samples // self._round):
             self._pulled.popleft()
         self._consumed += num_samples

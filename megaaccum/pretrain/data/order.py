@@ -1,4 +1,4 @@
-"""The order of a run's training samples: Megatron's own, and what follows where the run goes on with more, or others.
+"""The order of a run's training samples: Megatron's own, and what follows if the run needs more, or others.
 
 A fresh run takes Megatron's order for train_iters * global_batch_size samples. Another number gives another order where
 the data are gone through more than once, so a run that is resumed keeps the order that it began with to its end. What
@@ -153,14 +153,14 @@ def _drawn(which: Any, count: int, num_corpora: int) -> list[int]:
 
 
 def spans_after(state: dict[str, Any], consumed: int, needed: int, *, same_data: bool) -> list[Span]:
-    """The spans of a run that goes on after `consumed` samples up to sample `needed`, where a checkpoint recorded
-    `state`; the last one may have to be followed by another (`extended`)."""
+    """The spans of a run that continues after `consumed` samples up to sample `needed`, if a checkpoint recorded
+    `state`; another one may be needed after the last (`extended`)."""
     if not same_data:
         return [Span(consumed, max(needed - consumed, 1), dict(state.get("used", {})))]
     return [Span(**span) for span in state["spans"]]
 
 
 def extended(order: Order, needed: int) -> list[Span]:
-    """The spans of `order`, and one more where they end before sample `needed`."""
+    """The spans of `order`, and one more if they end before sample `needed`."""
     stop = order.spans[-1].stop
     return order.spans + ([Span(stop, needed - stop, order.used(stop))] if needed > stop else [])

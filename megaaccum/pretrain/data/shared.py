@@ -122,7 +122,7 @@ class SharedLoader:
         return {"num_tokens": (torch.int64, (num_microbatches,)), **named}
 
     def _packed(self, stage: int, num_microbatches: int, mine: list[Batch]) -> torch.Tensor:
-        """The message to a stage: its parts of `mine` as bytes; counts of -1 where there are none."""
+        """The message to a stage: its parts of `mine` as bytes; counts of -1 if there are none."""
         parts = [
             torch.stack([_there(each[name]) for each in mine]) if mine else torch.full(shape, -1).to(dtype)
             for name, (dtype, shape) in self._parts(stage, num_microbatches).items()

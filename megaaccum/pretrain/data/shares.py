@@ -27,7 +27,7 @@ class Range:
 def split_ranges(sources: Sources, pairs: dict[str, IndexedPair]) -> tuple[list[Range], list[Range]]:
     """The documents of training and of validation, one range per prefix of the blend that they come from.
 
-    Validation's list is empty where it has no source. The bounds are rounded as Megatron's builder rounds them
+    Validation's list is empty if it has no source. The bounds are rounded as Megatron's builder rounds them
     (BlendedMegatronDatasetBuilder._build_megatron_dataset_splits).
     """
     if sources.split is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,9 +32,9 @@ class Vocabulary:
     """The facts about tokens that training needs. The same on every rank."""
 
     size: int
-    """Ids are below this: the largest of the tokenizer + 1, or more where vocab_size says so. Before any padding."""
+    """Ids are below this: the largest of the tokenizer + 1, or vocab_size if that is more. Before any padding."""
     eod: int | None
-    """Id of the token that ends a document; None where the tokenizer has none of the known names."""
+    """Id of the token that ends a document; None if the tokenizer has none of the known names."""
     digest: str
     """Hash of the file, 16 hexadecimal digits."""
 
@@ -67,7 +67,7 @@ def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
 
 
 def gpt2_tokenizer(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
-    """The byte-level BPE tokenizer of GPT-2's vocab.json and merges.txt. Raises DataError where they cannot be read."""
+    """The byte-level BPE tokenizer of GPT-2's vocab.json and merges.txt. Raises DataError if they cannot be read."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     try:
@@ -91,14 +91,22 @@ def read_vocabulary(path: str | Path) -> Vocabulary:
     Raises:
         DataError: like `read_tokenizer`, or the tokenizer has no token at all.
     """
-    path = tokenizer_file(path)
-    with disk_errors("cannot read tokenizer", path):
-        status = path.stat()
-    return _read_vocabulary(path, status.st_mtime_ns, status.st_size)
+    return read_once(_read_vocabulary, tokenizer_file(path))
 
 
-@lru_cache(maxsize=16)
-def _read_vocabulary(path: Path, _modified: int, _size: int) -> Vocabulary:
+def read_once(read: Callable[[Path], Vocabulary], path: str | Path) -> Vocabulary:
+    """The result of `read`, once per process while the file does not change. Raises DataError if it is missing."""
+    with disk_errors("cannot read tokenizer", Path(path)):
+        status = Path(path).stat()
+    return _cached(read, Path(path), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=64)
+def _cached(read: Callable[[Path], Vocabulary], path: Path, _modified: int, _size: int) -> Vocabulary:
+    return read(path)
+
+
+def _read_vocabulary(path: Path) -> Vocabulary:
     tokenizer = read_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from functools import lru_cache
 from pathlib import Path
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data import tokenizer
-from megaaccum.pretrain.data.files import disk_errors
 from megaaccum.pretrain.data.tokenizer import END_OF_DOCUMENT, Vocabulary
 
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -26,8 +24,8 @@ def null_vocabulary(size: int | None) -> Vocabulary:
 
 
 def read_gpt2_vocabulary(path: str) -> Vocabulary:
-    """A GPT-2 vocab.json. Raises DataError where it cannot be read."""
-    return _read_gpt2(Path(path), *_stamp(Path(path)))
+    """A GPT-2 vocab.json. Raises DataError if it cannot be read."""
+    return tokenizer.read_once(_read_gpt2, path)
 
 
 def read_vocabulary(path: str | Path, kind: str | None = None) -> Vocabulary:
@@ -37,20 +35,13 @@ def read_vocabulary(path: str | Path, kind: str | None = None) -> Vocabulary:
         DataError: it cannot be read, or a package is missing.
     """
     if kind in _SENTENCEPIECE and Path(path).suffix != ".json" and not Path(path).is_dir():
-        return _read_sentencepiece(Path(path), *_stamp(Path(path)))
+        return tokenizer.read_once(_read_sentencepiece, path)
     if kind == "TikTokenizer":
-        return _read_tiktoken(Path(path), *_stamp(Path(path)))
+        return tokenizer.read_once(_read_tiktoken, path)
     return tokenizer.read_vocabulary(path)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    with disk_errors("cannot read tokenizer", path):
-        status = path.stat()
-    return status.st_mtime_ns, status.st_size
-
-
-@lru_cache(maxsize=16)
-def _read_gpt2(path: Path, _modified: int, _size: int) -> Vocabulary:
+def _read_gpt2(path: Path) -> Vocabulary:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
         return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=_digest(path))
@@ -60,8 +51,7 @@ def _read_gpt2(path: Path, _modified: int, _size: int) -> Vocabulary:
         ) from error
 
 
-@lru_cache(maxsize=16)
-def _read_sentencepiece(path: Path, _modified: int, _size: int) -> Vocabulary:
+def _read_sentencepiece(path: Path) -> Vocabulary:
     try:
         from sentencepiece import SentencePieceProcessor  # type: ignore[import-not-found]
     except ImportError as error:
@@ -79,11 +69,10 @@ def _read_sentencepiece(path: Path, _modified: int, _size: int) -> Vocabulary:
 
 
 TIKTOKEN_SIZE, TIKTOKEN_EOD = 131072, 2
-"""Of Megatron's TikTokenizer where nothing else is asked for (megatron-core 0.19: it cuts the file to that size)."""
+"""The defaults of Megatron's TikTokenizer (megatron-core 0.19: it cuts the file to that size)."""
 
 
-@lru_cache(maxsize=16)
-def _read_tiktoken(path: Path, _modified: int, _size: int) -> Vocabulary:
+def _read_tiktoken(path: Path) -> Vocabulary:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         for entry in entries[:1]:
