@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -156,25 +155,6 @@ class ShardingBackend(Protocol):
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
-@runtime_checkable
-class FollowsSplit(Protocol):
-    """Events of a split backward, for a backend that acts between the flush's first and last action: its
-    input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
-    Megatron has no hook of this kind."""
-
-    def after_input_grad(self, chunk: int) -> None:
-        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
-
-    def before_weight_grad(self, chunk: int, last: bool) -> None:
-        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
-
-    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
-
-    def after_weight_grad(self, chunk: int) -> None:
-        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
-
-
 def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: MicrobatchSums | None) -> list[torch.Tensor]:
     """This rank's sums of a parameter's gradients that are about to cross ranks: `grad` and the others."""
     others = [] if sums is None else sums.others(param)
@@ -282,17 +262,16 @@ class WholeOnEachRank:
         sum_tied_copies(self, self._groups)  # type: ignore[arg-type]
 
 
-def note_held(backend: ShardingBackend) -> None:
+def measure_memory(backend: ShardingBackend) -> None:
     """Note in `backend.memory` what it holds now."""
     backend.memory.look(backend.tensors)
 
 
 def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
-    """Put the backend's five hooks into the chunks' Megatron configuration, and the backend itself for the executor
-    where it follows a split backward."""
+    """Put the backend's five hooks into the chunks' Megatron configuration."""
 
     def finalize(*args, **kwargs) -> None:
-        note_held(backend)
+        measure_memory(backend)
         backend.finalize_model_grads_func(*args, **kwargs)
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
@@ -302,6 +281,3 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         config.grad_sync_func = backend.grad_sync_func
         config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
-        config.microbatch_sums = backend.sums
-        config.note_held = partial(note_held, backend)
-        config.follows_split = backend if isinstance(backend, FollowsSplit) else None

@@ -215,13 +215,13 @@ class MicrobatchSums:
         """A flush begins, whose first micro-batch is number `first` of the step."""
         self._first = first
 
-    def begin_forward(self, index: int) -> None:
-        """The forward of micro-batch `index` of the step begins."""
-        self._forward = index
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        """Note that the forward of micro-batch `microbatch` of the step begins."""
+        self._forward = microbatch
 
-    def begin_backward(self, index: int) -> None:
-        """Gradients that come now are of micro-batch `index` of the step."""
-        self._backward = index
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Note that gradients from now on are those of micro-batch `microbatch` of the step."""
+        self._backward = microbatch
 
     def begin_weight_grad(self, index: int) -> None:
         """The same, in a W of micro-batch `index` of the flush."""

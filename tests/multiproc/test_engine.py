@@ -102,14 +102,14 @@ def test_fp16_at_four_million_tokens():
 def frames_before_the_schedule(case: Case) -> list[str]:
     """Names of the functions from TrainStep.train to the one that calls the schedule."""
     rig = Rig.of(case)
-    attempts, found = rig.train_step.attempts, []
-    schedule = attempts.schedule
+    found = []
+    schedule = rig.train_step.schedule
 
     def noting(**keys):
         found.extend(frame.name for frame in traceback.extract_stack()[:-1])
         return schedule(**keys)
 
-    attempts.schedule = noting
+    rig.train_step.schedule = noting
     rig.train_step.train(rig.microbatches(), step=1)
     return found[found.index("train") :]
 

@@ -171,7 +171,7 @@ def wrong_losses() -> dict[str, list[str]]:
         before = [piece.tensors["param"].clone() for piece in made.backend.state()]
         first = said(lambda made=made: made.train_step(batches()))
         same = all(map(torch.equal, before, [piece.tensors["param"] for piece in made.backend.state()]))
-        made.train_steps._forward_step_func = forward_step
+        made.train_steps.forward_step_func = forward_step
         seen[name] = [first, said(lambda made=made: made.train_step(batches())), str(same)]
     return seen
 

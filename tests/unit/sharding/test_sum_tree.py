@@ -118,7 +118,7 @@ def test_a_rank_whose_run_is_no_subtree_gives_its_sums_apart():
     sums, param, parts = MicrobatchSums(rank=1, ranks=3), torch.nn.Parameter(torch.zeros(7)), leaves(12)
     sums.count = 4
     for index in (2, 0, 3, 1):
-        sums.begin_backward(index)
+        sums.begin_backward(0, index)
         param.grad = parts[4 + index].clone()
         sums.take(param)
     assert param.grad is not None and torch.equal(param.grad, parts[4] + parts[5])
@@ -163,13 +163,13 @@ def test_a_parameter_gets_its_sum_back_with_the_last_micro_batch():
     for flush, first in enumerate((0, 2)):
         sums.begin_flush(first)
         for index in (1, 0):  # a W comes by its number in the flush, a backward by that in the step
-            sums.begin_weight_grad(index) if flush else sums.begin_backward(first + index)
+            sums.begin_weight_grad(index) if flush else sums.begin_backward(0, first + index)
             param.grad = parts[first + index].clone()
             assert sums.take(param) is ((first, index) == (2, 0))
             assert (param.grad is None) is ((first, index) != (2, 0))
     assert param.grad is not None and torch.equal(param.grad, summed(parts, [0, 1, 2, 3]))
     sums.clear()
-    sums.begin_backward(3)
+    sums.begin_backward(0, 3)
     assert not sums.take(param), "another step has sums of its own"
 
 

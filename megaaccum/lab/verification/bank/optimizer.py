@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 
 from megaaccum.config import Plan
 from megaaccum.lab.verification.bank.mistake import FIRST, NORM, added_by_microbatch, mistake, replaced, wrapped
+from megaaccum.optim import lr_schedule
+from megaaccum.optim.loss_scaler import LossScaler
+from megaaccum.optim.lr_schedule import LrSchedule
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
-from megaaccum.step import lr_schedule
-from megaaccum.step.loss_scaler import LossScaler
-from megaaccum.step.lr_schedule import LrSchedule
 from megaaccum.step.recovery import Recovery
 from megaaccum.step.transaction import Transaction
 
