@@ -16,7 +16,7 @@ import torch
 from megaaccum.model import gpt
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
-from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.sharding.sum_tree import AnyOrder
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -75,8 +75,8 @@ class ShardingBackend(Protocol):
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
-    sums: MicrobatchSums | None
-    """Where sums are made in one order in every layout: which micro-batch runs, and the gradients that wait for it."""
+    sums: AnyOrder
+    """Sums of micro-batches' gradients; those in one order are told which micro-batch runs and keep what waits."""
 
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""
@@ -138,7 +138,7 @@ class ShardingBackend(Protocol):
     def step(self) -> None:
         """Run the optimizer on the gradients as they are now."""
 
-    def keep_gradients(self) -> Callable[[], None]:
+    def copy_gradients(self) -> Callable[[], None]:
         """Take a copy of the reduced gradients; what is returned gives it to the optimizer again, also after `step`."""
 
     def discard(self) -> None:
@@ -155,10 +155,9 @@ class ShardingBackend(Protocol):
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
-def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: MicrobatchSums | None) -> list[torch.Tensor]:
+def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: AnyOrder) -> list[torch.Tensor]:
     """This rank's sums of a parameter's gradients that are about to cross ranks: `grad` and the others."""
-    others = [] if sums is None else sums.others(param)
-    return [each for each in (grad, *others) if each is not None]
+    return [each for each in (grad, *sums.others(param)) if each is not None]
 
 
 def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
@@ -166,8 +165,8 @@ def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
     return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
 
 
-def kept_gradients(backend: ShardingBackend) -> Callable[[], None]:
-    """`keep_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
+def copied_gradients(backend: ShardingBackend) -> Callable[[], None]:
+    """`copy_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
     grads = [shard.grad for shard in backend.shards()]
     copies = [grad.clone() for grad in grads]
 
@@ -178,7 +177,7 @@ def kept_gradients(backend: ShardingBackend) -> Callable[[], None]:
     return give_back
 
 
-class Kept:
+class ReducedSoFar:
     """Reduced gradients that were set aside, because more of them comes: a copy of each shard."""
 
     def __init__(self) -> None:
@@ -200,7 +199,7 @@ class Kept:
             self.clear()
 
 
-class WholeOnEachRank:
+class UnshardedBackend:
     """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
 
     A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
@@ -210,13 +209,13 @@ class WholeOnEachRank:
     can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
-    sums: MicrobatchSums | None = None
+    sums: AnyOrder = AnyOrder()
     _groups: Groups
 
     def __init__(self) -> None:
         self.memory = HighWater()
         self._last_flush, self._reduced = True, False
-        self._kept = Kept()
+        self._kept = ReducedSoFar()
 
     def _reduce(self) -> None:
         raise NotImplementedError
@@ -251,8 +250,8 @@ class WholeOnEachRank:
         self._kept.add(self)  # type: ignore[arg-type]
         self._begin_accumulation()
 
-    def keep_gradients(self) -> Callable[[], None]:
-        return kept_gradients(self)  # type: ignore[arg-type]
+    def copy_gradients(self) -> Callable[[], None]:
+        return copied_gradients(self)  # type: ignore[arg-type]
 
     def finish_reduction(self) -> None:
         """Both cut the two copies of a tied embedding alike (Megatron gives it a bucket of its own)."""

@@ -135,7 +135,7 @@ class ColdExperts:
         self._departures = Departures(self._add) if layers and cpu.has_accelerator() else None
 
     @classmethod
-    def of(cls, plan: Plan, chunks: list[torch.nn.Module]) -> ColdExperts:
+    def from_plan(cls, plan: Plan, chunks: list[torch.nn.Module]) -> ColdExperts:
         """Those of a rank's chunks, as the configuration says; none without `cold_expert_offload`."""
         sharding = plan.config.sharding
         layers = _layers(chunks, sharding.cold_expert_steps) if sharding.cold_expert_offload else []
@@ -157,7 +157,7 @@ class ColdExperts:
         for layer in self._layers:
             layer.commit()
 
-    def take(self, param: torch.nn.Parameter) -> None:
+    def offload(self, param: torch.nn.Parameter) -> None:
         """If `param` is a cold expert's, move what a backward has left in its gradient to host memory."""
         if id(param) in self.params:
             self._move(param)

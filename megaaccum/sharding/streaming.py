@@ -63,15 +63,15 @@ class StreamingBackend(DeepSpeedBackend):
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks, optimizer)
-        assert isinstance(self.parts, zero.Zero3), "streaming is a sync mode of ZeRO-3"
-        self._zero = self.parts
+        assert isinstance(self.driver, zero.Zero3), "streaming is a sync mode of ZeRO-3"
+        self._zero = self.driver
         self.reduction_divisor = 1  # sums, where DeepSpeed's own reduction averages
         self.units = [unit for number, chunk in enumerate(chunks) for unit in units_of(chunk, number)]
         self._owner = {id(param): unit for unit in self.units for param in unit.own}
         readers = Counter(id(param) for unit in self.units for param in unit.params)
         self._read_elsewhere = {key for key, count in readers.items() if count > 1}
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
-        self._reducer = PartitionReducer.of(plan, groups, self.sums)
+        self._reducer = PartitionReducer.from_plan(plan, groups, self.sums)
         self._batch = plan.batch
         self._trees: dict[int, SumTree] = {}
         """Sums over the micro-batches of all ranks, each parameter's partition, where they are made in one order."""
@@ -153,7 +153,7 @@ class StreamingBackend(DeepSpeedBackend):
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute)."""
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
-            microbatch = 0 if self.sums is None else self.sums.microbatch
+            microbatch = self.sums.microbatch
             tensor.register_hook(lambda grad: self._before_backward(unit, microbatch))
         if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
@@ -192,19 +192,18 @@ class StreamingBackend(DeepSpeedBackend):
         for param in params:
             self._look_at(param)
         if params:
-            if self.sums is not None:
+            if self.sums.in_one_order:
                 self._reducer.wait()  # the unit before has then become sums of shards
             self._note_gradients(params)
             shares = [(param, self._zero.accumulator(param)) for param in params]
-            if self.sums is None:
-                self._reducer.add(shares)
+            if self.sums.in_one_order:
+                self._reducer.exchange(shares, partial(self._add_to_trees, params, self._microbatch))
             else:
-                self._reducer.exchange(shares, partial(self._take, params, self._microbatch))
+                self._reducer.add(shares)
             self.memory.note("gradients_whole", 0)
 
-    def _take(self, params: list[torch.nn.Parameter], microbatch: int, rows: torch.Tensor) -> None:
+    def _add_to_trees(self, params: list[torch.nn.Parameter], microbatch: int, rows: torch.Tensor) -> None:
         """Take the gradients of one micro-batch of each rank into the trees."""
-        assert self.sums is not None
         count = self.sums.count * len(rows)
         trees = [self._trees.setdefault(id(param), SumTree(count, self.sums.rounded)) for param in params]
         widths = [self._zero.accumulator(param).numel() for param in params]
@@ -235,7 +234,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     def before_weight_grad(self, chunk: int, last: bool) -> None:
         self._in_w = self._put_off(chunk)
-        self._microbatch = 0 if self.sums is None else self.sums.of_backward
+        self._microbatch = self.sums.of_backward
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Take a gradient that W has computed. Those of a unit go out when the first of the next one comes."""

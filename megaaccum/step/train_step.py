@@ -216,8 +216,7 @@ class TrainStep:
         spread = spread_over_batch(self.plan, self.groups, self.batch.num_microbatches)
         opened.tally = tally or Tally(spread)
         opened.reduced = False
-        if self.backend.sums is not None:
-            self.backend.sums.count = self.batch.num_microbatches
+        self.backend.sums.count = self.batch.num_microbatches
         self.backend.loss_scale = self.recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self.backend.loss_scale)
         self.fp8.begin_attempt()
@@ -255,9 +254,8 @@ class TrainStep:
         for chunk in self.chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
         observers: list[object] = [self.observer.trace, self.fp8]
-        if self.backend.sums is not None:
-            self.backend.sums.begin_flush(batch.first)
-            observers.append(self.backend.sums)
+        self.backend.sums.begin_flush(batch.first)
+        observers.append(self.backend.sums)
         if self._seeds.may_be_needed(batch.forward_step_func):
             observers.append(self._seeds)
         self._side_losses.begin_flush(batch)
@@ -287,7 +285,7 @@ class TrainStep:
 
     def reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
-        if self.backend.sums is not None and (problem := self.backend.sums.missing(opened.num_microbatches)):
+        if problem := self.backend.sums.missing(opened.num_microbatches):
             self.roll_back(opened)
             raise printed_once(StepError(f"step {opened.step}: {problem}"))
         self.observer.phase("reduce")
@@ -414,7 +412,7 @@ class TrainStep:
         expected: the weight of a micro-batch, default its tokens. Returns what losses are to be multiplied by, beside
         the loss scale. Raises ConfigError with `reproducible: layout`, which has to know which micro-batch runs.
         """
-        if self.backend.sums is not None:
+        if self.backend.sums.in_one_order:
             raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
         if self.opened is None:
             self.opened = self.open(self.transaction.step + 1, lambda: self._divisor_at_commit(expected))

@@ -253,9 +253,9 @@ def one_rank_skips(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def stale_weights(plan: Plan) -> Iterator[None]:
     def step(original: Any, self: DeepSpeedBackend) -> None:
-        before = [param.detach().clone() for param in self.parts.params]
+        before = [param.detach().clone() for param in self.driver.params]
         original(self)
-        for param, old in zip(self.parts.params, before, strict=True):
+        for param, old in zip(self.driver.params, before, strict=True):
             param.data.copy_(old)
 
     with wrapped(DeepSpeedBackend, "step", step):
