@@ -41,7 +41,7 @@ def get_forward_backward_func(
     fused: FusedPass | None = None,
     own: bool = False,
     trace: str | None = None,
-) -> Callable[..., list]:
+) -> Callable[..., list[Any]]:
     """The function that runs a flush, called as Megatron-core's `forward_backward_func` (keywords only).
 
     config: a Plan of megaaccum, or the name of a schedule (`megaaccum schedule --help` lists them, `none`, or a .csv
@@ -58,7 +58,10 @@ def get_forward_backward_func(
         from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
 
         # Only whether there are several ranks and several chunks matters to it.
-        return megatrons(pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None)
+        found: Callable[..., list[Any]] = megatrons(
+            pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None
+        )
+        return found
     group_size = timeout_minutes = None
     if not isinstance(config, str):
         group_size = config.config.parallel.microbatch_group_size_per_vp_stage
@@ -95,7 +98,7 @@ class ForwardBackward:
         self.record: FlushRecord | None = None
         self._begun: Flush | None = None
 
-    def __call__(self, **arguments: Any) -> list:
+    def __call__(self, **arguments: Any) -> list[Any]:
         """One flush. Returns, on the rank of the last stage, what loss functions report per micro-batch, in order;
         elsewhere an empty list.
 
@@ -119,7 +122,7 @@ class ForwardBackward:
         assert self._begun is not None
         self._begun.run(warm_up(self._begun.schedule)[self._begun.rank])
 
-    def finish(self) -> list:
+    def finish(self) -> list[Any]:
         """Run what is left of the flush that was begun; returns and raises as a call does."""
         flush, self._begun = self._begun, None
         assert flush is not None
@@ -167,7 +170,7 @@ class ForwardBackward:
         splitting = [layer for chunk in call.chunks for layer in self._installed[chunk]]
         return Flush(schedule, pp.rank(), call, mail, self._fused, splitting)
 
-    def _end(self, flush: Flush) -> list:
+    def _end(self, flush: Flush) -> list[Any]:
         """Record the flush and hand it to Megatron's finalize_model_grads_func."""
         call = flush.call
         self.record = flush.record
@@ -196,7 +199,7 @@ class ForwardBackward:
         )
         if schedule.chunks != chunks:
             raise ConfigError(
-                f"schedule {self.name} has {schedule.chunks} model chunks per rank, and the model is {chunks}: set"
+                f"schedule {self.name} has {schedule.chunks} model chunks per rank, but the model is {chunks}: set"
                 f" virtual_pipeline_model_parallel_size to {schedule.chunks} and build as many"
             )
         if num_microbatches not in self._proven:
@@ -221,7 +224,7 @@ def _write_trace(path: str, record: FlushRecord, pp: torch.distributed.ProcessGr
     pp; global rank 0 writes. Ranks of different hosts are put on one time line by the hosts' clocks."""
     offset = time.time() - time.perf_counter()
     mine = [(start + offset, end + offset) for start, end in record.spans]
-    measured: list = [None] * pp.size()
+    measured: list[Any] = [None] * pp.size()
     torch.distributed.all_gather_object(measured, mine, group=pp)
     if torch.distributed.get_rank() == 0:
         planned = simulate(record.schedule, measured_costs(record.schedule, measured), early_send=True)

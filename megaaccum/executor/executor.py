@@ -190,7 +190,7 @@ class Flush:
             self._let_go(saved.output)
 
     def _let_go(self, output: torch.Tensor) -> None:
-        """Of an output that was sent only the place in the graph is needed: its sender holds the content.
+        """Let go of an output that was sent: only its place in the graph is needed, its sender holds the content.
         Megatron-core's deallocate_output_tensor does so with a new tensor each time, and raises for a view."""
         if output._base is None:  # else others hold the content too
             self._nothing = output.new_empty(1) if self._nothing is None else self._nothing

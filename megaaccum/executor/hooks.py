@@ -42,7 +42,7 @@ class Hooks:
     def __init__(self, schedule: Schedule, rank: int, config: Any, chunks: Sequence[torch.nn.Module], backend: Any):
         self._chunks, self._backend = chunks, backend
         self._no_sync = config.no_sync_func or contextlib.nullcontext
-        self._inside: contextlib.AbstractContextManager | None = None
+        self._inside: contextlib.AbstractContextManager[Any] | None = None
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
         self._split = backend if isinstance(backend, SplitBackward) else None
@@ -113,7 +113,7 @@ class Hooks:
             inside.__exit__(None, None, None)
 
 
-def _per_chunk(hook: Any, chunks: int) -> Sequence[Callable] | None:
+def _per_chunk(hook: Any, chunks: int) -> Sequence[Callable[..., Any]] | None:
     """Megatron takes one function, or one per chunk."""
     if hook is None or isinstance(hook, list | tuple):
         return hook

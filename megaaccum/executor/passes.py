@@ -45,8 +45,8 @@ class Call:
     posted ahead.
     """
 
-    forward_step_func: Callable
-    data_iterator: Iterator | Sequence[Iterator | None]
+    forward_step_func: Callable[..., Any]
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None]
     model: torch.nn.Module | Sequence[torch.nn.Module]
     num_microbatches: int
     seq_length: int
@@ -55,7 +55,7 @@ class Call:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
-    adjust_tensor_shapes_fn: Callable | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
     p2p_communicator: Any = None
     pg_collection: Any = None
     force_all_reduce: bool | None = False
@@ -63,7 +63,7 @@ class Call:
     backend: Any = None
     defer_weight_grads: bool = True
     chunks: list[torch.nn.Module] = field(init=False)
-    iterators: Sequence[Iterator | None] = field(init=False)
+    iterators: Sequence[Iterator[Any] | None] = field(init=False)
     config: Any = field(init=False)
     reports: list[Any] = field(default_factory=list, init=False)
     """What loss functions report, in the order of the forwards."""
@@ -186,14 +186,14 @@ class PlanPasses:
         set_streams(high_priority=bool(getattr(call.config, "high_priority_a2a_comm_stream", False)))
 
     def forward(self, at: Forward) -> Forwarded:
-        return self._run(at, None)
+        return cast(Forwarded, self._run(at, None))
 
     def backward(self, at: Backward) -> None:
         self._run(None, at)
 
     def pair(self, forward: Forward, backward: Backward) -> Forwarded:
         """Both at once, layer by layer."""
-        return self._run(forward, backward)
+        return cast(Forwarded, self._run(forward, backward))
 
     def _run(self, forward: Forward | None, backward: Backward | None) -> Any:
         plan: Any = None
@@ -212,13 +212,13 @@ class PlanPasses:
         )
         return None if forward is None else self._output(forward, plan, loss_func, output)
 
-    def _plan(self, at: Forward):
+    def _plan(self, at: Forward) -> Any:
         """The micro-batch's forward as a plan, and its loss function."""
         call, model = self._call, cast(Any, self._call.chunks[at.chunk])
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
         return call.forward_step_func(call.iterators[at.chunk], _unwrapped(model), return_schedule_plan=True)
 
-    def _output(self, at: Forward, plan: Any, loss_func: Callable, output: torch.Tensor) -> Forwarded:
+    def _output(self, at: Forward, plan: Any, loss_func: Callable[..., Any], output: torch.Tensor) -> Forwarded:
         # A node of its own: a plan's backward starts at the output of its last node, and does not know the loss.
         node = ScheduleNode(loss_func, get_comp_stream, plan.event, name="loss_func")
         result, num_tokens = _calc_loss(self._call, at, output, node.forward)
@@ -230,7 +230,7 @@ class PlanPasses:
             return at.grad
         scale, loss = self._call.config.grad_scale_func, at.saved.output
         torch.autograd.backward(loss if scale is None else scale(loss))
-        return at.saved.loss.get_grad()
+        return cast(torch.Tensor, at.saved.loss.get_grad())
 
 
 def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
@@ -243,16 +243,19 @@ def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
     set_current_microbatch(model, microbatch)
 
 
-def _calc_loss(call: Call, at: Forward, output: torch.Tensor, loss_func: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+def _calc_loss(
+    call: Call, at: Forward, output: torch.Tensor, loss_func: Callable[..., Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss on the last stage, where it is reported, and its tokens; the scales of side losses on every one."""
     model = call.chunks[at.chunk]
-    return forward_step_calc_loss(
+    found: tuple[torch.Tensor, torch.Tensor] = forward_step_calc_loss(
         model, output, loss_func, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
         call.num_microbatches, call.reports, call.pg_collection.cp.size(), at.last_stage,
     )  # fmt: skip
+    return found
 
 
-def _autocast(config: Any) -> AbstractContextManager:
+def _autocast(config: Any) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
 
 

@@ -60,14 +60,14 @@ class WeightGrads:
     def __init__(self) -> None:
         self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
         self._uses: dict[int, int] = {}
-        self._left: list[tuple[Any, queue.Queue]] = []
+        self._left: list[tuple[Any, queue.Queue[Any]]] = []
 
     def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
         """Owe `compute()` to the gradient of `weight`."""
         self._owed.append((weight, compute))
         self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
-    def add_left(self, module: Any, left: queue.Queue) -> None:
+    def add_left(self, module: Any, left: queue.Queue[Any]) -> None:
         """Owe what a layer that splits its own backward has left."""
         self._left.append((module, left))
 
@@ -206,7 +206,10 @@ def _forward(
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
     mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
-    return _Linear.apply(input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel))
+    output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch's own is not typed
+        input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel)
+    )
+    return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +225,7 @@ class _Linear(torch.autograd.Function):
     over tp, and its gradient is reduce-scattered; else, where asked for, its gradient is summed over tp."""
 
     @staticmethod
-    def forward(ctx, input, bias, at: _Operands):
+    def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, at: _Operands) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.at, ctx.has_bias = at, bias is not None
         whole = _gather(input, at.tp) if at.sequence_parallel else input
@@ -230,7 +233,7 @@ class _Linear(torch.autograd.Function):
         return output if bias is None else output + bias
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (input,) = ctx.saved_tensors
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)

@@ -21,7 +21,7 @@ from megaaccum.sharding.sum_tree import AnyOrder
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
-GradSync = Callable | list[Callable] | None
+GradSync = Callable[..., Any] | list[Callable[..., Any]] | None
 """Megatron takes one function, one per chunk, or none."""
 
 
@@ -58,7 +58,7 @@ class StatePiece:
 
 def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
     """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
-    for name, param in gpt.named_parameters(chunks):  # type: ignore[arg-type]
+    for name, param in gpt.named_parameters(chunks):
         if not param.requires_grad:
             yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
@@ -87,7 +87,7 @@ class ShardingBackend(Protocol):
     before_reduce: Callable[[str, torch.Tensor], None] | None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
 
-    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by
         `begin_step` for every other schedule; a second call finds nothing to do."""
 
@@ -99,7 +99,7 @@ class ShardingBackend(Protocol):
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class ShardingBackend(Protocol):
         """Take what was written into `state` as the model after `num_steps` optimizer steps."""
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
@@ -223,7 +223,7 @@ class UnshardedBackend:
     def _begin_accumulation(self) -> None:
         raise NotImplementedError
 
-    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: parameters are whole."""
 
     def gather(self) -> None:
@@ -269,7 +269,7 @@ def measure_memory(backend: ShardingBackend) -> None:
 def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
     """Put the backend's five hooks into the chunks' Megatron configuration."""
 
-    def finalize(*args, **kwargs) -> None:
+    def finalize(*args: Any, **kwargs: Any) -> None:
         measure_memory(backend)
         backend.finalize_model_grads_func(*args, **kwargs)
 

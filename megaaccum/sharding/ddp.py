@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -58,7 +58,7 @@ class DdpBackend(UnshardedBackend):
             for param in _trainable(ddp):
                 pytorch.on_gradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
-            ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
+            ddp.register_comm_hook((number, groups.dp_cp), self._show_and_reduce)
         self.reduction_divisor = groups.dp_cp.size() if order is None else 1
         self.replica = groups.dp_cp.rank()
         self._syncing = False
@@ -89,7 +89,7 @@ class DdpBackend(UnshardedBackend):
         pytorch.add_by_autograd(self._masters[id(param)], grad.float())
 
     @contextmanager
-    def no_sync_func(self):
+    def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk."""
         self._syncing = False
         try:
@@ -133,7 +133,7 @@ class DdpBackend(UnshardedBackend):
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         self._syncing = False
         if self._last_flush:
             self._reduce()
@@ -147,10 +147,10 @@ class DdpBackend(UnshardedBackend):
         assert not self._waiting, "a chunk was not reduced"
         self._reduced = True
 
-    def _look_and_reduce(self, place, bucket):
+    def _show_and_reduce(self, place: Any, bucket: Any) -> Any:
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
         the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
-        Without annotations: torch reads them and takes no strings."""
+        Without its types as annotations: torch reads them and takes no strings."""
         number, group = place
         self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
@@ -208,7 +208,7 @@ class DdpBackend(UnshardedBackend):
         }
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
 

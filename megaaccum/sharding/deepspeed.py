@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -109,7 +109,7 @@ class DeepSpeedBackend:
 
     # --- Megatron's five hooks ---
 
-    def param_sync_func(self, params) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """All-gather a chunk's parameters over the data-parallel ranks, those that are not whole yet."""
         self.driver.gather(list(params))
 
@@ -125,7 +125,7 @@ class DeepSpeedBackend:
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """A flush is over: gradients that come now are not final."""
         self._set_syncing(False)
 
@@ -217,8 +217,9 @@ class DeepSpeedBackend:
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     @property
-    def param_groups(self) -> list[dict]:
-        return self.engine.optimizer.param_groups
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
+        return groups
 
     # --- gradients ---
 
@@ -288,7 +289,7 @@ def _set_tied_apart(optimizer: torch.optim.Optimizer) -> None:
     first and the last stage cut their copies alike, and a kernel that rounds the last elements of a tensor otherwise
     (torch's fused AdamW) does so with the same elements of both.
     """
-    apart: list[dict] = []
+    apart: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         names = group.get("param_names", [None] * len(group["params"]))
         rest = [(param, name) for param, name in zip(group["params"], names, strict=True) if not gpt.is_tied(param)]
@@ -297,7 +298,7 @@ def _set_tied_apart(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = apart
 
 
-def _with_members(group: dict, members: list[tuple[torch.nn.Parameter, str | None]]) -> dict:
+def _with_members(group: dict[str, Any], members: list[tuple[torch.nn.Parameter, str | None]]) -> dict[str, Any]:
     """The options of an optimizer's group, for `members` (parameter, its name if the group has names)."""
     names = {"param_names": [name for _, name in members]} if "param_names" in group else {}
     return group | {"params": [param for param, _ in members]} | names

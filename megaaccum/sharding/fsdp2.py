@@ -28,6 +28,8 @@ from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, fsdp2
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
@@ -52,7 +54,7 @@ class Fsdp2Backend:
         self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
-        whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
+        whole = [param for _, param in gpt.named_parameters(chunks)]
         mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.sums = MicrobatchSums.from_plan(plan, groups)
@@ -69,7 +71,7 @@ class Fsdp2Backend:
                 fsdp2.on_unit_gradient(chunk, partial(self._keep_for_w, number))
         fsdp2.watch(self._roots, self.memory)
         self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
-        self._parameters = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+        self._parameters = list(gpt.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
         for param in whole:
@@ -80,7 +82,7 @@ class Fsdp2Backend:
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
-    def _shard(self, chunk: torch.nn.Module, mesh, plan: Plan) -> None:
+    def _shard(self, chunk: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
         grad_reduce_dtype."""
         sharding = plan.config.sharding
@@ -93,10 +95,10 @@ class Fsdp2Backend:
             reduce_dtype=self._sum_dtype,
             cast_forward_inputs=False,
         )
-        kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
+        kept: dict[str, Any] = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
         for layer in layers_of(chunk):
-            fully_shard(layer, **kept)  # type: ignore[call-overload]
-        root = fully_shard(chunk, **kept)  # type: ignore[call-overload]
+            fully_shard(layer, **kept)
+        root = fully_shard(chunk, **kept)
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
         if sharding.deterministic:
             for module in chunk.modules():
@@ -155,7 +157,7 @@ class Fsdp2Backend:
 
     # --- Megatron's five hooks ---
 
-    def param_sync_func(self, params) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: a unit's first forward gathers it."""
 
     @contextmanager
@@ -171,7 +173,7 @@ class Fsdp2Backend:
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
 
     # --- a backward in two parts ---
@@ -281,7 +283,7 @@ class Fsdp2Backend:
             yield StatePiece(name, param, fsdp2.first_element(param), views)
 
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of a parameter that is trained; those that do not exist yet are made, as zeros."""
+        """The moments of a trained parameter; missing ones are made, as zeros."""
         state: dict[str, Any] = self._optimizer.state[param]
         return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
 
@@ -300,7 +302,7 @@ class Fsdp2Backend:
         return held
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
 
@@ -312,6 +314,6 @@ def _check_torch() -> None:
     """Raise ConfigError where fully_shard is not the one that is driven here."""
     if missing := fsdp2.check():
         raise ConfigError(
-            f"backend fsdp2 needs the fully_shard of torch 2.13, and torch {torch.__version__} is another"
+            f"backend fsdp2 needs the fully_shard of torch 2.13, but torch {torch.__version__} has another"
             f" ({missing[0]}): set backend to deepspeed, or install that torch."
         )

@@ -8,6 +8,7 @@ keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ class Zero3InOneOrder(zero.Zero3):
     """The driver of a ZeRO-3 engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums,
     not averages. bucket: elements that are summed in one collective."""
 
-    def __init__(self, engine, reducer: PartitionReducer, bucket: int):
-        super().__init__(engine)
+    def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
+        super().__init__(engine)  # type: ignore[no-untyped-call]
         self._reducer, self._bucket = reducer, bucket
         self._pending: list[torch.nn.Parameter] = []
 
@@ -57,7 +58,7 @@ class Zero12InOneOrder(zero12.Zero12):
 
     def __init__(
         self,
-        engine,
+        engine: Any,
         group: dist.ProcessGroup,
         accumulate_in: torch.dtype,
         order: Order,
@@ -118,10 +119,17 @@ class ReduceScatter:
     def __init__(self, order: Order, others: OtherSums = lambda flat: []):
         self._order, self._others = order, others
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         """Add up each rank's piece of `input_tensor` into `output_tensor`; op: SUM or AVG."""
         flats = [input_tensor, *self._others(input_tensor)]
         output_tensor.copy_(_summed_piece(flats, group, self._order))
@@ -137,7 +145,14 @@ class StreamedReduceScatter(ReduceScatter):
         self._sums, self._place = sums, place
         self._tree: SumTree | None = None
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         rows = torch.empty_like(input_tensor).view(group.size(), -1)
         dist.all_to_all_single(rows, input_tensor.view_as(rows), group=group)
         self._tree = self._tree or SumTree(self._sums.count * group.size())

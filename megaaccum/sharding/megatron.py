@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -41,7 +41,7 @@ class MegatronBackend(UnshardedBackend):
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__()
         self._groups, self._chunks = groups, chunks
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
+        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
         sharding = plan.config.sharding
         self.sums = MicrobatchSums.from_plan(plan, groups)
         megatron.reduce_scatter()
@@ -95,7 +95,7 @@ class MegatronBackend(UnshardedBackend):
             settings,
         )
         return DistributedDataParallel(
-            chunk.config,  # type: ignore[arg-type]
+            chunk.config,
             settings,
             chunk,
             # All of a chunk in one collective; one in rank order takes one bucket, and a tied embedding has its own.
@@ -142,7 +142,7 @@ class MegatronBackend(UnshardedBackend):
         """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""
         self.sums.accept(param)
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         if self._last_flush:
             assert not self._waiting, "a chunk's last backward ran without the reduction"
             self._reduce()
@@ -179,7 +179,7 @@ class MegatronBackend(UnshardedBackend):
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""
-        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+        for name, param in gpt.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ class MegatronBackend(UnshardedBackend):
         """Nothing to do: the next step empties the buffers."""
 
     def state(self) -> Iterator[StatePiece]:
-        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+        for name, param in gpt.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, megatron.state(self.optimizer, param))
@@ -210,5 +210,6 @@ class MegatronBackend(UnshardedBackend):
         return [param for ddp in self._ddp for param in ddp.module.parameters() if param.requires_grad]
 
     @property
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups

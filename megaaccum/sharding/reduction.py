@@ -93,7 +93,7 @@ class PartitionReducer:
         mine = rows.new_empty(rows.shape[2])
         work = dist.reduce_scatter_tensor(mine, rows.view(-1), group=self._group, async_op=True)
 
-        def finish(rows=rows) -> None:  # holds `rows` until they are sent
+        def finish(rows: torch.Tensor = rows) -> None:  # holds `rows` until they are sent
             work.wait()
             _add(partitions, mine)
 
@@ -102,7 +102,7 @@ class PartitionReducer:
     def _start_exchange(self, rows: torch.Tensor, counts: Sequence[int], take: Callable[[torch.Tensor], None]) -> None:
         theirs, work = exchange_rows(rows, counts, self._group, async_op=True)
 
-        def finish(rows=rows) -> None:
+        def finish(rows: torch.Tensor = rows) -> None:
             work.wait()
             take(theirs)  # on this rank's device, wherever the partitions are
 

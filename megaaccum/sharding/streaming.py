@@ -94,7 +94,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     # --- Megatron's hooks: the flush as a whole needs little ---
 
-    def param_sync_func(self, params) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: each unit's forward gathers it."""
 
     @contextmanager
@@ -102,7 +102,7 @@ class StreamingBackend(DeepSpeedBackend):
         """Nothing to hold back: every micro-batch's gradients are reduced."""
         yield
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """After each flush nothing is gathered or under way."""
         self._end_backward()
         self._drop_ahead()
@@ -149,7 +149,7 @@ class StreamingBackend(DeepSpeedBackend):
         else:
             self._acquire(unit, unit.after)
 
-    def _after_forward(self, unit: Unit, output) -> None:
+    def _after_forward(self, unit: Unit, output: Any) -> None:
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute)."""
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
@@ -172,8 +172,8 @@ class StreamingBackend(DeepSpeedBackend):
         unit.arrived = 0
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        """Where every parameter has its gradient, none is read any more. A frozen one, or one whose gradient comes in
-        W, does not say when it was read last: that is known when the next unit's turn comes."""
+        """Release a unit when every parameter has its gradient: none is read any more. A frozen one, or one whose
+        gradient comes in W, does not say when it was read last: that is known when the next unit's turn comes."""
         unit = self._owner[id(param)]
         unit.arrived += 1
         if unit is self._in_backward and unit.arrived == len(unit.params):
@@ -269,7 +269,8 @@ class StreamingBackend(DeepSpeedBackend):
         if then is not None:
             self._ahead = then, self._gather(then)
 
-    def _gather(self, unit: Unit):
+    def _gather(self, unit: Unit) -> Any:
+        """Start to gather what is missing of a unit; what it returns waits for it."""
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1
@@ -295,7 +296,7 @@ class StreamingBackend(DeepSpeedBackend):
             self._release(unit)
 
 
-def units_of(chunk, number: int = 0) -> list[Unit]:
+def units_of(chunk: Any, number: int = 0) -> list[Unit]:
     """The units of a chunk, this rank's chunk `number`: each layer, and each other module with parameters of its own
     (the embedding, the final norm, the head), in the order in which the chunk lists them. Raises ConfigError for
     parameters that lie beside modules with parameters."""
@@ -332,7 +333,7 @@ def _parts_of(module: torch.nn.Module, whole: set[int]) -> Iterator[torch.nn.Mod
 
 
 def _bytes(params: list[torch.nn.Parameter]) -> int:
-    """Of the whole parameters, gathered or not; one that no other rank shares is its shard."""
+    """Bytes of the whole parameters, gathered or not; one that no other rank shares is its shard."""
     shared = [param for param in params if param.ds_numel > param.partition_numel()]  # type: ignore[attr-defined]
     return sum(param.ds_numel * param.element_size() for param in shared)  # type: ignore[attr-defined]
 

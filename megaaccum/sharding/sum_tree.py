@@ -69,7 +69,7 @@ class Runs:
 
     @property
     def leaves(self) -> int:
-        """Of all ranks."""
+        """Leaves of all ranks."""
         return self.each * self.ranks
 
     def run_of(self, rank: int) -> Node:
@@ -131,7 +131,7 @@ class SumTree:
         return total
 
     def totals(self) -> list[torch.Tensor | None]:
-        """The same of each of the run's nodes."""
+        """The sums of what came, for each of the run's nodes, which are given away."""
         nodes, self._nodes = self._nodes, {}
 
         def of(node: Node) -> torch.Tensor | None:
@@ -156,7 +156,7 @@ class SumTree:
 
     @property
     def nbytes(self) -> int:
-        """Of the partial sums that it holds."""
+        """Bytes of the partial sums that it holds."""
         return sum(tensor.nbytes for tensor in self._nodes.values())
 
 

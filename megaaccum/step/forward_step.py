@@ -40,7 +40,9 @@ class ForwardStep:
         self._next = [0] * len(chunks)
         self._in_backward: tuple[int, int] | None = None
 
-    def __call__(self, data_iterator: Iterator, chunk: torch.nn.Module, *, return_schedule_plan: bool = False):
+    def __call__(
+        self, data_iterator: Iterator[Any], chunk: torch.nn.Module, *, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
         """(output of `chunk` for the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's plan
         of that computation instead of the output."""
         number = self._number[id(chunk)]
@@ -69,7 +71,7 @@ class ForwardStep:
         """`loss_func` as Megatron calls it on the last stage: the sum times 1 / N to differentiate, no tokens to divide
         by, and nothing to report, since the tally has it."""
 
-        def scaled(output: torch.Tensor, non_loss_data: bool = False):
+        def scaled(output: torch.Tensor, non_loss_data: bool = False) -> tuple[torch.Tensor, ...]:
             try:
                 total, weight, reports = read_triple(loss_func(output))
             except StepError as error:  # other stages wait for this one: the flush goes on, and all raise after it

@@ -190,7 +190,7 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
     if not isinstance(given, tuple) or len(given) != 3:
         found = f"{len(given)} values" if isinstance(given, tuple) else type(given).__name__
         raise StepError(
-            f"a loss function has to return (sum of the losses, weight, reports), and it returned {found}: give the sum"
+            f"a loss function has to return (sum of the losses, weight, reports), but it returned {found}: give the sum"
             " over the micro-batch, not its mean, the weight of that sum (its tokens), and a dict (it may be empty)"
         )
     total, weight, reports = given
