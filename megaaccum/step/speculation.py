@@ -65,9 +65,9 @@ class SpeculativeTrainStep(TrainStep):
                 batch, stop, note = self.agree(microbatches, step, stop=stop, problem=problem)
             if begun is not None:
                 opened, batch, _ = begun
-                self._begin_attempt(opened, lambda: opened.divisor, tally=opened.tally)
+                self.begin_attempt(opened, lambda: opened.divisor, tally=opened.tally)
             elif batch is not None:
-                opened = self.open(step, self._divisor_of([batch], alone=True))
+                opened = self.open(step, self.divisor_of([batch], alone=True))
                 opened.note = note
             if batch is None:
                 result = self.skip_short_batch(step, stop=stop, note=note)
@@ -180,7 +180,7 @@ class SpeculativeTrainStep(TrainStep):
         if wanted and len(upcoming) == plan.num_microbatches and {*shapes_of(upcoming)} <= {planned}:
             read = self.batch_of(upcoming)
             batch = batch if read.weights is None else read
-        divisor = self._divisor_of([batch], alone=True)()
+        divisor = self.divisor_of([batch], alone=True)()
         (unread,) = sums_over_ranks([_scalar(math.isnan(divisor.in_loss))], self.groups.tp)
         return batch, divisor, not unread
 

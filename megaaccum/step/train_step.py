@@ -25,10 +25,10 @@ from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, router_state
 from megaaccum.model.packed_rows import sent_shape
-from megaaccum.observe.nonfinite import Findings, Probe
+from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
 from megaaccum.platform import cpu
-from megaaccum.step import agreement, grad_norm, short_batch
+from megaaccum.step import agreement, grad_norm, retry, short_batch
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import (
     Divisor,
@@ -115,7 +115,8 @@ class TrainStep:
         self._reports = ReportReducer(reports)
         self._seeds = SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
-        self._probe: Probe | None = None
+        self.probe: Probe | None = None
+        """Looks at each micro-batch that runs, if set."""
         self._trial_batch: BatchPlan | None = None
         self.in_loss = 1.0
         """The factor on the losses of the step that runs, beside the loss scale."""
@@ -152,7 +153,7 @@ class TrainStep:
             if batch is None:
                 result = self.skip_short_batch(step, stop=stop, note=note)
             else:
-                opened = self.open(step, self._divisor_of([batch], alone=True))
+                opened = self.open(step, self.divisor_of([batch], alone=True))
                 opened.note = note
                 opened.calls.append(batch)
                 self.observer.phase("forward_backward")
@@ -195,7 +196,7 @@ class TrainStep:
         its weights are on their way and are waited for when it is called."""
         self.observer.phase("gather")
         opened = OpenStep(step, self._restorer())
-        self._begin_attempt(opened, divisor)
+        self.begin_attempt(opened, divisor)
         return opened
 
     def _restorer(self) -> Callable[[], None]:
@@ -208,7 +209,7 @@ class TrainStep:
 
         return restore
 
-    def _begin_attempt(self, opened: OpenStep, divisor: Callable[[], Divisor], *, tally: Tally | None = None) -> None:
+    def begin_attempt(self, opened: OpenStep, divisor: Callable[[], Divisor], *, tally: Tally | None = None) -> None:
         """Parameters are whole after this, gradients and counts empty. tally: what loss functions returned already."""
         self.backend.begin_step()
         opened.divisor = divisor()
@@ -249,7 +250,7 @@ class TrainStep:
 
     def _arguments(self, opened: OpenStep, batch: Microbatches, *, forward_only: bool = False) -> dict[str, Any]:
         """The arguments of a forward_backward_func that runs one flush over `batch`."""
-        needs_each = bool(batch.dummies) or self._probe is not None  # single micro-batches are followed
+        needs_each = bool(batch.dummies) or self.probe is not None  # single micro-batches are followed
         interleaves = self.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
         for chunk in self.chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
@@ -261,14 +262,14 @@ class TrainStep:
         self._side_losses.begin_flush(batch)
         if not interleaves:
             observers.append(self._side_losses)
-        if self._probe is not None:
-            observers.append(self._probe)
+        if self.probe is not None:
+            observers.append(self.probe)
         if not forward_only:
             self.observer.last_microbatch = batch.first + len(batch) - 1
             observers.append(self.observer)
         more: dict[str, Any] = {}
         if isinstance(self.schedule, ForwardBackward):
-            more = {"backend": self.backend, "defer_weight_grads": self._probe is None}
+            more = {"backend": self.backend, "defer_weight_grads": self.probe is None}
             if batch.lengths is not None:
                 more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
         return {
@@ -318,9 +319,8 @@ class TrainStep:
 
     def judge(self, opened: OpenStep, attempt: Attempt) -> Attempt:
         """The verdict on the step, the same on every rank; nothing fails on one rank alone after it."""
-        return self.recovery.judge(
-            opened.step, attempt, look=partial(self._look_again, opened), without=partial(self._without, opened)
-        )
+        look, without = partial(retry.look, self, opened), partial(retry.without, self, opened)
+        return self.recovery.judge(opened.step, attempt, look=look, without=without)
 
     def update(self, norm: float, factor: float) -> None:
         """Run the optimizer on the reduced gradient times `factor`. norm: that of the product."""
@@ -384,7 +384,7 @@ class TrainStep:
                 so_far = 0 if self.opened is None else self.opened.num_microbatches
                 last = so_far + len(batch) == self.batch.num_microbatches
             opened = self.opened or self.open(
-                self.transaction.step + 1 if step is None else step, self._divisor_of([batch], total, alone=last)
+                self.transaction.step + 1 if step is None else step, self.divisor_of([batch], total, alone=last)
             )
             self.opened = None  # a flush that fails leaves no open step
             opened.calls.append(batch)
@@ -487,7 +487,7 @@ class TrainStep:
         try:
             found = self._whole(microbatches)
             number = self.transaction.step + 1 if step is None else step
-            opened = self.open(number, self._divisor_of([found], alone=True))
+            opened = self.open(number, self.divisor_of([found], alone=True))
             opened.calls.append(found)
             self.observer.phase("forward_backward")
             with self._seeds.numbered(sample_index):
@@ -520,7 +520,7 @@ class TrainStep:
 
     # --- the divisor ---
 
-    def _divisor_of(
+    def divisor_of(
         self, calls: Sequence[Microbatches], total: float | None = None, *, alone: bool
     ) -> Callable[[], Divisor]:
         """The divisor of a step; its weights are on their way until it is called. total: N if the caller knows it.
@@ -590,39 +590,3 @@ class TrainStep:
             self._reports.register(tally)
             reports = self._reports.reduced(sums_over_ranks(self._counted(self._reports.sums(tally))))
         return replace(attempt, reports=reports, num_zeroed=int(zeroed))
-
-    # --- the micro-batches of a step once more, after it went wrong ---
-
-    def _look_again(self, opened: OpenStep) -> Findings | None:
-        """Run them unreduced from the random states of before and look at each; leaves no gradient. None if they cannot
-        be run again."""
-        if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
-            return None  # they came from an iterator, or to another loop
-        self.backend.discard()
-        opened.restore()
-        tally = opened.tally
-        self._begin_attempt(opened, lambda: opened.divisor)
-        with Probe(self.chunks, self.groups) as self._probe:
-            for batch in opened.calls:
-                self.flush(opened, batch, reduce=False)
-            findings = self._probe.gather()
-        self._probe = None
-        self.backend.begin_step()
-        opened.tally = tally
-        return findings
-
-    def _without(self, opened: OpenStep, findings: Findings) -> Attempt:
-        """The gradient of those that `findings` does not name, divided by their weight."""
-        bad = findings.bad_microbatches()
-        mine = set(bad.get(self.groups.dp.rank(), []))
-        opened.restore()
-        every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
-        healthy = [each for index, each in every.items() if index not in mine]
-        replaced = {index: short_batch.stand_in(every[index], healthy) for index in mine}
-        calls = [batch.without(replaced) for batch in opened.calls]
-        known = opened.divisor.total is not None
-        self._begin_attempt(opened, self._divisor_of(calls, alone=known))
-        for number, batch in enumerate(calls):
-            self.flush(opened, batch, reduce=number == len(calls) - 1 or not self.backend.can_defer)
-        attempt = self.reduce_and_measure(opened)
-        return replace(attempt, num_dropped=sum(map(len, bad.values())))

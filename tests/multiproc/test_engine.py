@@ -152,7 +152,8 @@ def test_frames_from_the_training_loop_to_the_schedule_and_to_the_users_forward(
     layout = named.get(schedule, f"--schedule {schedule}")
     flags = (
         f"--pipeline_model_parallel_size {pp} {layout} --num_layers 4 --hidden_size 32 --num_attention_heads 2"
-        " --seq_length 16 --micro_batch_size 1 --global_batch_size 4 --train_iters 1 --lr 0.001 --no-save-at-end --eval_interval 0"
+        " --seq_length 16 --micro_batch_size 1 --global_batch_size 4 --train_iters 1 --lr 0.001 --no-save-at-end"
+        " --eval_interval 0"
     )
     for found in run_ranks(frames_of, pp, flags, str(tmp_path / "run"), timeout=90):
         assert len(found["schedule"]) <= 4, found["schedule"]
