@@ -30,7 +30,7 @@ from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
-from megaaccum.model import fp8, gpt, router_state
+from megaaccum.model import fp8, names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.step import chunk_config, lr_schedule
 from megaaccum.step import optimizer as our_optimizer
@@ -129,7 +129,7 @@ class Engine:
         """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
         self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
-        self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
+        self.buffers = dict(names.named_buffers(chunks)) | low_precision.tensors
         self.train_steps = TrainStep(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
         )
@@ -414,4 +414,4 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in gpt.named_parameters(chunks)])
+    return factory([param for _, param in names.named_parameters(chunks)])

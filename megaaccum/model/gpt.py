@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,10 @@ from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
-from megaaccum.model import fp8, layer_specs, layers, recompute
+from megaaccum.model import fp8, layer_specs, layers, names, recompute
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
-from megaaccum.model.names import as_in_local_layers, over_stages
-from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.platform import cpu, determinism
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import (
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
 
 def layers_of(plan: Plan) -> Layers:
     """The layers that this machine builds the model of."""
@@ -51,7 +46,7 @@ def layers_of(plan: Plan) -> Layers:
 def transformer_config(plan: Plan) -> TransformerConfig:
     """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
     model, layout = plan.config.model, plan.layout
-    dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
+    dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
     on_gpu, made_of = cpu.has_accelerator(), layers_of(plan)
     keys = _core_keys(plan) | dict(
         activation_func=_activation(model),
@@ -179,10 +174,9 @@ def _check_local_layers(plan: Plan) -> None:
         problems.append(f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, and {here}.")
     recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
-        names = ", ".join(sorted(recomputed))
         problems.append(
-            f"recompute_modules names {names}, which needs Transformer Engine's layers, and {here}. Leave it out:"
-            " core_attn and mlp are recomputed by any layers."
+            f"recompute_modules names {', '.join(sorted(recomputed))}, which needs Transformer Engine's layers, but"
+            f" {here}. Leave it out: core_attn and mlp are recomputed by any layers."
         )
     if problems:
         raise ConfigError(problems)
@@ -308,84 +302,6 @@ def _copy_for_head(chunk: GPTModel) -> None:
     chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
 
 
-# --- names ---------------------------------------------------------------------------------------------------------
-
-
-def global_name(chunk: GPTModel, local_name: str) -> str:
-    """A parameter's name in the whole model, the same whatever layers hold it: that of Megatron's local layers, with
-    layers numbered over all stages and experts over all expert-parallel ranks. The head's copy of a tied embedding has
-    the embedding's name."""
-    if isinstance(chunk, TorchChunk):
-        return local_name.removeprefix("module.")
-    local_name = as_in_local_layers(local_name)
-    if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
-        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[2])]  # type: ignore[union-attr, index]
-        local_name = f"{match[1]}.experts.local_experts.{expert}.{match[3]}"
-    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
-        return "embedding.word_embeddings.weight"
-    return over_stages(chunk, local_name)
-
-
-def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(global name, parameter) of every parameter on this rank, in a fixed order."""
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
-            yield global_name(chunk, name), param
-
-
-def named_buffers(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, tensor) of what training changes beside parameters (expert biases), the same on all ranks of a
-    stage; in a fixed order."""
-    for chunk in chunks:
-        kept = chunk.state_dict(keep_vars=True).keys()
-        for name, buffer in chunk.named_buffers():
-            if name in kept:
-                yield global_name(chunk, name), buffer
-
-
-def is_tied_copy(param: torch.nn.Parameter) -> bool:
-    """Whether this is the last stage's copy of a tied embedding: it gets the same update as the first stage's
-    original, and is not counted again in a norm."""
-    return bool(getattr(param, "shared_embedding", False)) and bool(getattr(param, "shared", False))
-
-
-def tied_pair(chunks: list[GPTModel]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """(embedding, its copy in the head) where one rank holds both in two chunks: pipeline rank 0 of a V."""
-    params = [param for _, param in named_parameters(chunks) if is_tied(param)]
-    copies = [param for param in params if is_tied_copy(param)]
-    originals = [param for param in params if not is_tied_copy(param)]
-    return (originals[0], copies[0]) if copies and originals else None
-
-
-def is_tied(param: torch.nn.Parameter) -> bool:
-    """Whether the embedding and the head share this weight."""
-    return bool(getattr(param, "shared_embedding", False))
-
-
-def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
-    """Whether each tp rank holds a piece of its own of this matrix. Spread experts are not cut, each is on one rank
-    whole; Megatron marks them as if they were."""
-    return bool(getattr(param, "tensor_model_parallel", False)) and not is_expert(param)
-
-
-def is_same_over_tp(param: torch.nn.Parameter) -> bool:
-    """Whether all tp ranks hold the same numbers of this parameter."""
-    return not is_sharded_over_tp(param) and not is_expert(param)
-
-
-def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
-    """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
-    under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
-    of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
-    return bool(getattr(param, "sequence_parallel", False)) or of_heads
-
-
-def is_expert(param: torch.nn.Parameter) -> bool:
-    """Whether this is a parameter of routed experts with ranks of their own: spread over expert-parallel ranks, or not
-    cut over tp as the dense matrices are."""
-    return not getattr(param, "allreduce", True)
-
-
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -411,7 +327,7 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         if param.dim() < 2 and re.fullmatch(r"(layer_norm_)?bias\d*", leaf):
             param.fill_(0.0)
             continue
-        unique = global_name(chunk, name)
+        unique = names.global_name(chunk, name)
         scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
         init = config.output_layer_init_method if scaled else config.init_method
         if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
@@ -419,19 +335,11 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups))
 
 
-def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
-    """Of all tensor-parallel ranks' parts and all data-parallel ranks' shards together."""
-    shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left
-    if is_sharded_over_tp(param):
-        shape[param.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
-    return shape
-
-
 def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
     device, wherever the parameter is, since another kind of device draws other numbers."""
     device = cpu.device()
-    full = torch.empty(whole_shape(param, groups), dtype=torch.float32, device=device)
+    full = torch.empty(names.whole_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -442,7 +350,7 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
 
 def _own_part(full: torch.Tensor, param, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
-    if not is_sharded_over_tp(param):
+    if not names.is_sharded_over_tp(param):
         return full
     axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
     return torch.cat([each.chunk(size, axis)[rank] for each in full.chunk(param.partition_stride, axis)], axis)

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, sums_of, whole_frozen_pieces
 from megaaccum.sharding.reduction import ScatterInOrder, others_like, rows_in_order
@@ -41,7 +41,7 @@ class MegatronBackend(WholeOnEachRank):
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__()
         self._groups, self._chunks = groups, chunks
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
+        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         sharding = plan.config.sharding
         self.sums = MicrobatchSums.of(plan, groups)
         megatron.reduce_scatter()
@@ -181,7 +181,7 @@ class MegatronBackend(WholeOnEachRank):
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""
-        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+        for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ class MegatronBackend(WholeOnEachRank):
         """Nothing to do: the next step empties the buffers."""
 
     def state(self) -> Iterator[StatePiece]:
-        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+        for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, megatron.state(self.optimizer, param))

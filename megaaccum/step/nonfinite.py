@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megaaccum.executor.wgrad import at_once
-from megaaccum.model import gpt
+from megaaccum.model.names import is_expert, named_parameters
 
 if TYPE_CHECKING:
     from megaaccum.config.schema import StepConfig
@@ -76,7 +76,7 @@ class Probe:
         for name, param in whole_parameters(self._chunks):
             if param.requires_grad:
                 # Before the gradient is added to others or handed to a backend, each of which takes it from the param.
-                whose = self._experts_tokens_of if gpt.is_expert(param) else (self._groups.dp.rank(),)
+                whose = self._experts_tokens_of if is_expert(param) else (self._groups.dp.rank(),)
                 handle = param.register_hook(lambda grad, at=(name, whose): self._look_at(grad, *at))  # type: ignore[misc]
                 self._inside.callback(handle.remove)
         return self
@@ -143,7 +143,7 @@ def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Para
         for unit in units or [None]:
             if unit is not None:
                 unit.unshard()
-            for name, param in gpt.named_parameters([chunk]):
+            for name, param in named_parameters([chunk]):
                 if not isinstance(param, DTensor) and id(param) not in seen:
                     seen.add(id(param))
                     yield name, param

@@ -8,7 +8,7 @@ import torch
 
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.step import lr_schedule
 
@@ -38,7 +38,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
 
 def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
     """The groups; none of the backends starts on ranks without any."""
-    named = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+    named = list(names.named_parameters(chunks))
     groups = lr_schedule.param_groups(
         named,
         plan.config.optimizer.weight_decay,

@@ -171,7 +171,7 @@ def backwards_in_reverse_order() -> dict:
 
 
 def _in_reverse(run: Run) -> Tensors:
-    from megaaccum.model import gpt as model
+    from megaaccum.model import names
 
     (chunk,), fp8 = run.chunks, run.fp8
     run.backend.begin_step()
@@ -189,7 +189,7 @@ def _in_reverse(run: Run) -> Tensors:
         for loss in reversed(losses):
             loss.backward()
     fp8.end_flush()
-    return {name: param.grad.clone() for name, param in model.named_parameters(run.chunks) if param.grad is not None}
+    return {name: param.grad.clone() for name, param in names.named_parameters(run.chunks) if param.grad is not None}
 
 
 def _furthest(one: Tensors, other: Tensors) -> float:
