@@ -1,10 +1,15 @@
-"""Notes of a rank on what it is doing, for the watchdog of a rank that hangs: one assignment for each note."""
+"""Notes of a rank on what it is doing, for the watchdog of a rank that hangs: one assignment for each note.
+
+Megatron's communicator has no types: `Any` here.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -78,9 +83,9 @@ def traced(communicator: P2PCommunicator, trace: Trace) -> P2PCommunicator:
     return communicator
 
 
-def _noting(name: str, exchange, trace: Trace):
+def _noting(name: str, exchange: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
     @wraps(exchange)
-    def exchange_and_note(*args, **kwargs):
+    def exchange_and_note(*args: Any, **kwargs: Any) -> Any:
         trace.message = f"{name} after {trace.action or 'nothing'}, not done"
         result = exchange(*args, **kwargs)
         trace.message = f"{name} after {trace.action or 'nothing'}, done"
