@@ -25,4 +25,4 @@ def place(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up."""
     experts = [param for chunk in chunks for param in chunk.parameters() if names.is_expert(param)]
     if experts:
-        zero.place_experts(experts, groups.collection.ep, groups.collection.expt_dp)
+        zero.set_expert_ranks(experts, groups.collection.ep, groups.collection.expt_dp)

@@ -239,7 +239,7 @@ class RunsInOrder(zero12.Zero12):
         dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=self._ranks)
         if mine:
             total = self._order.add(theirs.view(-1, mine), theirs.dtype)
-            places = [self.place(param) for param in params]
+            places = [self.gradient_partition(param) for param in params]
             for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
                 place.copy_(part)
 

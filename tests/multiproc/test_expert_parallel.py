@@ -61,14 +61,14 @@ def divided_by_their_own_ranks(case: Case) -> Gradient:
     """Experts averaged over the ranks that share them, and not over all whose tokens they saw."""
     from megaaccum.upstream import zero
 
-    place = zero.place_experts
+    set_expert_ranks = zero.set_expert_ranks
 
     def as_dense(params, *groups):
-        place(params, *groups)
+        set_expert_ranks(params, *groups)
         for param in params:
             param.ds_zero_placement_family = "replicated"
 
-    with patch.object(zero, "place_experts", as_dense):
+    with patch.object(zero, "set_expert_ranks", as_dense):
         return gradient(case)
 
 

@@ -133,7 +133,7 @@ def test_a_watched_send_is_not_kept():
         def size(self) -> int:
             return 2
 
-    send = pytorch._noting(lambda group, tensors, *_: object(), "send", 0, lambda *args, **_: noted.append(1), {})
+    send = pytorch.noting(lambda group, tensors, *_: object(), "send", 0, lambda *args, **_: noted.append(1), {})
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
     work = send(Group(), [tensor], 1, 0)
