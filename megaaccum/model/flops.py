@@ -3,6 +3,8 @@
 Model FLOPs are those of the mathematics alone: recomputed activations do not count, so the utilisation that follows is
 MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplication of an m x n by an n x k matrix counts
 2mnk in the forward pass and twice that in the backward pass (Megatron-LM, arXiv 2104.04473, appendix).
+
+Arithmetic of numbers and of NumPy's arrays of any dtype is `Any`.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
 
 def padded_vocab_size(config: Config, vocab_size: int) -> int:
     """Rows of the embedding under the configuration's tp."""
-    return padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
+    rows: int = padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
+    return rows
 
 
 def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:

@@ -1,4 +1,4 @@
-"""FP8 under Transformer Engine (TE): what a step quantizes again, when histories move, and what a skipped step leaves.
+"""FP8 under Transformer Engine (TE): when weights are quantized, when histories move, and how a step is rolled back.
 
 TE owns every scale: it computes, applies and updates them, and megaaccum only says when, and copies them (back when a
 step is skipped, and to and from checkpoints). The rules that hold, whatever the schedule:
@@ -12,11 +12,12 @@ step is skipped, and to and from checkpoints). The rules that hold, whatever the
   batch (1F1B, interleaved, ZB-H1, ZB-V, DualPipeV) they are those of accumulation without a pipeline.
 - The largest values are those of all ranks that hold the same stage: tp x cp x dp (Megatron's amax reduction group).
 - A layer that is computed again uses the scales of its own micro-batch's first forward.
+
+Megatron's chunks have no types: `Any`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -81,8 +82,8 @@ class Fp8:
         self._histories = [te.Histories() for _ in chunks]
         self._to_quantize: set[int] = set()
         self._backward_of: int | None = None
-        self._recompute: dict[tuple[int, int], list[deque]] = {}
-        self._queues: list[list[deque]] = [[] for _ in chunks]
+        self._recompute: dict[tuple[int, int], list[te.Scales]] = {}
+        self._queues: list[list[te.Scales]] = [[] for _ in chunks]
         self.tensors: dict[str, torch.Tensor] = {}
         if not chunks:
             return

@@ -1,18 +1,24 @@
-"""The Megatron GPT of a run: its TransformerConfig, this rank's chunks, layout-independent weights and global names."""
+"""The Megatron GPT of a run: its TransformerConfig, this rank's chunks, and weights that do not depend on the layout.
+
+Megatron's configurations, builders and models have no types: `Any`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch.nn import functional
 
 from megaaccum.config.keys import all_keys, that_need, value
 from megaaccum.config.rules.model import cannot_pack
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def layers_of(plan: Plan) -> Layers:
-    """The layers that this machine builds the model of."""
+    """Kind of the layers of which this machine builds the model."""
     on_gpu = cpu.has_accelerator()
     has_te = on_gpu and megatron.has_transformer_engine()
     return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
@@ -49,7 +55,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
     on_gpu, made_of = cpu.has_accelerator(), layers_of(plan)
     keys = _core_keys(plan) | dict(
-        activation_func=_activation(model),
+        activation_func=squared_relu if model.squared_relu else functional.silu if model.swiglu else functional.gelu,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -193,14 +199,6 @@ def _check_dispatcher(plan: Plan) -> None:
         raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
 
 
-def _activation(model):
-    if model.squared_relu:
-        from megatron.core.activations import squared_relu
-
-        return squared_relu
-    return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
-
-
 def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTModel]:
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
@@ -261,21 +259,21 @@ def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_siz
     builder = GPTModelBuilder if pattern is None else HybridModelBuilder
     own_fields = {field.name for field in fields(kind)}
     with groups.seated(chunk):
-        spec = layer_specs.of_block(config, made_of, vp_stage, pp_rank=stage % plan.layout.pp)
-        mtp = layer_specs.of_prediction(config, made_of, vp_stage) if model.mtp_num_layers else None
+        spec = layer_specs.decoder_spec(config, made_of, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = layer_specs.prediction_spec(config, made_of, vp_stage) if model.mtp_num_layers else None
         whole = kind(
             transformer=config,
-            **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
+            **({"transformer_layer_spec": spec} if pattern is None else {}),
             vocab_size=padded_vocab_size(plan.config, vocab_size),
             seq_length=model.max_position_embeddings or model.seq_length,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type=model.position_embedding_type,
             rotary_percent=model.rotary_percent,
             rotary_base=model.rotary_base,
-            **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
+            **{name: each for name, each in plan.config.megatron.items() if name in own_fields},
         )
         with megatron.mtp_spec_of_builder(mtp):
-            built = builder(whole).build_model(  # type: ignore[arg-type]
+            built = builder(whole).build_model(
                 groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
             )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
@@ -299,7 +297,7 @@ def _copy_for_head(chunk: GPTModel) -> None:
     copy.shared = True
     chunk.output_layer.weight = copy
     head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
-    chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
+    chunk.shared_embedding_or_output_weight = lambda: head.weight
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -335,7 +333,9 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups))
 
 
-def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
+def _draw(
+    param: torch.nn.Parameter, groups: Groups, name: str, init: Callable[[torch.Tensor], object], seed: int
+) -> torch.Tensor:
     """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
     device, wherever the parameter is, since another kind of device draws other numbers."""
     device = cpu.device()
@@ -348,7 +348,7 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     return full
 
 
-def _own_part(full: torch.Tensor, param, groups: Groups) -> torch.Tensor:
+def _own_part(full: torch.Tensor, param: Any, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
     if not names.is_sharded_over_tp(param):
         return full

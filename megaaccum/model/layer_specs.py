@@ -1,4 +1,7 @@
-"""Specs of a chunk's layers: Transformer Engine's, or Megatron's local ones with norms and attention of our own."""
+"""Specs of a chunk's layers: Transformer Engine's, or Megatron's local ones with norms and attention of our own.
+
+Megatron's specs have no types; those of the two kinds of blocks are named all the same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from megaaccum.model.layers import Layers
 from megaaccum.model.local_norm import with_own_norms
 
 
-def of_block(config: TransformerConfig, made_of: Layers, vp_stage: int | None, *, pp_rank: int):
+def decoder_spec(
+    config: TransformerConfig, made_of: Layers, vp_stage: int | None, *, pp_rank: int
+) -> TransformerBlockSubmodules:
     """Specs of the decoder's layers in chunk `vp_stage` of pipeline rank `pp_rank`."""
     if config.experimental_attention_variant is not None:
         return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
@@ -34,8 +39,10 @@ def of_block(config: TransformerConfig, made_of: Layers, vp_stage: int | None, *
     return _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
-def of_prediction(config: TransformerConfig, made_of: Layers, vp_stage: int | None):
-    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
+def prediction_spec(
+    config: TransformerConfig, made_of: Layers, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Spec of the multi-token-prediction layers of this chunk, or None if it has none. They are like the decoder's
     last layer, which may be on another stage."""
     last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
     spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)

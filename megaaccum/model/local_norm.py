@@ -3,9 +3,13 @@
 Megatron's own wrapper of the torch norms (`WrappedTorchNorm`, megatron-core 0.19) refuses sequence parallelism. A torch
 norm works there as it is; what is missing is the mark on its parameters, which says that each tp rank sees only its
 part of the sequence, so that their gradients have to be summed over tp.
+
+Megatron's specs and configurations have no types: `Any`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -36,15 +40,15 @@ _KINDS = {
 
 
 class Norm:
-    """Builds the torch norm that `config.normalization` names, its parameters marked `sequence_parallel`.
+    """Builder of the torch norm that `config.normalization` names, with parameters marked `sequence_parallel`.
 
-    Takes what Megatron gives a norm: config, hidden_size (features), eps.
+    Called with Megatron's arguments of a norm: config, hidden_size (features), eps.
     """
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused):
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
         norm = _KINDS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps=eps)
         for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            vars(param)["sequence_parallel"] = config.sequence_parallel
         return norm
 
 
@@ -57,15 +61,15 @@ def replaced[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmod
     spec: Block, theirs: type, ours: type
 ) -> Block:
     """`spec` with `ours` wherever it names the module `theirs`."""
-    _replace(spec, theirs, ours)
+
+    def replace(submodules: Any) -> None:
+        for name, value in vars(submodules).items():
+            if value is theirs:
+                setattr(submodules, name, ours)
+            elif getattr(value, "submodules", None) is not None:
+                replace(value.submodules)
+
+    replace(spec)
     for layer in spec.layer_specs or []:
-        _replace(layer.submodules, theirs, ours)
+        replace(layer.submodules)
     return spec
-
-
-def _replace(submodules, theirs: type, ours: type) -> None:
-    for name, value in vars(submodules).items():
-        if value is theirs:
-            setattr(submodules, name, ours)
-        elif getattr(value, "submodules", None) is not None:
-            _replace(value.submodules, theirs, ours)

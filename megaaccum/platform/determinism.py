@@ -4,7 +4,7 @@ is the backend's (sharding/reduction.py)."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
@@ -34,7 +34,8 @@ def apply(plan: Plan) -> None:
     import torch
 
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings: Any = torch.utils.deterministic  # its stub lacks the property
+    settings.fill_uninitialized_memory = False
     if not cpu.has_accelerator():
         torch.set_num_threads(1)
         return
