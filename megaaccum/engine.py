@@ -313,7 +313,7 @@ class Engine:
             self.backend.discard()
             router_state.begin_step(self.chunks)
             rng.restore(before)
-            self.observer.forget()
+            self.observer.pop()  # no step's measurements
 
     def _lr(self) -> float:
         return self.lr_schedule.lr if self.lr_schedule is not None else float(self.param_groups[0]["lr"])

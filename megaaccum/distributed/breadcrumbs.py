@@ -63,16 +63,9 @@ class Trace:
 
 
 _METHODS = (
-    "recv_forward",
-    "recv_backward",
-    "send_forward",
-    "send_backward",
-    "send_forward_recv_backward",
-    "send_backward_recv_forward",
-    "send_forward_recv_forward",
-    "send_backward_recv_backward",
-    "send_forward_backward_recv_forward_backward",
-)
+    "recv_forward recv_backward send_forward send_backward send_forward_recv_backward send_backward_recv_forward"
+    " send_forward_recv_forward send_backward_recv_backward send_forward_backward_recv_forward_backward"
+).split()
 """Public methods of Megatron's communicator that exchange messages."""
 
 

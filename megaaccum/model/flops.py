@@ -139,23 +139,21 @@ def _mlp_macs(model: ModelConfig) -> int:
     """Multiply-adds per token of the MLPs of all layers, those of multi-token prediction included."""
     assert model.ffn_hidden_size is not None, "the config is not resolved"
     num_matrices = 3 if model.swiglu else 2
-    is_moe = _moe_pattern(model)
+    layers = expert_layers(model)
+    layers += layers[-1:] * (model.mtp_num_layers or 0)  # built like the last one
     dense = model.ffn_hidden_size
     visited = (model.moe_ffn_hidden_size or model.ffn_hidden_size) * model.moe_router_topk
     sparse = visited + (model.moe_shared_expert_intermediate_size or 0)
-    return num_matrices * model.hidden_size * sum(sparse if moe else dense for moe in is_moe)
+    return num_matrices * model.hidden_size * sum(sparse if moe else dense for moe in layers)
 
 
-def _moe_pattern(model: ModelConfig) -> list[bool]:
-    """For every layer whether it is an MoE layer; layers of multi-token prediction are built like the last one."""
+def expert_layers(model: ModelConfig) -> list[bool]:
+    """For each layer whether it holds experts: every n-th from the first, or as moe_layer_freq lists."""
     if model.num_experts is None:
-        pattern = [False] * model.num_layers
-    elif isinstance(model.moe_layer_freq, int):
-        pattern = [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
-    else:
-        pattern = [bool(entry) for entry in model.moe_layer_freq]
-    assert len(pattern) == model.num_layers, "moe_layer_freq lists one entry per layer"
-    return pattern + pattern[-1:] * (model.mtp_num_layers or 0)
+        return [False] * model.num_layers
+    if isinstance(model.moe_layer_freq, int):
+        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
+    return [entry == 1 for entry in model.moe_layer_freq]
 
 
 def _mtp_projection_macs(model: ModelConfig) -> int:

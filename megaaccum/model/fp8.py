@@ -72,7 +72,7 @@ def device_problem(recipe: str, capability: tuple[int, int] | None, cuda: str | 
 
 
 class Fp8:
-    """The FP8 state of this rank's chunks, and the moments at which it changes. With no chunks nothing happens.
+    """FP8 state of this rank's chunks, and the moments at which it changes. Without chunks nothing happens.
 
     tensors: {fp8/MODULE/scale_fwd, fp8/MODULE/amax_history_fwd, ..._bwd: tensor} of delayed scaling, by the module's
     name in the whole model; the same on all ranks of a stage. Empty for other recipes, which keep nothing.
@@ -96,14 +96,15 @@ class Fp8:
     # --- weights ---
 
     def begin_attempt(self) -> None:
-        """Before the first flush of an attempt at a step, or of an evaluation: each chunk's next first micro-batch
-        quantizes its weights, once. Forgets what a flush that failed has left."""
+        """Let each chunk's next first micro-batch quantize its weights, once, and forget the state of a flush that
+        failed. Call it before the first flush of an attempt at a step, or of an evaluation."""
         self._to_quantize = set(range(len(self._histories)))
         self._backward_of = None
         self._recompute.clear()
 
     def _quantize_when_due(self, number: int, chunk: Any) -> None:
-        """Megatron's schedules tell a chunk at the first micro-batch of every flush; a step may have several."""
+        """Quantize once per attempt: Megatron's schedules tell a chunk at the first micro-batch of every flush, and a
+        step may have several flushes."""
         quantize = chunk.set_is_first_microbatch
 
         def when_due() -> None:
@@ -116,7 +117,7 @@ class Fp8:
     # --- histories ---
 
     def forward(self, chunk: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around the forward of micro-batch `microbatch` through chunk `chunk`; collective over the amax group."""
+        """Context of the forward of micro-batch `microbatch` through chunk `chunk`; collective over the amax group."""
         return self._with_history(chunk, microbatch) if self._histories else nullcontext()
 
     @contextmanager
@@ -130,18 +131,18 @@ class Fp8:
             self._recompute[chunk, microbatch] = self._queues[chunk]
             self._update(True)
 
-    def follow(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
-        """After that forward, with what came out: notice when its backward begins."""
+    def watch_backward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """Notice when the backward of that forward begins, by a hook on its output."""
         if self._histories and output.requires_grad:
             output.register_hook(lambda _grad: self._begin_backward(chunk, microbatch))
 
     def end_flush(self) -> None:
-        """After the last backward of a flush."""
+        """End the last backward of a flush."""
         self._end_backward()
 
     def _begin_backward(self, chunk: int, microbatch: int) -> None:
-        """A chunk's backward has ended when the next pass begins, which is soon enough: nothing reads its scales
-        before the chunk's own next backward."""
+        """Begin a backward, and end the one before it. That is soon enough: nothing reads a chunk's scales before its
+        own next backward."""
         self._end_backward()
         self._backward_of = chunk
         te.use_recompute(self._recompute.pop((chunk, microbatch)))
@@ -155,16 +156,16 @@ class Fp8:
     # --- a step that counts, or not ---
 
     def overflow(self) -> torch.Tensor | None:
-        """0, or inf where a largest value of this step was not finite (float64 scalar on the device); None where no
-        history is kept. A cast to FP8 saturates: an infinite value leaves no other trace than in the history."""
+        """0, or inf if a largest value of this step was not finite (float64 scalar on the device); None without
+        histories. A cast to FP8 saturates: an infinite value leaves no other trace than in the history."""
         if not self.tensors:
             return None
         finite = torch.cat([tensor.flatten() for tensor in self._amaxes().values()]).isfinite().all()
         return torch.where(finite, 0.0, torch.inf).double()
 
     def describe_overflow(self) -> str:
-        """Where a largest value was not finite on any rank, the same text on each; '' where none was. Collective over
-        the world."""
+        """Names of the tensors whose largest value was not finite on any rank, the same text on each; '' if none.
+        Collective over the world."""
         if not self._histories:
             return ""
         mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]

@@ -6,7 +6,6 @@ Megatron's configurations, builders and models have no types: `Any`.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,13 +20,13 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
 from megaaccum.config.keys import all_keys, that_need, value
-from megaaccum.config.rules.model import cannot_pack
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
-from megaaccum.model import fp8, layer_specs, layers, names, recompute
+from megaaccum.model import layer_specs, names, recompute
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
+from megaaccum.model.machine import check_machine, layer_kind
 from megaaccum.platform import cpu, determinism
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import (
@@ -42,18 +41,11 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-def layers_of(plan: Plan) -> Layers:
-    """Kind of the layers of which this machine builds the model."""
-    on_gpu = cpu.has_accelerator()
-    has_te = on_gpu and megatron.has_transformer_engine()
-    return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
-
-
 def transformer_config(plan: Plan) -> TransformerConfig:
     """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
     model, layout = plan.config.model, plan.layout
     dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
-    on_gpu, made_of = cpu.has_accelerator(), layers_of(plan)
+    on_gpu, made_of = cpu.has_accelerator(), layer_kind(plan)
     keys = _core_keys(plan) | dict(
         activation_func=squared_relu if model.squared_relu else functional.silu if model.swiglu else functional.gelu,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -100,7 +92,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
 
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
     """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
-    was set and that cannot be honoured is refused by `_check_local_layers`."""
+    was set and that cannot be honoured is refused by `check_machine`."""
     model = plan.config.model
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
@@ -132,73 +124,6 @@ def _core_keys(plan: Plan) -> dict[str, object]:
     }
 
 
-def _check_fp8(plan: Plan) -> None:
-    """Check what FP8 needs of this machine: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
-    keys = plan.config.quantization
-    if keys.fp8_format is None:
-        return
-    capability = torch.cuda.get_device_capability() if cpu.has_accelerator() else None
-    if problem := fp8.device_problem(keys.fp8_recipe, capability, torch.version.cuda):
-        raise ConfigError(problem)
-    if layers_of(plan).local:
-        raise ConfigError(
-            f"fp8_format {keys.fp8_format} needs Transformer Engine, which is not installed (`megaaccum doctor` says"
-            " what is): install it (pip install 'megaaccum[te]'), or leave fp8_format out."
-        )
-
-
-def _check_te_layers(plan: Plan) -> None:
-    """Refuse what Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
-    if layers_of(plan).local:
-        return
-    if not megatron.has_transformer_engine():
-        raise ConfigError(
-            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
-            " (`megaaccum doctor` says which): set transformer_impl to auto."
-        )
-    if problems := list(cannot_pack(plan.config)):
-        raise ConfigError(problems)
-
-
-def _check_local_layers(plan: Plan) -> None:
-    """Refuse what Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first
-    run."""
-    model = plan.config.model
-    if not layers_of(plan).local:
-        return
-    here = "layers here are Megatron's local ones (no GPU, or no Transformer Engine: `megaaccum doctor` says which)"
-    problems = []
-    if model.num_experts and model.add_bias_linear:
-        problems.append(
-            f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
-            "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
-        )
-    for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
-        if getattr(model, name):
-            problems.append(f"{name} is a kernel of Transformer Engine's layers, and {here}. Leave it out.")
-    if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
-        problems.append(f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, and {here}.")
-    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
-    if model.recompute_granularity == "selective" and recomputed:
-        problems.append(
-            f"recompute_modules names {', '.join(sorted(recomputed))}, which needs Transformer Engine's layers, but"
-            f" {here}. Leave it out: core_attn and mlp are recomputed by any layers."
-        )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _check_dispatcher(plan: Plan) -> None:
-    """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
-    if plan.config.model.moe_token_dispatcher_type != "flex":
-        return
-    backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
-    needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
-    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        text = f"moe_token_dispatcher_type flex needs GPUs and the module {needed}, of which one is missing"
-        raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
-
-
 def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTModel]:
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
@@ -206,15 +131,12 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
     the configuration asks for.
     """
-    _check_fp8(plan)
-    _check_te_layers(plan)
-    _check_local_layers(plan)
-    _check_dispatcher(plan)
+    check_machine(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
-    packs = plan.config.data.reset_attention_mask and not layers_of(plan).local
+    packs = plan.config.data.reset_attention_mask and not layer_kind(plan).local
     for chunk in chunks:
         chunk.packs_rows = packs  # see packed_rows
         if not _is_cut_before_it_moves(plan):
@@ -251,7 +173,7 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
 def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
     """This rank's chunk as Megatron's builder makes it, with weights of its own drawing: `build_chunks` makes it a
     model's."""
-    model, made_of = plan.config.model, layers_of(plan)
+    model, made_of = plan.config.model, layer_kind(plan)
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
     pattern = plan.config.megatron.get("hybrid_layer_pattern")

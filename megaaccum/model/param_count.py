@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaaccum.config.schema import Config, ModelConfig
-from megaaccum.model.flops import padded_vocab_size
+from megaaccum.model.flops import expert_layers, padded_vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +20,11 @@ class ParameterCount:
     layers: tuple[int, ...]
     """Each transformer layer, in model order."""
     active_layers: tuple[int, ...]
-    """The same, counting of the routed experts only those that one token visits."""
+    """Each transformer layer, with only those of the routed experts that one token visits."""
     prediction: int
     """Multi-token-prediction layers."""
     active_prediction: int
-    """The same for one token."""
+    """Multi-token-prediction layers, with only those of the routed experts that one token visits."""
     head: int
     """Final norm, and the output matrix unless it is the word table."""
 
@@ -56,15 +56,6 @@ def count_parameters(config: Config, vocab_size: int) -> ParameterCount:
         active_prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.moe_router_topk)),
         head=_norm(model, model.hidden_size) + output,
     )
-
-
-def expert_layers(model: ModelConfig) -> list[bool]:
-    """For each layer whether it holds experts: every n-th from the first, or as moe_layer_freq lists."""
-    if model.num_experts is None:
-        return [False] * model.num_layers
-    if isinstance(model.moe_layer_freq, int):
-        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
-    return [entry == 1 for entry in model.moe_layer_freq]
 
 
 def layer_parameters(model: ModelConfig, *, moe: bool) -> int:
@@ -119,11 +110,8 @@ def _experts(model: ModelConfig, count: int) -> int:
     """`count` of the routed experts, the router, which is there for all of them, and the shared experts."""
     shared = _mlp(model, model.moe_shared_expert_intermediate_size or 0)
     router = model.hidden_size * (model.num_experts or 0)
-    return (
-        count * _mlp(model, model.moe_ffn_hidden_size or 0)
-        + router
-        + (shared if model.moe_shared_expert_intermediate_size else 0)
-    )
+    visited = count * _mlp(model, model.moe_ffn_hidden_size or 0)
+    return visited + router + (shared if model.moe_shared_expert_intermediate_size else 0)
 
 
 def _prediction_extra(model: ModelConfig) -> int:

@@ -1,4 +1,4 @@
-"""The observer of a step: seconds by phase, what crosses ranks, memory by kind, and where this rank is right now."""
+"""The observer of a step: seconds by phase, bytes between ranks, memory by kind, and a trace for the watchdog."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Measured(NamedTuple):
-    """Of one step on this rank: seconds by phase, seconds in its forwards, traffic, and memory by kind."""
+    """Measurements of one step on this rank: seconds by phase, seconds of its forwards, traffic, memory by kind."""
 
     seconds: dict[str, float]
     forward_seconds: float
@@ -28,10 +28,10 @@ class Measured(NamedTuple):
 
 
 class Observer:
-    """Watches the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
+    """Measures the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
 
-    Seconds are the host's: on a GPU what is still queued counts for a later phase. stopwatch: also of what happens
-    between the steps, as `between` unless the loop enters a phase.
+    Seconds are the host's: on a GPU queued work counts for a later phase. stopwatch: also counts the time between the
+    steps, as `between` unless the loop enters a phase.
     """
 
     def __init__(self, groups: Groups, chunks: list[torch.nn.Module], backend: Holder):
@@ -43,11 +43,11 @@ class Observer:
         self._traffic: Traffic = {}
         self._ended: Measured | None = None
         self.forward = _Forwards(lambda: self.stopwatch.clock())
-        """Around one forward of this rank, on a GPU by its own clock."""
+        """Context of one forward of this rank, timed on a GPU by the GPU's clock."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around all that the step does in one call; what several calls did until `take` adds up."""
+        """Context of one call of the step; the calls until `pop` add up."""
         self.phase("agree")
         with self._meter.counting() as traffic:
             yield
@@ -63,29 +63,25 @@ class Observer:
             known.seconds += count.seconds
 
     def phase(self, name: str) -> None:
-        """The phase that was entered last ends, and this one begins."""
+        """End the phase that was entered last, and begin this one."""
         self.stopwatch.enter(name)
         self.trace.enter(name)
 
     def flushing(self) -> AbstractContextManager[None]:
-        """Around the flushes of an attempt: what they hold beside the backend's tensors."""
+        """Context of an attempt's flushes; measures what they hold beside the backend's tensors."""
         return self._activations.watching(self._backend.memory)
 
-    def note_held(self) -> None:
-        """Note what the backend holds now."""
-        self._backend.memory.look(self._backend.tensors)
-
-    def forget(self) -> None:
-        """Drop what was measured since the last `take`: it belongs to no step."""
-        self.take()
+    def measure_memory(self) -> None:
+        """Measure the backend's tensors at this moment."""
+        self._backend.memory.measure(self._backend.tensors)
 
     def end_early(self) -> None:
-        """Count what comes from here on for the next step, though `take` is still to be called for this one."""
-        self._add(self._meter.take())
-        self._ended = self.take()
+        """Count from here on for the next step, before `pop` is called for this one."""
+        self._add(self._meter.pop())
+        self._ended = self.pop()
 
-    def take_back(self) -> None:
-        """Undo `end_early`: what came since then counts for that step too."""
+    def undo_end_early(self) -> None:
+        """Count what was measured since `end_early` for the step that it ended."""
         ended, self._ended = self._ended, None
         assert ended is not None
         self._add(ended.traffic)
@@ -94,23 +90,23 @@ class Observer:
         for kind, num_bytes in ended.memory.items():
             self._backend.memory.raise_to(kind, num_bytes)
 
-    def take(self) -> Measured:
-        """The step's numbers, since the last call."""
+    def pop(self) -> Measured:
+        """The step's measurements, since the last call."""
         if self._ended is not None:
             ended, self._ended = self._ended, None
             return ended
         traffic, self._traffic = self._traffic, {}
-        return Measured(self.stopwatch.take(), self.forward.take(), traffic, self._backend.memory.take())
+        return Measured(self.stopwatch.pop(), self.forward.pop(), traffic, self._backend.memory.pop())
 
 
 class _Forwards:
-    """Seconds of forwards, each of which runs inside it, one at a time. clock: gives seconds, where there is no GPU."""
+    """Context of one forward at a time, which adds up their seconds. clock: used without a GPU."""
 
     def __init__(self, clock: Callable[[], float]):
         self.seconds = 0.0
         self._clock, self._start = clock, 0.0
         self._events: list[torch.cuda.Event] = []
-        """Begin and end of each on a GPU, in turns."""
+        """Begin and end of each forward on a GPU, in turns."""
 
     def __enter__(self) -> None:
         if cpu.has_accelerator():
@@ -128,8 +124,8 @@ class _Forwards:
         self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[-1].record()
 
-    def take(self) -> float:
-        """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
+    def pop(self) -> float:
+        """Seconds of the forwards since the last call. All have ended: the step's norm comes after them."""
         pairs = zip(self._events[::2], self._events[1::2], strict=False)
         seconds = self.seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
         self.seconds, self._events = 0.0, []

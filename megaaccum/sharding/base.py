@@ -284,7 +284,7 @@ class WholeOnEachRank:
 
 def note_held(backend: ShardingBackend) -> None:
     """Note in `backend.memory` what it holds now."""
-    backend.memory.look(backend.tensors)
+    backend.memory.measure(backend.tensors)
 
 
 def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:

@@ -73,7 +73,7 @@ class Fsdp2Backend:
                 fsdp2.on_unit_gradient(chunk, self._on_gradient)
             elif self.sums is not None and self._splits:
                 fsdp2.on_unit_gradient(chunk, partial(self._keep_for_w, number))
-        fsdp2.watch(self._roots, self.memory)
+        fsdp2.watch(self._roots, self.memory.note)
         self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""

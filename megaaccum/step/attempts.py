@@ -165,7 +165,7 @@ class Attempts:
         forward_step = ForwardStep(
             batch, divisor, tally, chunks=self.chunks, trace=self.observer.trace, seeds=self.seeds,
             sums=self.backend.sums, side_losses=self._side_losses, low_precision=self.fp8, probe=self.probe,
-            look=self.observer.note_held, timed=nullcontext() if forward_only else self.observer.forward,
+            look=self.observer.measure_memory, timed=nullcontext() if forward_only else self.observer.forward,
         )  # fmt: skip
         self._side_losses.begin_flush(batch)
         # Looking at single micro-batches takes each forward and backward for itself.

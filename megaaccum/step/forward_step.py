@@ -74,7 +74,7 @@ class ForwardStep:
         if return_schedule_plan:
             self._trace.action = f"F {action}, interleaved with a backward"
         else:
-            self._fp8.follow(number, self._batch.first + index, output)
+            self._fp8.watch_backward(number, self._batch.first + index, output)
             self._follow(chunk, index, output, action)
         return output, self._divided(index, loss_func)
 

@@ -137,7 +137,7 @@ class Speculation:
             else:
                 self._begun = begun
             return attempt, True, bool(stops)
-        attempts.observer.take_back()
+        attempts.observer.undo_end_early()
         attempts.drop_early(begun.opened)
         undo.restore()  # where there was no update too: what the dropped forwards gathered must not outlive the next
         del undo

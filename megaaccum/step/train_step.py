@@ -108,7 +108,7 @@ class TrainStep:
             else:
                 self._run(self._whole(microbatches), step=step, last=True).short = short
                 result = self._end(step, stop, upcoming=upcoming)
-        return replace(result, **self.observer.take()._asdict())
+        return replace(result, **self.observer.pop()._asdict())
 
     def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
         """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
@@ -130,7 +130,7 @@ class TrainStep:
             if self._open is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
             result = self._end(step, agreed.stop)
-        return replace(result, **self.observer.take()._asdict())
+        return replace(result, **self.observer.pop()._asdict())
 
     def _end(self, step: int, stop: bool, *, upcoming: Sequence[Any] | None = None, **more: Any) -> StepResult:
         opened = self._close()

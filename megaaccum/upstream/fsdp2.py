@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,18 +16,11 @@ from megaaccum.upstream.adam import own_tensor
 from megaaccum.upstream.lookup import absent, unwritten
 from megaaccum.upstream.pytorch import on_gradient
 
-if TYPE_CHECKING:
-    from megaaccum.observe.memory import HighWater
-
-_GROUP = ("fsdp_params", "post_backward", "_partial_reduce_output")
+_GROUP = "fsdp_params post_backward _partial_reduce_output".split()
 _PARAM = (
-    "_unsharded_param",
-    "unsharded_accumulated_grad",
-    "accumulate_unsharded_grad_if_needed",
-    "to_accumulated_grad_if_needed",
-    "reduce_dtype",
-    "sharded_param",
-)
+    "_unsharded_param unsharded_accumulated_grad accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed"
+    " reduce_dtype sharded_param"
+).split()
 
 
 def check() -> list[str]:
@@ -216,9 +209,9 @@ def _before_reduction(unit: Any, call: Callable[[], None]) -> None:
     unit.post_backward = reduce
 
 
-def watch(roots: Iterable[Any], memory: HighWater) -> None:
-    """Have units note in `memory` the parameters that all of them have gathered, when they gather, and their own and
-    their root's whole gradients, when these are about to be reduced."""
+def watch(roots: Iterable[Any], note: Callable[[str, int], None]) -> None:
+    """Have units call `note(kind, bytes)` for the parameters that all of them have gathered, when they gather, and for
+    their own and their root's whole gradients, when these are about to be reduced."""
     gathered: dict[int, int] = {}
 
     def watch(group: Any, last: list[Any]) -> None:
@@ -228,18 +221,18 @@ def watch(roots: Iterable[Any], memory: HighWater) -> None:
             gathered[id(group)] = sum(
                 out.untyped_storage().nbytes() for p in group.fsdp_params for out in p.all_gather_outputs
             )
-            memory.note("parameters_whole", sum(gathered.values()))
+            note("parameters_whole", sum(gathered.values()))
             to_unsharded()
 
         def release() -> None:
             gathered[id(group)] = 0
             to_sharded()
-            memory.note("parameters_whole", sum(gathered.values()))
+            note("parameters_whole", sum(gathered.values()))
 
         def note_gradients() -> None:
             params = {id(param): param for each in (group, *last) for param in each.fsdp_params}
             grads = [grad for param in params.values() for grad in _gradients(param)]
-            memory.note("gradients_whole", sum(grad.nbytes for grad in grads))
+            note("gradients_whole", sum(grad.nbytes for grad in grads))
 
         group._to_unsharded, group._to_sharded = gather, release
         _before_reduction(group, note_gradients)

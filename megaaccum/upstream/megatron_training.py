@@ -36,18 +36,13 @@ __all__ = [
 
 _NAMES = {
     "training.training": (
-        "pretrain",
-        "train",
-        "get_model",
-        "get_megatron_optimizer",
-        "get_forward_backward_func",
-        "initialize_megatron",
-        "set_jit_fusion_options",
-    ),
-    "training.initialize": ("_compile_dependencies",),
-    "training.arguments": ("get_device_arch_version",),
-    "training.global_vars": ("get_args",),
-    "core.parallel_state": ("is_pipeline_first_stage", "is_pipeline_last_stage"),
+        "pretrain train get_model get_megatron_optimizer get_forward_backward_func initialize_megatron"
+        " set_jit_fusion_options"
+    ).split(),
+    "training.initialize": ["_compile_dependencies"],
+    "training.arguments": ["get_device_arch_version"],
+    "training.global_vars": ["get_args"],
+    "core.parallel_state": ["is_pipeline_first_stage", "is_pipeline_last_stage"],
 }
 """Names that are called or replaced below, by module."""
 

@@ -147,28 +147,17 @@ def in_backward() -> bool:
 
 
 _COLLECTIVES = {
-    "_allgather_base": ("all_gather", 0),
-    "all_gather_single": ("all_gather", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "all_gather_single_coalesced": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 0),
-    "alltoall": ("all_to_all", 0),
-    "alltoall_base": ("all_to_all", 0),
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "gather": ("gather", 0),
-    "scatter": ("scatter", 0),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
+    method: (collective, position)
+    for collective, position, methods in (
+        ("all_gather", 0, "_allgather_base all_gather_single allgather allgather_coalesced"),
+        ("all_gather", 0, "all_gather_single_coalesced allgather_into_tensor_coalesced"),
+        ("reduce_scatter", 1, "_reduce_scatter_base reduce_scatter reduce_scatter_single"),
+        ("reduce_scatter", 1, "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"),
+        ("all_to_all", 0, "all_to_all_single alltoall alltoall_base"),
+        ("all_reduce", 0, "allreduce allreduce_coalesced"),
+        *((name, 0, name) for name in ("broadcast", "reduce", "gather", "scatter", "send", "recv")),
+    )
+    for method in methods.split()
 }
 """Methods of torch's ProcessGroup, which torch.distributed and deepspeed.comm call: the collective's name, and the
 position of the argument that holds the elements of all ranks (of an all-to-all, those that come)."""

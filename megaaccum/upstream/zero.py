@@ -22,41 +22,25 @@ from megaaccum.upstream.adam import optimizer_tensors, set_adam_step, views
 from megaaccum.upstream.lookup import absent, unwritten
 
 _BOTH = (
-    "check_overflow",
-    "independent_gradient_partition_epilogue",
-    "reduce_independent_p_g_buckets_and_remove_grads",
-    "set_gradient_accumulation_boundary",
-)
+    "check_overflow independent_gradient_partition_epilogue reduce_independent_p_g_buckets_and_remove_grads"
+    " set_gradient_accumulation_boundary"
+).split()
 _STAGE3 = (
-    *_BOTH,
-    "_get_norm_groups",
-    "_reassign_or_swap_out_partitioned_parameters",
-    "_finalize_offload_gradient_accumulation",
-)
-_STAGE12 = (*_BOTH, "setup_buckets", "update_lp_params", "_fill_param_grad_accum_attribute")
+    "_get_norm_groups _reassign_or_swap_out_partitioned_parameters _finalize_offload_gradient_accumulation"
+).split()
+_STAGE12 = "setup_buckets update_lp_params _fill_param_grad_accum_attribute".split()
+_BOTH_SET = "_grad_acc_hooks averaged_gradients".split()
+_STAGE3_SET = (
+    "parameter_offload micro_step_id grad_position fp32_partitioned_groups_flat grad_partitions_flat_buffer"
+    " _offload_boundary_param_ids __param_id_to_grad_partition"
+).split()
+_STAGE12_SET = (
+    "compute_grad_norm params_in_partition use_grad_accum_attribute grad_start_offset grad_partition_insertion_offset"
+    " single_partition_of_fp32_groups"
+).split()
+"""Methods of DeepSpeed's optimizers, and the attributes that they set."""
 
 _ACCUMULATORS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-
-_BOTH_ATTRIBUTES = ("_grad_acc_hooks", "averaged_gradients")
-_STAGE3_ATTRIBUTES = (
-    *_BOTH_ATTRIBUTES,
-    "parameter_offload",
-    "micro_step_id",
-    "grad_position",
-    "fp32_partitioned_groups_flat",
-    "grad_partitions_flat_buffer",
-    "_offload_boundary_param_ids",
-    "__param_id_to_grad_partition",
-)
-_STAGE12_ATTRIBUTES = (
-    *_BOTH_ATTRIBUTES,
-    "compute_grad_norm",
-    "params_in_partition",
-    "use_grad_accum_attribute",
-    "grad_start_offset",
-    "grad_partition_insertion_offset",
-    "single_partition_of_fp32_groups",
-)
 
 
 def check() -> list[str]:
@@ -69,10 +53,10 @@ def check() -> list[str]:
 
     problems = [
         *absent(_deepspeed_backend(), ["build_shm_op"]),
-        *absent(DeepSpeedZeroOptimizer_Stage3, _STAGE3),
-        *unwritten(DeepSpeedZeroOptimizer_Stage3, _STAGE3_ATTRIBUTES, form="self.{}"),
-        *absent(DeepSpeedZeroOptimizer, _STAGE12),
-        *unwritten(DeepSpeedZeroOptimizer, _STAGE12_ATTRIBUTES, form="self.{}"),
+        *absent(DeepSpeedZeroOptimizer_Stage3, _BOTH + _STAGE3),
+        *unwritten(DeepSpeedZeroOptimizer_Stage3, _BOTH_SET + _STAGE3_SET, form="self.{}"),
+        *absent(DeepSpeedZeroOptimizer, _BOTH + _STAGE12),
+        *unwritten(DeepSpeedZeroOptimizer, _BOTH_SET + _STAGE12_SET, form="self.{}"),
         *absent(DeepSpeedZeRoOffload, ["_remove_module_hooks"]),
         *absent(groups, ["_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"]),
         *unwritten(partition_parameters.Init, ["ds_zero_partition_process_group"]),

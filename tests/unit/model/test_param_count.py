@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.config import Config, resolve
-from megaaccum.model.param_count import count_parameters, expert_layers
+from megaaccum.model.flops import expert_layers
+from megaaccum.model.param_count import count_parameters
 
 BASE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32)
 VOCAB_SIZE = 250
