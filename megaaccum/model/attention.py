@@ -21,11 +21,9 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
 
 from megaaccum.errors import ConfigError
-from megaaccum.model.local_norm import replaced
 from megaaccum.model.names import as_in_local_layers
 from megaaccum.upstream import megatron
 
@@ -42,20 +40,13 @@ class LocalAttention(DotProductAttention):
     """Megatron's own core of attention, which makes whole scores, of each document for itself."""
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """FusedAttention.forward, which also accepts a mask of Megatron's own form, [batch, 1, sequence, sequence]."""
-        if packed_seq_params is not None:
-            *batch, starts = _as_documents(packed_seq_params, query, key, value)
+        if (packed := kwargs.pop("packed_seq_params", None)) is not None:
+            *batch, starts = _as_documents(packed, query, key, value)
             return _by_head(self(*batch, starts, *args, **kwargs), value)
-        whole: Callable[..., torch.Tensor] = partial(DotProductAttention.forward, self)
+        whole: Callable[..., Tensor] = partial(DotProductAttention.forward, self)
         if attention_mask is None or attention_mask.dim() == 4:
             return whole(query, key, value, attention_mask, *args, **kwargs)
         return by_document(partial(whole, attention_mask=None, **kwargs), query, key, value, attention_mask)
@@ -69,9 +60,7 @@ class LatentAttention(LocalAttention):
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):
         super().__init__(*args, **kwargs)
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """LocalAttention.forward. Megatron widens packed values to the width of queries."""
         self.hidden_size_per_partition = value.shape[-2] * value.shape[-1]
         return super().forward(query, key, value, *args, **kwargs)
@@ -106,14 +95,14 @@ class FusedAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """query [sequence, batch, heads, channels]; key and value with a head per group of queries. attention_mask:
         None for a causal one, or [batch, sequence] bool in host memory, True where a document begins: each document is
         computed alone, so nothing of sequence length squared is made. packed_seq_params: the documents of inputs
@@ -127,8 +116,9 @@ class FusedAttention(MegatronModule):
             return _by_head(self(*batch, starts, attn_mask_type), value)
         if self._cp.size() > 1:
             assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
-            key, value = _whole_sequence(key, self._cp), _whole_sequence(value, self._cp)
-            allowed: torch.Tensor | None = _until(_positions(len(query), self._cp, query.device), len(key))
+            gather: Callable[..., Tensor] = _WholeSequence.apply
+            key, value = gather(key, self._cp), gather(value, self._cp)
+            allowed: Tensor | None = _causal_mask(len(query), len(key), self._cp, query.device)
         else:
             allowed = None
         with self._random_state():
@@ -136,9 +126,7 @@ class FusedAttention(MegatronModule):
                 return self._attend(query, key, value, allowed)
             return by_document(self._attend, query, key, value, attention_mask)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Torch's kernel; shapes as `forward`'s. allowed: None for causal attention."""
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
@@ -161,12 +149,12 @@ class FusedAttention(MegatronModule):
 
 
 def by_document(
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-) -> torch.Tensor:
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+) -> Tensor:
     """Causal attention inside documents: `attend(query, key, value)` of each document of each row alone, so that scores
     are at most a document's length squared. starts: [batch, sequence] bool in host memory, True where one begins; other
     shapes as FusedAttention's. Rows are split and not sliced, since the backward of a split is one concatenation."""
@@ -179,7 +167,7 @@ def by_document(
     return torch.cat(rows, dim=1)
 
 
-def _as_documents(packed: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _as_documents(packed: Any, *parts: Tensor) -> tuple[Tensor, ...]:
     """Packed queries, keys and values [tokens, heads, channels] as a batch of one, and where its documents begin.
     Tokens after the last document are one more."""
     bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
@@ -188,7 +176,7 @@ def _as_documents(packed: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]
     return *(part.unsqueeze(1) for part in parts), starts
 
 
-def _by_head(context: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _by_head(context: Tensor, value: Tensor) -> Tensor:
     """[tokens, 1, heads * channels] as [tokens, heads, channels] of packed values, where Megatron finds its padding."""
     return context.view(len(context), -1, value.shape[-1])
 
@@ -202,18 +190,13 @@ def accept_packed_sequences(chunks: Sequence[torch.nn.Module]) -> None:
                 module.forward = MethodType(LocalAttention.forward, module)
 
 
-def _positions(length: int, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Positions in the sequence of this rank's `length` tokens: piece `rank` and piece `2 * size - 1 - rank`."""
-    return torch.cat([_piece(at, length // 2, device) for at in (cp.rank(), 2 * cp.size() - 1 - cp.rank())])
-
-
-def _until(positions: torch.Tensor, length: int) -> torch.Tensor:
-    """Causal mask [positions, length] of queries at `positions`."""
-    return positions[:, None] >= torch.arange(length, device=positions.device)
-
-
-def _piece(number: int, width: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(number * width, (number + 1) * width, device=device)
+def _causal_mask(num_queries: int, num_keys: int, cp: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Causal mask [num_queries, num_keys] of this rank's tokens, which are piece `rank` and piece `2 * size - 1 - rank`
+    of the sequence."""
+    keys = torch.arange(num_keys, device=device)
+    pieces = keys.split(num_queries // 2)
+    positions = torch.cat([pieces[cp.rank()], pieces[2 * cp.size() - 1 - cp.rank()]])
+    return positions[:, None] >= keys
 
 
 class _WholeSequence(torch.autograd.Function):
@@ -221,7 +204,7 @@ class _WholeSequence(torch.autograd.Function):
     gradients of this rank's pieces."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, part: Tensor, cp: dist.ProcessGroup) -> Tensor:
         ctx.cp = cp
         gathered = part.new_empty(cp.size() * len(part), *part.shape[1:])
         dist.all_gather_into_tensor(gathered, part.contiguous(), group=cp)
@@ -229,7 +212,7 @@ class _WholeSequence(torch.autograd.Function):
         return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         size = ctx.cp.size()
         halves = grad.view(2, size, -1, *grad.shape[1:])
@@ -237,25 +220,6 @@ class _WholeSequence(torch.autograd.Function):
         part = grad.new_empty(len(grad) // size, *grad.shape[1:])
         dist.reduce_scatter_tensor(part, rows, group=ctx.cp)
         return part, None
-
-
-def _whole_sequence(part: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
-    apply: Callable[..., torch.Tensor] = _WholeSequence.apply
-    return apply(part, cp)
-
-
-def with_fused_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block,
-) -> Block:
-    """`spec` (a block of local layers, or of prediction layers) with FusedAttention in place of Megatron's own."""
-    return replaced(spec, DotProductAttention, FusedAttention)
-
-
-def with_local_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, *, latent: bool
-) -> Block:
-    """`spec` with LocalAttention, or (latent) LatentAttention, in place of Megatron's own."""
-    return replaced(spec, DotProductAttention, LatentAttention if latent else LocalAttention)
 
 
 def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:

@@ -70,7 +70,10 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     (3) of arXiv 2104.04473 less the recomputed forward pass and the masked half of the scores.
     """
     model = config.model
-    projections, scores_per_key = _mla_macs(model) if model.multi_latent_attention else _attention_macs(model)
+    assert model.kv_channels is not None and model.num_query_groups is not None, "the config is not resolved"
+    projections, scores_per_key = attention_weights(model), _score_macs(model)
+    if model.multi_latent_attention:  # Megatron counts a multiply-add for each element of a normed latent
+        projections += model.kv_lora_rank + (model.q_lora_rank or 0)
     num_extra = model.mtp_num_layers or 0
     num_layers = model.num_layers + num_extra
     per_token = (
@@ -112,27 +115,23 @@ def peak_flops(device_name: str | None, dtype: str) -> float | None:
     return next((peak for needed, peak in PEAKS if needed <= words), None)
 
 
-def _attention_macs(model: ModelConfig) -> tuple[int, int]:
-    """Multiply-adds of one grouped-query attention: of its projections per token; of its scores per token and key."""
-    assert model.kv_channels is not None, "the config is not resolved"
-    assert model.num_query_groups is not None, "the config is not resolved"
-    query_width = model.kv_channels * model.num_attention_heads
-    key_value_width = 2 * model.kv_channels * model.num_query_groups
-    return model.hidden_size * (query_width + key_value_width) + query_width * model.hidden_size, 2 * query_width
+def attention_weights(model: ModelConfig) -> int:
+    """Elements of one layer's attention matrices, over all ranks; as many multiply-adds per token."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if not model.multi_latent_attention:
+        channels = model.kv_channels or 0
+        return 2 * hidden * channels * (heads + (model.num_query_groups or 0))
+    query_width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    queries = hidden * query_width if model.q_lora_rank is None else model.q_lora_rank * (hidden + query_width)
+    key_values = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim))
+    return queries + key_values + hidden * model.qk_pos_emb_head_dim + heads * model.v_head_dim * hidden
 
 
-def _mla_macs(model: ModelConfig) -> tuple[int, int]:
-    """The same of one multi-latent attention. The 1 is the norm on a latent, which Megatron counts."""
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    query_head = model.qk_head_dim + model.qk_pos_emb_head_dim
-    if model.q_lora_rank is None:
-        query = hidden * heads * query_head
-    else:
-        query = model.q_lora_rank * (hidden + heads * query_head + 1)
-    key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
-    rotated_key = hidden * model.qk_pos_emb_head_dim
-    output = heads * model.v_head_dim * hidden
-    return query + key_value + rotated_key + output, heads * (query_head + model.v_head_dim)
+def _score_macs(model: ModelConfig) -> int:
+    """Multiply-adds of one layer's attention scores and of the values that they weigh, per token and key."""
+    if model.multi_latent_attention:
+        return model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim)
+    return 2 * model.num_attention_heads * (model.kv_channels or 0)
 
 
 def _mlp_macs(model: ModelConfig) -> int:

@@ -91,7 +91,7 @@ class Fp8:
         for number, chunk in enumerate(chunks):
             self._quantize_when_due(number, chunk)
             te.make_states(chunk)
-            self.tensors |= dict(_named_states(chunk))
+            self.tensors |= {PREFIX + over_stages(chunk, name): tensor for name, tensor in te.states(chunk)}
 
     # --- weights ---
 
@@ -188,8 +188,3 @@ class Fp8:
         tensors = list(self.tensors.values())
         for tensor, copy in zip(tensors, snapshot.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(copy.view_as(tensor))
-
-
-def _named_states(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in te.states(chunk):
-        yield PREFIX + over_stages(chunk, name), tensor

@@ -5,6 +5,8 @@ Megatron's specs have no types; those of the two kinds of blocks are named all t
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
@@ -14,12 +16,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megaaccum.model.attention import with_fused_attention, with_local_attention
+from megaaccum.model.attention import FusedAttention, LatentAttention, LocalAttention
 from megaaccum.model.layers import Layers
-from megaaccum.model.local_norm import with_own_norms
+from megaaccum.model.local_norm import Norm
 
 
 def decoder_spec(
@@ -54,7 +58,24 @@ def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBl
 ) -> Block:
     if not made_of.local:
         return spec
-    spec = with_own_norms(spec)
-    if made_of.fused_attention:
-        return with_fused_attention(spec)
-    return with_local_attention(spec, latent=latent)
+    local = LatentAttention if latent else LocalAttention
+    spec = replaced(spec, DotProductAttention, FusedAttention if made_of.fused_attention else local)
+    return replaced(spec, WrappedTorchNorm, Norm)
+
+
+def replaced[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block, theirs: type, ours: type
+) -> Block:
+    """`spec` (a block of local layers, or of prediction layers) with `ours` wherever it names the module `theirs`."""
+
+    def replace(submodules: Any) -> None:
+        for name, value in vars(submodules).items():
+            if value is theirs:
+                setattr(submodules, name, ours)
+            elif getattr(value, "submodules", None) is not None:
+                replace(value.submodules)
+
+    replace(spec)
+    for layer in spec.layer_specs or []:
+        replace(layer.submodules)
+    return spec

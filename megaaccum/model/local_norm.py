@@ -12,9 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
 class _LayerNorm1p(torch.nn.LayerNorm):
@@ -50,26 +47,3 @@ class Norm:
         for param in norm.parameters():
             vars(param)["sequence_parallel"] = config.sequence_parallel
         return norm
-
-
-def with_own_norms[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](spec: Block) -> Block:
-    """`spec` (a block of local layers, or of prediction layers) with every torch norm built by `Norm`."""
-    return replaced(spec, WrappedTorchNorm, Norm)
-
-
-def replaced[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, theirs: type, ours: type
-) -> Block:
-    """`spec` with `ours` wherever it names the module `theirs`."""
-
-    def replace(submodules: Any) -> None:
-        for name, value in vars(submodules).items():
-            if value is theirs:
-                setattr(submodules, name, ours)
-            elif getattr(value, "submodules", None) is not None:
-                replace(value.submodules)
-
-    replace(spec)
-    for layer in spec.layer_specs or []:
-        replace(layer.submodules)
-    return spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaaccum.config.schema import Config, ModelConfig
-from megaaccum.model.flops import expert_layers, padded_vocab_size
+from megaaccum.model.flops import attention_weights, expert_layers, padded_vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,26 +79,18 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 
 def _attention(model: ModelConfig) -> int:
-    """Grouped-query attention: one QKV matrix, one output matrix, their biases, norms on queries and keys."""
+    """Grouped-query attention: its matrices, their biases, norms on queries and keys."""
     channels = model.kv_channels or 0
-    queries = model.num_attention_heads * channels
-    qkv = queries + 2 * (model.num_query_groups or 0) * channels
+    qkv = (model.num_attention_heads + 2 * (model.num_query_groups or 0)) * channels
     biases = qkv * (model.add_bias_linear or model.add_qkv_bias) + model.hidden_size * model.add_bias_linear
-    norms = 2 * _norm(model, channels) if model.qk_layernorm else 0
-    return model.hidden_size * (qkv + queries) + biases + norms
+    return attention_weights(model) + biases + (2 * _norm(model, channels) if model.qk_layernorm else 0)
 
 
 def _latent_attention(model: ModelConfig) -> int:
-    """Multi-latent attention: queries (through their latent, if any), the joint key/value latent, the output matrix."""
-    hidden, heads, rotated = model.hidden_size, model.num_attention_heads, model.qk_pos_emb_head_dim
-    query_width = heads * (model.qk_head_dim + rotated)
-    query_rank = model.q_lora_rank
-    queries = hidden * query_width if query_rank is None else query_rank * (hidden + query_width)
-    key_values = hidden * (model.kv_lora_rank + rotated)
-    key_values += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
-    output = heads * model.v_head_dim * hidden + hidden * model.add_bias_linear
-    norms = _norm(model, model.kv_lora_rank) + (0 if query_rank is None else _norm(model, query_rank))
-    return queries + key_values + output + (norms if model.qk_layernorm else 0)
+    """Multi-latent attention: its matrices, the output's bias, norms on the latents."""
+    latents = model.kv_lora_rank + (model.q_lora_rank or 0)
+    bias = model.hidden_size * model.add_bias_linear
+    return attention_weights(model) + bias + (_norm(model, latents) if model.qk_layernorm else 0)
 
 
 def _mlp(model: ModelConfig, width: int) -> int:

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 # fmt: off
 WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
@@ -31,7 +32,7 @@ WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
     (r"FSDP2-wrapped module .* returned a view tensor", UserWarning, r"torch\.distributed\.fsdp",
      "Megatron's schedules do not change a chunk's output in place, which is what it warns of."),
     (r"This process .* is multi-threaded, use of fork\(\) may lead to deadlocks",
-     DeprecationWarning, r"megaaccum\.procs",
+     DeprecationWarning, r"megaaccum\.pretrain\.launch",
      "The other threads at that point are the idle ones of a BLAS library, which handles forks itself."),
 )
 """(message, category, module, reason): regular expressions as in warnings.filterwarnings."""
@@ -50,8 +51,8 @@ LOG_LINES: tuple[tuple[str, str, str], ...] = (
 
 
 def install() -> None:
-    """Call before torch, DeepSpeed and Megatron are imported. May be called again."""
-    if _verbose():
+    """Keep back the listed messages. Call it before torch, DeepSpeed and Megatron are imported; twice is once."""
+    if os.environ.get("MEGAACCUM_VERBOSE") == "1":
         return
     for message, category, module, _ in WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
@@ -61,7 +62,7 @@ def install() -> None:
 
 @contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """The program's root logger ends as it began, whatever a library that is imported inside does to it."""
+    """Context that restores the program's root logger, whatever a library that is imported inside does to it."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -71,22 +72,11 @@ def root_logger_kept() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _verbose() -> bool:
-    return os.environ.get("MEGAACCUM_VERBOSE", "") == "1"
+@dataclass(frozen=True)
+class _StartsWith:
+    """Drops the log lines that start with `start`. addFilter adds an equal filter once."""
 
-
-class _StartsWith(logging.Filter):
-    """Drops the log lines that start with `start`."""
-
-    def __init__(self, start: str):
-        super().__init__()
-        self.start = start
+    start: str
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self.start)
-
-    def __eq__(self, other: object) -> bool:  # addFilter adds an equal filter once
-        return isinstance(other, _StartsWith) and other.start == self.start
-
-    def __hash__(self) -> int:
-        return hash(self.start)

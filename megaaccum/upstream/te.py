@@ -52,7 +52,8 @@ def check() -> list[str]:
     return problems
 
 
-def _manager() -> Any:
+def state_manager() -> Any:
+    """TE's class that holds the FP8 state of this process."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager
@@ -72,7 +73,7 @@ class Histories:
 
     def use(self) -> None:
         """Let TE see these modules alone: it registers new ones here, and updates no others."""
-        state = _manager().quantization_state
+        state = state_manager().quantization_state
         for each in fields(self):
             setattr(state, each.name, getattr(self, each.name))
 
@@ -81,7 +82,7 @@ def take_over_updates() -> Callable[[bool], None]:
     """Stop TE from updating histories and scales. Returns TE's own update, which takes `forward` (or
     backward) and works on the modules of the Histories in use; with several ranks it is collective over the group of
     their autocast region (a MAX all-reduce)."""
-    manager = _manager()
+    manager = state_manager()
     if not hasattr(manager, "_megaaccum_update"):
         manager._megaaccum_update = getattr(manager, _UPDATE)
         setattr(manager, _UPDATE, classmethod(lambda cls, forward=True: None))
@@ -89,29 +90,21 @@ def take_over_updates() -> Callable[[bool], None]:
     return update
 
 
-def give_back_updates() -> None:
-    """Undo `take_over_updates` (tests, and a process that goes on without megaaccum)."""
-    manager = _manager()
-    if (update := getattr(manager, "_megaaccum_update", None)) is not None:
-        setattr(manager, _UPDATE, update)
-        del manager._megaaccum_update
-
-
 def begin_recompute(like: list[Scales]) -> None:
     """Let TE put the scales of a micro-batch into queues of their own; call it before a forward whose layers may be
     computed again. TE has one queue per module, and would return scales in the order of the forwards."""
-    setattr(_manager().quantization_state, _RECOMPUTE, [deque() for _ in like])
+    setattr(state_manager().quantization_state, _RECOMPUTE, [deque() for _ in like])
 
 
 def recompute_queues() -> list[Scales]:
     """The queues that TE uses now: one per module that may be computed again."""
-    queues: list[Scales] = getattr(_manager().quantization_state, _RECOMPUTE)
+    queues: list[Scales] = getattr(state_manager().quantization_state, _RECOMPUTE)
     return queues
 
 
 def use_recompute(queues: list[Scales]) -> None:
     """Let TE read the scales for layers that are computed again from `queues`; call it before a backward."""
-    setattr(_manager().quantization_state, _RECOMPUTE, queues)
+    setattr(state_manager().quantization_state, _RECOMPUTE, queues)
 
 
 def make_states(chunk: torch.nn.Module) -> None:

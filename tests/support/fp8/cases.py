@@ -105,7 +105,10 @@ def without_us() -> Iterator[None]:
     from megaaccum.model import fp8
     from megaaccum.upstream import te
 
-    te.give_back_updates()
+    manager = te.state_manager()
+    if hasattr(manager, "_megaaccum_update"):
+        manager.reduce_and_update_fp8_tensors = manager._megaaccum_update
+        del manager._megaaccum_update
     with (
         patch.object(fp8.Fp8, "_update", lambda self, forward: None, create=True),
         patch.object(te, "take_over_updates", lambda: lambda forward: None),
