@@ -1,4 +1,4 @@
-"""Floating-point operations: what a step costs on paper, and what a device can do per second at best.
+"""Floating-point operations of a step on paper, and the peak of a device per second.
 
 Model FLOPs are those of the mathematics alone: recomputed activations do not count, so the utilisation that follows is
 MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplication of an m x n by an n x k matrix counts
@@ -52,7 +52,7 @@ PEAKS: tuple[tuple[frozenset[str], float], ...] = (
 
 
 class Batch(Protocol):
-    """The part of a BatchPlan that is needed here."""
+    """Fields of a BatchPlan that are used here."""
 
     @property
     def global_batch_size(self) -> int: ...
@@ -101,7 +101,7 @@ def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:
 
 
 def peak_flops(device_name: str | None, dtype: str) -> float | None:
-    """FLOP/s that a device reaches at best on dense matrices, or None where no datasheet figure is known.
+    """Peak FLOP/s of a device on dense matrices, or None if no datasheet figure is known.
 
     `device_name` is what `torch.cuda.get_device_name()` says, None for a CPU. `dtype` is "bf16" or "fp16", which are
     equally fast on every device listed. FP32 has no figure, as it depends on whether TF32 is allowed; nor has a MIG
@@ -156,5 +156,6 @@ def expert_layers(model: ModelConfig) -> list[bool]:
 
 
 def _mtp_projection_macs(model: ModelConfig) -> int:
-    """Multiply-adds per token of what joins two embeddings before a multi-token-prediction layer, with its norms."""
+    """Multiply-adds per token of the projection that joins two embeddings before a multi-token-prediction layer, with
+    its norms."""
     return 2 * model.hidden_size * model.hidden_size + 3 * model.hidden_size

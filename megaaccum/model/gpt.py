@@ -59,7 +59,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         use_cpu_initialization=not on_gpu or _is_cut_before_it_moves(plan),
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
-        # orders batched messages without it (pytorch#82450 is what it was for).
+        # orders batched messages without it (it was for pytorch#82450).
         batch_p2p_sync=False,
         persist_layer_norm=on_gpu and not made_of.local,
         # Megatron puts it into the environment, for Transformer Engine.
@@ -91,7 +91,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
 
 
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
-    """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
+    """Megatron's keys of fused kernels, if this machine and these layers have them. A key that
     was set and that cannot be honoured is refused by `check_machine`."""
     model = plan.config.model
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
@@ -128,8 +128,8 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
 
-    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
-    the configuration asks for.
+    vocab_size: tokens of the vocabulary before padding. Raises ConfigError if this machine cannot compute the
+    configuration.
     """
     check_machine(plan)
     determinism.apply(plan)
@@ -156,13 +156,13 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
 
 
 def _is_cut_before_it_moves(plan: Plan) -> bool:
-    """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
+    """Whether a stage is built in host memory: its backend moves it to the device in parts, and shards each at once."""
     return plan.config.sharding.sync == "streaming"
 
 
 def seed_dropout(groups: Groups, *, seed: int) -> None:
-    """Give every stage and data-parallel rank dropout of its own, and the ranks of a tp group what they must share
-    (Megatron's tracker keeps both kinds of random state)."""
+    """Seed dropout differently on every stage and data-parallel rank, and alike on the ranks of a tp group where they
+    must share it (Megatron's tracker keeps both kinds of random state)."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     own = seed + 10_007 * groups.pp.rank() + 100_003 * groups.dp_cp.rank()
@@ -171,8 +171,7 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
 
 
 def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
-    """This rank's chunk as Megatron's builder makes it, with weights of its own drawing: `build_chunks` makes it a
-    model's."""
+    """This rank's chunk as Megatron's builder makes it, with Megatron's weights, which `build_chunks` replaces."""
     model, made_of = plan.config.model, layer_kind(plan)
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None

@@ -1,8 +1,8 @@
 """Norm layers for Megatron's local layer spec.
 
 Megatron's own wrapper of the torch norms (`WrappedTorchNorm`, megatron-core 0.19) refuses sequence parallelism. A torch
-norm works there as it is; what is missing is the mark on its parameters, which says that each tp rank sees only its
-part of the sequence, so that their gradients have to be summed over tp.
+norm works there as it is, but its parameters lack the mark that each tp rank sees only its part of the sequence, so
+that their gradients have to be summed over tp.
 
 Megatron's specs and configurations have no types: `Any`.
 """
@@ -15,14 +15,14 @@ import torch
 
 
 class _LayerNorm1p(torch.nn.LayerNorm):
-    """A layer norm whose weight is what is added to 1 (layernorm_zero_centered_gamma)."""
+    """A layer norm whose factor is 1 plus its weight (layernorm_zero_centered_gamma)."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(hidden, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class _RMSNorm1p(torch.nn.RMSNorm):
-    """An RMS norm whose weight is what is added to 1."""
+    """An RMS norm whose factor is 1 plus its weight."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, self.normalized_shape, self.weight + 1, self.eps)

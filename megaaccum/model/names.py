@@ -26,8 +26,8 @@ _IN_LOCAL_LAYERS = {
     r"mlp\.linear_fc1\.layer_norm_": "pre_mlp_layernorm.",
     r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$": r"experts.local_experts.\3.\1.\2",
 }
-"""Parameters that Transformer Engine's layers fuse, a norm with the matrix after it and the experts of a rank, by the
-names that the parts have in Megatron's local layers."""
+"""Names of parameters that Transformer Engine's layers fuse (a norm with the matrix after it, the experts of a rank),
+and the names of their parts in Megatron's local layers."""
 
 
 def as_in_local_layers(name: str) -> str:
@@ -38,9 +38,8 @@ def as_in_local_layers(name: str) -> str:
 
 
 def over_stages(chunk: torch.nn.Module, local_name: str) -> str:
-    """A name in a chunk with its layer numbered over all stages, by the layer's `layer_number` (from 1), and nothing
-    else changed. A chunk of a user's own whose layers have none may bring a `name_in_model` ("stages.3.") to begin
-    with."""
+    """`local_name` with its layer numbered over all stages, by the layer's `layer_number` (from 1). A user's chunk
+    whose layers have none may have a prefix, `name_in_model` ("stages.3.")."""
     match = re.match(r"(|.*\.)layers\.(\d+)\.(.*)", local_name)
     layer: Any = chunk.get_submodule(f"{match[1]}layers.{match[2]}") if match else None
     if match is None or not hasattr(layer, "layer_number"):
@@ -72,8 +71,8 @@ def named_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, t
 
 
 def named_buffers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, tensor) of what training changes beside parameters (expert biases), the same on all ranks of a
-    stage; in a fixed order."""
+    """(global name, tensor) of the buffers that training changes (expert biases), the same on all ranks of a stage; in
+    a fixed order."""
     for chunk in chunks:
         saved = chunk.state_dict(keep_vars=True).keys()
         for name, buffer in chunk.named_buffers():

@@ -16,7 +16,7 @@ class ParameterCount:
     """Parameters of the whole model, over all ranks. Padded rows of the vocabulary count: they are stored."""
 
     embedding: int
-    """Word table, and the position table where there is one."""
+    """Word table, and the position table if there is one."""
     layers: tuple[int, ...]
     """Each transformer layer, in model order."""
     active_layers: tuple[int, ...]
@@ -99,7 +99,7 @@ def _mlp(model: ModelConfig, width: int) -> int:
 
 
 def _experts(model: ModelConfig, count: int) -> int:
-    """`count` of the routed experts, the router, which is there for all of them, and the shared experts."""
+    """`count` of the routed experts, the router of all of them, and the shared experts."""
     shared = _mlp(model, model.moe_shared_expert_intermediate_size or 0)
     router = model.hidden_size * (model.num_experts or 0)
     visited = count * _mlp(model, model.moe_ffn_hidden_size or 0)

@@ -18,7 +18,7 @@ even without FP8: its own layers cannot."""
 
 
 def prepare(chunk: GPTModel) -> None:
-    """Make the gradients of what `chunk` recomputes right: after frozen layers, and of an MLP's bias."""
+    """Correct the gradients of recomputed layers of `chunk`: after frozen layers, and of an MLP's bias."""
     config = chunk.config
     if config.recompute_granularity is None:
         return

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 OF_A_STEP = ("data", "agree", "gather", "forward_backward", "reduce", "optimizer", "other")
 """Phases of the log that make a step's seconds. data: the wait for micro-batches. agree: ranks compare what they are
-about to do, so it has the wait for a late rank. other: the norm, the verdict, the log."""
+about to do, which includes the wait for a late rank. other: the norm, the verdict, the log."""
 BETWEEN_STEPS = ("evaluation", "checkpoint")
 """Phases of the log beside the steps, noted with the step after them."""
 

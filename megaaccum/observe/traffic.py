@@ -52,8 +52,8 @@ SHARE: dict[str, Callable[[int], float]] = {
     "send": lambda k: 1.0,
 }
 """Bytes that cross, per byte of the whole buffer, over k ranks (a ring's; Thakur et al., "Optimization of Collective
-Communication Operations in MPICH", 2005). A receive is counted where it is sent; of an all-to-all, whose ranks may send
-unequal parts, the bytes are already those of other ranks."""
+Communication Operations in MPICH", 2005). A receive is counted as the send; an all-to-all, whose ranks may send
+unequal parts, is counted in bytes of other ranks."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The CPU lane: what Megatron-core needs in order to run where there is no accelerator.
+"""The CPU lane: stand-ins that Megatron-core needs on a machine without an accelerator.
 
 Megatron-core 0.19 names CUDA in a few places (receive buffers of the pipeline, the token counter of the schedules, the
 random-number tracker, `.cuda()` when tied embeddings are made equal). `install()` installs CPU stand-ins for those
@@ -26,7 +26,7 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like"
 
 @functools.cache
 def has_accelerator() -> bool:
-    """Whether torch finds a CUDA device, looked for once. Initialises no CUDA context."""
+    """Whether torch finds a CUDA device; asked once. Initialises no CUDA context."""
     import torch
 
     return torch.cuda.is_available()
@@ -83,7 +83,7 @@ def cuda_type_names() -> Iterator[None]:
 
 
 def _hide_gpu_extensions() -> None:
-    """Make Megatron take its own layers: Transformer Engine's and apex's optimizers and kernels fail on a CPU."""
+    """Make Megatron use its own layers: Transformer Engine's and apex's optimizers and kernels fail on a CPU."""
     extensions = ("transformer_engine", "apex")
     if loaded := [name for name in extensions if sys.modules.get(name) is not None]:
         raise RuntimeError(f"megaaccum.platform.cpu.install() has to run before {', '.join(loaded)} is imported")

@@ -1,4 +1,4 @@
-"""Keeps back messages of libraries that a user of megaaccum cannot act on: each one by name, with the reason.
+"""Filters of libraries' messages that a user of megaaccum cannot act on: each one by name, with the reason.
 
 A message that is not listed here is shown. Nothing is kept back when MEGAACCUM_VERBOSE=1.
 """

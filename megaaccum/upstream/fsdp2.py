@@ -120,8 +120,8 @@ def drop_unreduced(root: Any) -> None:
 
 
 def on_unit_gradient(root: Any, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
-    """Call `call(held, param)` when a backward has given `param.grad` of a whole parameter; `held` is what
-    `give_gradient` takes. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
+    """Call `call(held, param)` when a backward has set `param.grad` of a whole parameter; `held` is the argument of
+    `give_gradient`. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
@@ -145,12 +145,12 @@ def reduced(module: Any) -> list[torch.nn.Parameter]:
 
 
 def give_gradient(held: Any, grad: torch.Tensor | None) -> None:
-    """Let the next reduction take `grad`, in the precision of the reduction, as the sum of all backwards."""
+    """Let the next reduction reduce `grad`, in the precision of the reduction, as the sum of all backwards."""
     held.unsharded_accumulated_grad = grad
 
 
 def first_element(param: torch.nn.Parameter) -> int:
-    """Offset of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
+    """Start of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
 
     torch.distributed.tensor has the shard's offset in a module that is not public (read in torch 2.13).
     """

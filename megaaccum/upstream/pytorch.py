@@ -185,14 +185,14 @@ class Note(Protocol):
 def watched_collectives(note: Note) -> Iterator[None]:
     """Context in which `note` is called for each tensor that a collective over more than one rank is given (with the
     bytes in it that other ranks send, for an all-to-all); then, with calls=0, for the seconds that the host waited for
-    it. torch has no public place where all of them pass (a dispatch mode sees every operator, and slows each one
+    it. torch has no public function that all of them pass (a dispatch mode sees every operator, and slows each one
     down)."""
     from torch.distributed import ProcessGroup, Work
 
     waited: dict[int, Heard] = {}
     gives_one_handle = functools.cache(_gives_one_handle)
     names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
-    # What the class holds is bound to a group when it is looked up; what getattr returns is not any more.
+    # The attributes in vars() bind to a group when they are looked up; the functions that getattr returns do not.
     held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
     plain_wait = Work.wait
 

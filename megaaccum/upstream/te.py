@@ -1,14 +1,14 @@
 """Names of Transformer Engine that it does not document.
 
-Written against transformer-engine 2.20.2; each function says what it does that no public name does. `check()` looks
+Written against transformer-engine 2.20.2; each function states why no public name serves. `check()` looks
 every name up. Transformer Engine (TE here) is imported inside functions: most runs have none. It has no types, so that
 its modules and states are `Any`.
 
 Why private names at all: TE moves the histories of delayed scaling when the outermost autocast region of the process
 ends, and when the first FP8 module of that region has ended its backward, for all modules of the process at once. With
 two model chunks on a rank every region of one chunk also rolls a row of zeros into the histories of the other;
-recomputed layers open regions of their own; and where backwards do not come in the order of forwards, a layer that is
-computed again takes another micro-batch's scales.
+recomputed layers open regions of their own; and if backwards do not come in the order of forwards, a layer that is
+computed again uses another micro-batch's scales.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Histories:
 
 
 def take_over_updates() -> Callable[[bool], None]:
-    """Stop TE from updating histories and scales. Returns TE's own update, which takes `forward` (or
+    """Stop TE from updating histories and scales. Returns TE's own update, called with `forward` (or
     backward) and works on the modules of the Histories in use; with several ranks it is collective over the group of
     their autocast region (a MAX all-reduce)."""
     manager = state_manager()
@@ -108,7 +108,7 @@ def use_recompute(queues: list[Scales]) -> None:
 
 
 def make_states(chunk: torch.nn.Module) -> None:
-    """Make what delayed scaling keeps of each module of `chunk`, as its first forward would, so that a checkpoint can
+    """Make the state of delayed scaling of each module of `chunk`, as its first forward would, so that a checkpoint can
     be read into it. The region is Megatron's own, so recipe and group are those of the forward."""
     from megatron.core.fp8_utils import get_fp8_context
 

@@ -3,7 +3,7 @@
 Why private names at all: ZeRO's own hooks assume that each backward follows its forward. They trace the order of
 modules, gather and release per module, and count gradients per backward; in a pipeline several micro-batches are in
 flight and all three go wrong (the first root forward even waits for ranks of another stage). The reducer, the
-partitions and the optimizer under those hooks are sound, and those are what is driven here.
+partitions and the optimizer under those hooks are sound; they are driven here.
 
 DeepSpeed has no types: its engine and its optimizer are `Any`. `Partitioned` names what zero.Init adds to a parameter.
 """
@@ -163,7 +163,7 @@ class ZeroDriver(ABC):
         """Let `optimizer.step()` step, whatever it thinks of the gradients.
 
         megaaccum has taken the norm and the verdict by then, over all ranks at once. DeepSpeed's own come from one more
-        pass over the gradients and several small collectives, and what it remembers of a gradient that was dropped
+        pass over the gradients and several small collectives, and its memory of a gradient that was dropped
         (`inf_or_nan_tracker` of stage 3, `local_overflow` of stages 1 and 2 with offload) would skip a later, good
         step.
         """
@@ -287,7 +287,7 @@ class Zero3(ZeroDriver):
         return bool(partitioned(param).ds_status != ZeroParamStatus.NOT_AVAILABLE)
 
     def release(self, params: list[torch.nn.Parameter]) -> None:
-        """Free what is whole of `params`; this rank's partitions stay."""
+        """Free those of `params` that are whole; this rank's partitions stay."""
         self._arrive()
         if params:
             partitioned(params[0]).partition(params)
@@ -343,7 +343,7 @@ class Zero3(ZeroDriver):
 
     def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add `grad` to `param.grad`, also while the parameter is released: its data has no elements then (DeepSpeed
-        0.19), and torch takes only a gradient of the data's shape, so it is shown one element in the whole shape."""
+        0.19), and torch accepts only a gradient of the data's shape, so it is shown one element in the whole shape."""
         grad = grad.to(param.grad_dtype or param.dtype)
         if param.grad is not None:
             param.grad.add_(grad)
@@ -409,7 +409,7 @@ class Zero3(ZeroDriver):
 
 
 def _own_part(param: torch.nn.Parameter) -> tuple[int, int]:
-    """Offset and number of the elements of this rank's part of a ZeRO-3 parameter, padding left out."""
+    """Start and number of the elements of this rank's part of a ZeRO-3 parameter, without padding."""
     marks = partitioned(param)
     start = torch.distributed.get_rank(marks.ds_process_group) * marks.partition_numel()
     return start, max(0, min(marks.partition_numel(), marks.ds_numel - start))
