@@ -24,9 +24,9 @@ from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
 from megaaccum.model import layer_specs, names, recompute
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
-from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
 from megaaccum.model.machine import check_machine, layer_kind
+from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu, determinism
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import (

@@ -255,7 +255,7 @@ def _wait() -> None:
 
 def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
     """Tokens per second and the share of the GPU's peak; bare: Megatron's schedule over DeepSpeed by hand."""
-    from megaaccum.model import flops
+    from megaaccum.pretrain.metrics import flops
 
     if "fsdp2" in layout and fsdp2.check():
         return _refused(Case(1, f"--pp_microbatches 2 {layout}", PLAIN))

@@ -10,8 +10,9 @@ import numpy as np
 
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.stages import Stage
-from megaaccum.model import param_count
-from megaaccum.model.flops import expert_layers, padded_rows
+from megaaccum.model.sizes import padded_rows
+from megaaccum.pretrain.metrics import param_count
+from megaaccum.pretrain.metrics.flops import expert_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):
 
     class Event:
         def record(self) -> None:
-            self.of = trace._action
+            self.of = trace.action
 
         def query(self) -> bool:
             return self.of in reached

@@ -11,8 +11,8 @@ import pytest
 from megaaccum.config import Layout, Plan, resolve
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
 from megaaccum.lab.planner.weights import rank_parameters, with_input_grad
-from megaaccum.model.param_count import count_parameters
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics.param_count import count_parameters
 from tests.support.configs import plan
 
 CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
@@ -143,10 +143,10 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     )
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megaaccum.model.flops import padded_vocab_size
     from megaaccum.model.gpt import transformer_config
     from megaaccum.model.layer_specs import replaced
     from megaaccum.model.local_norm import Norm
+    from megaaccum.model.sizes import padded_vocab_size
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaaccum.config.schema import Config, ModelConfig
-from megaaccum.model.flops import attention_weights, expert_layers, padded_vocab_size
+from megaaccum.model.sizes import padded_vocab_size
+from megaaccum.pretrain.metrics.flops import attention_weights, expert_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,15 @@
 Model FLOPs are those of the mathematics alone: recomputed activations do not count, so the utilisation that follows is
 MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplication of an m x n by an n x k matrix counts
 2mnk in the forward pass and twice that in the backward pass (Megatron-LM, arXiv 2104.04473, appendix).
-
-Arithmetic of numbers and of NumPy's arrays of any dtype is `Any`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import Protocol
 
 from megaaccum.config.schema import Config, ModelConfig
+from megaaccum.model.sizes import padded_vocab_size
 
 FLOPS_PER_MAC = 2
 """A multiplication and an addition."""
@@ -85,19 +84,6 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     tokens = batch.global_batch_size * batch.seq_length
     scores = scores_per_key * num_layers * tokens * batch.seq_length / 2
     return float(PASSES * FLOPS_PER_MAC * (per_token * tokens + scores))
-
-
-def padded_vocab_size(config: Config, vocab_size: int) -> int:
-    """Rows of the embedding under the configuration's tp."""
-    rows: int = padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
-    return rows
-
-
-def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:
-    """Rows of the embedding: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp, as in Megatron. tp: a
-    number, or a NumPy column of them."""
-    multiple = model.make_vocab_size_divisible_by * tp
-    return -(-vocab_size // multiple) * multiple
 
 
 def peak_flops(device_name: str | None, dtype: str) -> float | None:
