@@ -76,6 +76,7 @@ class Groups:
 
     def stage(self, chunk: int) -> int:
         """Stage, 0 to pp * vpp - 1 in model order, of this rank's chunk."""
+        # pp is outermost in Layout's order of ranks, whatever order Megatron's groups have here.
         ranks_of_a_stage = self.layout.world_size // self.layout.pp
         return self.layout.stages(self.pp.rank() * ranks_of_a_stage)[chunk]
 
@@ -216,6 +217,7 @@ def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
         grid = torch.tensor(row).view(replicas, -1)
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:
+                # Collective over the world: every rank makes every group, in this order.
                 group = dist.new_group(line, timeout=timedelta(minutes=groups.timeout_minutes))
                 if dist.get_rank() in line:
                     mine[name] = group

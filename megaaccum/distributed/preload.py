@@ -58,7 +58,7 @@ def libraries(*more: str) -> None:
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
     for name in (*LIBRARIES, *more):
         importlib.import_module(name)
-    zero.without_shared_memory_operator()
+    zero.without_shared_memory_operator()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.one_gloo_device()
     freeze_objects()
 

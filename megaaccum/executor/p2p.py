@@ -79,8 +79,8 @@ def check_no_bound_device(pp: dist.ProcessGroup) -> None:
 
 
 def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | None) -> list[dist.ProcessGroup]:
-    """A group of these ranks for each lane; collective over the world. Groups are made for every pipeline in one order
-    on all ranks: torch names a group that its members alone make after the number of groups that a rank is in, which
+    """A group of these ranks for each lane; collective over the world. All ranks make the groups of every pipeline, in
+    one order: torch names a group that only its members make after the number of groups that a rank is in, which
     differs between the stages of a pipeline (the first and the last share an embedding)."""
     everyone: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, members)
@@ -115,7 +115,7 @@ class PipelineChannels:
     and works them off one by one, so each lane has a group of its own there (`separate`; collective over the world).
 
     on_nccl: messages are NCCL's, whose receives are kernels that wait on the device. timeout_minutes: of the lanes'
-    groups; None is torch's default. Raises ConfigError where torch would put all messages of a lane on one stream.
+    groups; None is torch's default. Raises ConfigError if torch would put all messages of a lane on one stream.
     """
 
     def __init__(self, pp: dist.ProcessGroup, *, separate: bool | None = None, timeout_minutes: float | None = None):

@@ -87,7 +87,7 @@ class Fp8:
         self.tensors: dict[str, torch.Tensor] = {}
         if not chunks:
             return
-        self._update = te.take_over_updates()
+        self._update = te.stop_updates()
         for number, chunk in enumerate(chunks):
             self._quantize_when_due(number, chunk)
             te.make_states(chunk)

@@ -36,7 +36,7 @@ def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = 
     splits: the schedule splits backwards; None for the configuration's own schedule."""
     model = config.model
     splits = by_executor(config.parallel.schedule) if splits is None else splits
-    if _takes_te(config, splits, has_te):
+    if _uses_te(config, splits, has_te):
         fused = model.attention_backend != "unfused"
         return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits)
     # Windows, and softmaxes with an offset, are made of whole scores by Megatron's own core of attention.
@@ -46,7 +46,7 @@ def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = 
     return Layers(impl="local", fused_attention=asked != "unfused")
 
 
-def _takes_te(config: Config, splits: bool, has_te: bool) -> bool:
+def _uses_te(config: Config, splits: bool, has_te: bool) -> bool:
     if config.model.transformer_impl != "auto":
         return config.model.transformer_impl == "transformer_engine"
     # The other backends' hooks on gradients would run before a delayed weight gradient exists (rules/pipeline.py).

@@ -50,7 +50,7 @@ def install() -> None:
     if _installed or has_accelerator():
         return
     _hide_gpu_extensions()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for other vendors' devices
     _redirect_factories()
     _redirect_cuda_module()
     _redirect_rng()
@@ -111,6 +111,7 @@ def _redirect_factories() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Megatron makes tied embeddings equal by `.cuda()`, and records buffers on streams.
     for movable in (torch.Tensor, torch.nn.Module):
         setattr(movable, "cuda", lambda self, *args, **kwargs: self)  # noqa: B010
     tensor: Any = torch.Tensor
@@ -151,7 +152,7 @@ def _redirect_cuda_module() -> None:
     import torch
 
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
+    cuda.current_device = lambda: torch.device("cpu")  # Megatron passes it on as the device of its buffers
     cuda.synchronize = lambda device=None: None
     cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
@@ -199,7 +200,7 @@ def _redirect_rng() -> None:
     """
     import torch
 
-    generator = torch.default_generator
+    generator = torch.default_generator  # one for both: Megatron's fork() then sets the state that dropout reads
     modules: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
     for module in modules:
         module.get_rng_state = lambda device=None: generator.get_state()

@@ -78,7 +78,7 @@ class Histories:
             setattr(state, each.name, getattr(self, each.name))
 
 
-def take_over_updates() -> Callable[[bool], None]:
+def stop_updates() -> Callable[[bool], None]:
     """Stop TE from updating histories and scales. Returns TE's own update, called with `forward` (or
     backward) and works on the modules of the Histories in use; with several ranks it is collective over the group of
     their autocast region (a MAX all-reduce)."""

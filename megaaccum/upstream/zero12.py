@@ -108,6 +108,7 @@ class Zero12(ZeroDriver):
     def cuts(self, param: torch.nn.Parameter) -> list[tuple[int, int]]:
         """[start, stop) of the part of the flattened parameter that each data-parallel rank owns."""
         group, key = self._group_of[id(param)], self.optimizer.get_param_id(param)
+        # A rank that owns none of it has no offsets: its range is empty, at the parameter's end.
         found, width = [], self.optimizer.partition_size[group]
         for rank, starts in self.optimizer.grad_start_offset[group].items():
             start = int(starts.get(key, param.numel()))

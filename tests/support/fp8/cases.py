@@ -111,7 +111,7 @@ def without_us() -> Iterator[None]:
         del manager._megaaccum_update
     with (
         patch.object(fp8.Fp8, "_update", lambda self, forward: None, create=True),
-        patch.object(te, "take_over_updates", lambda: lambda forward: None),
+        patch.object(te, "stop_updates", lambda: lambda forward: None),
         patch.object(te.Histories, "use", lambda self: None),
         patch.object(te, "begin_recompute", lambda like: None),
         patch.object(te, "use_recompute", lambda queues: None),
