@@ -34,18 +34,20 @@ def test_what_comes_and_goes_is_added_to_what_is_there():
     assert marks.pop()["parameters"] == 16 + 24
 
 
-def test_steps_that_hold_the_same_are_looked_at_one_in_ten():
+def test_steps_that_hold_the_same_are_measured_one_in_ten():
     marks, sizes = HighWater(), [4, 8, 8, *[8] * 9, 8, *[16] * 9, 16, 16, *[2] * 9, 2]
-    looks, seen = [], []
+    measured, seen = [], []
     for number, size in enumerate(sizes):
-        marks.measure(lambda number=number, size=size: looks.append(number) or {"gradients_whole": [torch.zeros(size)]})
+        marks.measure(
+            lambda number=number, size=size: measured.append(number) or {"gradients_whole": [torch.zeros(size)]}
+        )
         marks.note("p2p", number + 1)
         held = marks.pop()
         assert held.pop("p2p") == number + 1
         assert held.pop("gradients") == held["gradients_whole"]
         seen.append(held["gradients_whole"] // 4)
-    assert looks == [0, 1, 2, 12, 22, 23, 33]
-    # What changes unseen is seen at the next look, and from then on until two looks in a row agree.
+    assert measured == [0, 1, 2, 12, 22, 23, 33]
+    # A change is seen at the next measurement, and from then on until two in a row agree.
     assert seen == [4, 8, 8, *[8] * 9, 8, *[8] * 9, 16, 16, *[16] * 9, 2]
 
 
