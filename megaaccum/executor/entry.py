@@ -13,7 +13,7 @@ from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.executor.executor import Flush, FlushRecord
-from megaaccum.executor.p2p import Mail, check_queues
+from megaaccum.executor.p2p import Mail, PipelineChannels, check_queues
 from megaaccum.executor.passes import Call, FusedPass
 from megaaccum.executor.timeline import measured_costs, write_trace
 from megaaccum.platform import cpu
@@ -89,7 +89,7 @@ class ForwardBackward:
         self._timeout_minutes = timeout_minutes
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
-        self._channels: dict[int, groups.PipelineChannels] = {}
+        self._channels: dict[int, PipelineChannels] = {}
         self._connected: set[tuple[int, int]] = set()
         self._proven: set[int] = set()
         self._installed: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
@@ -207,9 +207,9 @@ class ForwardBackward:
             self._proven.add(num_microbatches)
         return schedule
 
-    def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> groups.PipelineChannels:
+    def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> PipelineChannels:
         if id(pp) not in self._channels:
-            self._channels[id(pp)] = groups.PipelineChannels(pp, timeout_minutes=self._timeout_minutes)
+            self._channels[id(pp)] = PipelineChannels(pp, timeout_minutes=self._timeout_minutes)
         channels, once = self._channels[id(pp)], (id(pp), schedule.num_microbatches)
         if once not in self._connected:
             if channels.on_nccl:

@@ -300,12 +300,12 @@ def blackwell_only() -> dict:
     import torch
 
     from megaaccum.errors import ConfigError
-    from megaaccum.model import gpt as model
+    from megaaccum.model import machine
 
     plan = _case("--fp8_format hybrid --fp8_recipe mxfp8 --seq_length 32 --ffn_hidden_size 256").plan()
     capability = torch.cuda.get_device_capability()
     try:
-        model._check_fp8(plan)
+        machine.check_machine(plan)
     except ConfigError as error:
         return {"ok": not (10, 0) <= capability < (12, 0), "told": str(error)}
     return {"ok": (10, 0) <= capability < (12, 0), "told": "accepted"}
