@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.search.refute import refuted_until
-from megaaccum.lab.search.relaxation import bound_by_ranks
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import I, Order, Problem, W, Wave, greedy, greedy_keys, justified, waves
@@ -79,7 +77,7 @@ def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Foun
     mine, simulated = problem.time(order), simulate(schedule, problem.costs, early_send=True).makespan
     if not math.isclose(mine, simulated, rel_tol=1e-9):
         raise ScheduleError(f"the search timed its order at {mine:.9g}, and the simulator at {simulated:.9g}")
-    bound = max(refuted_until(problem, simulated), bound_by_ranks(problem, simulated))
+    bound = min(problem.bound().seconds, simulated)  # floating-point sums may exceed a bound that is reached
     return Found(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
 
 
