@@ -79,7 +79,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--profile", metavar="F", help="measured costs of the layers, by which --write cuts the stages")
     parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")
-    parser.add_argument("--picture", metavar="F", help="draw memory bars and the Pareto front as PNG")
     args, overrides = parser.parse_known_args(rest)
     args.config = config
     return args, overrides
@@ -119,11 +118,6 @@ def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds
     if args.write:
         _write(ranked, args.row - 1, Path(args.write), args)
         print(f"wrote {args.write}", file=sys.stderr)
-    if args.picture:
-        from megaaccum.lab.planner.picture import draw
-
-        draw(ranked, Path(args.picture))
-        print(f"wrote {args.picture}", file=sys.stderr)
 
 
 def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> None:

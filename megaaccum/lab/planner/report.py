@@ -8,7 +8,6 @@ from typing import Any
 from rich.table import Table
 
 from megaaccum.config.batch import BatchPlan
-from megaaccum.lab.planner import warmup
 from megaaccum.lab.planner.emit import checked, planned_keys
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
@@ -112,25 +111,7 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "bubble": float(ranked.time.bubble[index]),
         "mfu": mfu(ranked, index),
         "tokens_per_second": tokens_per_second(ranked, index),
-        "batch_warmup": _warmup(ranked, index),
     }
-
-
-def _warmup(ranked: Ranked, index: int) -> list[dict[str, Any]]:
-    """The batches on the way to the configured one; none without batch warm-up."""
-    plan = checked(ranked.workload, ranked.name_of(index))
-    if plan.ramp.is_constant:
-        return []
-    return [
-        {
-            "first_step": each.rung.first_step,
-            "sequences": each.rung.size,
-            "seconds_per_step": each.seconds,
-            "bubble": each.bubble,
-            "memory_total_bytes": each.num_bytes,
-        }
-        for each in warmup.price(ranked.workload, plan)
-    ]
 
 
 def explain(ranked: Ranked, index: int) -> str:
@@ -142,8 +123,6 @@ def explain(ranked: Ranked, index: int) -> str:
         ("Memory of the most loaded rank", _memory_lines(ranked, index)),
         ("Time of a step", _time_lines(ranked, index)),
     ]
-    if not plan.ramp.is_constant:
-        sections.append(("Batch warm-up", warmup.lines(warmup.price(ranked.workload, plan))))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
 
 
