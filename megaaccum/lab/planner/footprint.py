@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megaaccum.lab.planner.partial_sums import sums_of_runs
+import numpy as np
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -140,6 +141,38 @@ def sums_of_others(mode: ShardingMode, sharding: ShardingConfig, ranks: int, mic
     return [sum(sums) - own for own in sums]
 
 
+@cache
+def partial_sums(leaves: int, start: int, stop: int) -> int:
+    """Number of sums left of the leaves `start` to `stop` of sharding/sum_tree.py's tree when all that can be added
+    is."""
+    if start <= 0 and stop >= leaves:
+        return 1
+    if stop <= 0 or start >= leaves:
+        return 0
+    half = leaves // 2
+    return partial_sums(half, start, stop) + partial_sums(leaves - half, start - half, stop - half)
+
+
+@cache
+def sums_of_runs(each: int, ranks: int) -> tuple[int, ...]:
+    """Number of sums that each rank's run of `each` leaves is reduced to: one if `ranks` is a power of two."""
+    odd = ranks // (ranks & -ranks)  # halving an even number of ranks halves the tree alike
+    return tuple(partial_sums(odd * each, rank * each, (rank + 1) * each) for rank in range(odd)) * (ranks // odd)
+
+
+@cache
+def most_waiting(each: int, ranks: int, *, in_turns: bool) -> int:
+    """Largest number of partial sums of one gradient that wait on a rank before its last micro-batch.
+
+    in_turns: the rank adds the micro-batches of all ranks, `ranks` at a time; else the run of `each` of its own.
+    """
+    if in_turns:
+        return max(partial_sums(each * ranks, 0, done * ranks) for done in range(each))
+    odd = ranks // (ranks & -ranks)
+    starts = range(0, odd * each, each)
+    return max(partial_sums(odd * each, start, start + done) for start in starts for done in range(each))
+
+
 def _reduce_bytes(sharding: ShardingConfig) -> float:
     """Per element of a gradient that crosses ranks; float64 stays what it is."""
     return 8.0 if sharding.params_dtype == "fp64" else BYTES[sharding.grad_reduce_dtype]
@@ -179,6 +212,14 @@ class StateBytes:
     def waits(self) -> bool:
         """Whether there are partial sums."""
         return self.waiting > 0 or self.waiting_shard > 0
+
+    def partial_sums(self, elements: Any, num_waiting: Any, num_final: Any) -> Any:
+        """Upper bound of the bytes of partial sums: every gradient has `num_waiting` of them, or, as far as finished
+        ones stay, its `num_final` final ones, whichever is more. elements: those that are added up."""
+        waiting = (self.waiting + self.waiting_shard) * num_waiting
+        final = self.waiting_total + (self.waiting + self.waiting_shard) * (num_final - 1)
+        stay = np.minimum(elements, self.waiting_totals)
+        return elements * waiting + stay * np.maximum(0.0, final - waiting)
 
     def gradients(self, whole: Any, shard: Any, moving: Any) -> Any:
         """Bytes at the worse of two moments: the last backward, and the optimizer's step. moving: bytes of what comes

@@ -66,24 +66,6 @@ def splits(name: str) -> bool:
 
 
 @cache
-def gradients_done(name: str, *, pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of a flush that each chunk of rank `rank` has the gradients of, before the first and after each
-    part of a backward of the schedule's table: those of matrices, and then, of each chunk, the others, which come with
-    an input gradient."""
-    if vpp == 1 and not splits(name):
-        return tuple((count, count) for count in range(microbatches + 1))
-    matrices, others = [0] * vpp, [0] * vpp
-    steps = [(*matrices, *others)]
-    schedule = build(name, pp=pp, num_microbatches=microbatches, chunks=vpp, short=True)
-    for kind, chunk, _ in schedule.actions(rank):
-        matrices[chunk] += kind in "BW"
-        others[chunk] += kind in "BI"
-        if kind != "F":
-            steps.append((*matrices, *others))
-    return tuple(steps)
-
-
-@cache
 def _owed(name: str, pp: int, microbatches: int) -> tuple[float, ...]:
     schedule = build(name, pp=pp, num_microbatches=microbatches, short=True)
     none = (0.0,) * schedule.num_stages

@@ -12,10 +12,10 @@ from megaaccum.lab.planner import comm, compute, pipeline
 from megaaccum.lab.planner.activations import tokens as tokens_of
 from megaaccum.lab.planner.comm import Group
 from megaaccum.lab.planner.compute import Gemm
+from megaaccum.lab.planner.footprint import sums_of_runs
 from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.lab.planner.memory import StageSource
-from megaaccum.lab.planner.partial_sums import sums_of_runs
 from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.model.flops import padded_rows
