@@ -24,6 +24,7 @@ from megaaccum.model.param_count import count_parameters
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
+from megaaccum.schedule.build import by_executor, entry
 from megaaccum.schedule.overlap import seconds_without_barrier
 
 _DESCRIPTION = """\
@@ -226,12 +227,12 @@ def _bubble(plan: Plan, batch: BatchPlan) -> float:
 
 def _schedule(plan: Plan) -> _Section:
     at, m = plan.layout, plan.batch.microbatches_per_flush
-    name = _SCHEDULES.get(at.schedule, at.schedule)
+    name = "no pipeline" if at.schedule == "none" else entry(at.schedule).title or at.schedule
     lines = [f"{name}: pp {at.pp}, {at.vpp} model chunk{'s' * (at.vpp > 1)} per rank"]
     stages = layers_of_stages(plan.config.model, plan.config.parallel)
     if at.pp > 1:
         lines.append(f"layers by stage: {_runs(stages)}")
-    if at.schedule not in ("none", "1f1b", "interleaved"):
+    if by_executor(at.schedule):
         lines += _own_schedule(plan)
     elif at.pp > 1:
         lines.append(
@@ -239,12 +240,6 @@ def _schedule(plan: Plan) -> _Section:
             f" = {_bubble(plan, plan.batch):.1%} of a flush, with equal stages"
         )
     return "Schedule", lines
-
-
-_SCHEDULES = {
-    "none": "no pipeline", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
-    "zbv": "ZB-V", "dualpipev": "DualPipeV", "v-half": "V-Half", "v-min": "V-Min",
-}  # fmt: skip
 
 
 def _own_schedule(plan: Plan) -> list[str]:

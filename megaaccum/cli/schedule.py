@@ -20,7 +20,7 @@ from megaaccum.schedule.build import BUILT_IN, build, names
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.render import check_format, draw, text
-from megaaccum.schedule.simulate import Costs, Simulation, by_executor, simulate
+from megaaccum.schedule.simulate import Costs, Simulation, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.validate import Footprint, validate
 from megaaccum.units import GIB
@@ -51,7 +51,7 @@ class Row:
     @property
     def without_barrier(self) -> float:
         """From one step's flush to the next with `speculative_step`, which only the executor has."""
-        if not by_executor(self.schedule.name):
+        if self.schedule.by_megatron:
             return self.simulation.makespan
         return seconds_without_barrier(self.schedule, self.costs)
 
@@ -107,7 +107,7 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
     if args.schedule != "auto":
         rows, others = [_row(args.schedule, args, profile, limit)], [n for n in args.compare if n != args.schedule]
     else:
-        rows, others = [], sorted(BUILT_IN | set(args.compare))
+        rows, others = [], sorted({*BUILT_IN, *args.compare})
     refused = []
     for name in others:
         try:

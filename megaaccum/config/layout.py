@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaaccum.schedule.actions import place
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.build import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,10 @@ from megaaccum.config.layout import Layout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.schedule.build import build, entry, interleaved_problems, set_shared_table
+from megaaccum.schedule.build import BUILT_IN, build, by_executor, entry, interleaved_problems, set_shared_table
 
 PLANNER = "the planner"
 """Origin of a key that the planner has chosen."""
-_BUILT_IN = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
-"""What `schedule: auto` chooses from: Megatron's own first, those that hold less for more time last."""
 
 
 class Settled(NamedTuple):
@@ -54,12 +52,12 @@ def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
 
 
 def with_schedules(config: Config) -> Iterator[Config]:
-    """`config`, which says `schedule: auto`, with each built-in schedule in its place; rules may refuse some. Where the
-    chunks per rank are open, interleaved has two of them."""
+    """`config`, which says `schedule: auto`, with each built-in schedule in its place, Megatron's own first; rules may
+    refuse some. If the chunks per rank are open, interleaved has two of them."""
     parallel = config.parallel
     vpp = parallel.virtual_pipeline_model_parallel_size
     is_open = not (vpp or parallel.num_layers_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_layout)
-    for name in _BUILT_IN if parallel.pipeline_model_parallel_size > 1 else ("none",):
+    for name in sorted(BUILT_IN, key=by_executor) if parallel.pipeline_model_parallel_size > 1 else ("none",):
         chunks = 2 if name == "interleaved" and is_open else vpp
         if vpp == 1 and name != "none" and entry(name).chunks != 1:
             continue

@@ -98,6 +98,9 @@ class Schedule:
     num_microbatches: int
     stages: tuple[tuple[int, ...], ...]
     items: tuple[tuple[Item, ...], ...]
+    by_megatron: bool = False
+    """Whether Megatron's own functions run it. They send an input gradient when the whole backward is done; megaaccum's
+    executor sends it before it computes the weight gradient."""
 
     @property
     def chunks(self) -> int:

@@ -8,7 +8,7 @@ from megaaccum.config.keys import that_need
 from megaaccum.config.rules.subject import Rule, Subject
 from megaaccum.config.schema import Config
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.build import by_executor
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What selective recompute may name, in megatron-core 0.19 for GPT."""

@@ -13,7 +13,8 @@ from megaaccum.config.plan import Plan
 from megaaccum.config.resolve import with_schedules
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import expected, micro_batch, sync_mode
-from megaaccum.lab.planner.layouts import SIMULATED, Layouts
+from megaaccum.lab.planner.layouts import Layouts
+from megaaccum.lab.planner.pipeline import is_simulated
 from megaaccum.lab.planner.stages import stages_of
 from megaaccum.lab.planner.time import TimeModel, rank_pass
 from megaaccum.model.layers import Layers
@@ -52,7 +53,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf
     refused: list[ConfigError] = []
     over: list[Plan] = []
     for option in _options(plan):
-        if option.layout.schedule in SIMULATED and any(each.plan.layout.placement == "v" for each in fitting):
+        if is_simulated(option.layout.schedule) and any(each.plan.layout.placement == "v" for each in fitting):
             continue  # they hold less than other Vs for more time
         layers = layers_of(option)
         try:

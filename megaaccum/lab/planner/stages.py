@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
 from megaaccum.model.param_count import expert_layers
-
-V_SHAPED = frozenset({"zbv", "dualpipev", "v-half", "v-min"})
-"""Schedules in which rank r holds stages r and 2 * pp - 1 - r. In the others stage s is on rank s % pp."""
+from megaaccum.schedule.build import is_v_shaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def stages_of(config: Config) -> list[Stage]:
 
 def chunks_of_rank(stages: Sequence[Stage], rank: int, *, pp: int, schedule: str) -> list[Stage]:
     """The stages that pipeline rank `rank` holds, chunk by chunk."""
-    if schedule in V_SHAPED:
+    if is_v_shaped(schedule):
         return [stages[rank], stages[2 * pp - 1 - rank]]
     return list(stages[rank::pp])
 

@@ -144,17 +144,8 @@ class TimeModel:
         m = at.num_microbatches
         hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
-        fill = pipeline.fill_seconds(
-            name,
-            pp=pp,
-            vpp=vpp,
-            forward=mean.forward,
-            input_grad=mean.input_grad,
-            weight_grad=mean.weight_grad,
-            p2p=hop,
-            m=m,
-            barrier=self.software.barrier,
-        )
+        work = pipeline.Work(mean.forward, mean.input_grad, mean.weight_grad, hop)
+        fill = pipeline.fill_seconds(name, work, pp=pp, vpp=vpp, m=m, barrier=self.software.barrier)
         gather, reduce = self._sharding_seconds(at, pp, vpp, name, slowest)
         parts = {
             "compute": m * slowest.whole,

@@ -15,7 +15,7 @@ from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import I, Order, Problem, W, Wave, greedy, greedy_keys, justified, waves
-from megaaccum.schedule.simulate import BY_MEGATRON, Costs, simulate
+from megaaccum.schedule.simulate import Costs, simulate
 from megaaccum.schedule.validate import validate
 
 ITERATIONS = 40_000
@@ -296,7 +296,7 @@ def compare(searched: Schedule, its: Costs, named: Schedule, others: Costs, *, s
 
 def _jittered(problem: Problem, schedule: Schedule, chance: random.Random) -> list[float]:
     seconds = [each * chance.uniform(1 - JITTER, 1 + JITTER) for each in problem.seconds]
-    if schedule.name in BY_MEGATRON:
+    if schedule.by_megatron:
         # Nothing leaves before the weight gradient is done, as if the input gradient took the time of both.
         for at in range(I * problem.per_kind, W * problem.per_kind):
             seconds[at] += seconds[at + problem.per_kind]
