@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
-from megaaccum.cli.arguments import Asked, asked, command_parser, smallest_world, split_command, take_path
+from megaaccum.cli.arguments import LoadedConfig, Source, command_parser, read_source, smallest_world
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.deepspeed_config import deepspeed_config
@@ -34,12 +34,11 @@ derived. Or print every error in it at once, with exit code 2. Any key may be ov
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum check` with these arguments; returns the exit code, 2 if the configuration has errors."""
-    words, command, jail = split_command(argv)
-    args, overrides = _parse(words)
-    name = " ".join(command) or args.config or "the command line"
+    args, source = read_source(argv).parse(_parser())
+    name = " ".join(source.command) or source.path or "the command line"
     try:
-        with asked(args.config, overrides, command, jail=jail) as found:
-            print(describe(found, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
+        with source.load() as loaded:
+            print(describe(loaded, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
     except ConfigError as error:
         many = f"{len(error.problems)} errors" if len(error.problems) > 1 else "1 error"
         print(f"{many} in {name}:", file=sys.stderr)
@@ -49,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    config, rest = take_path(argv)
+def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "check",
         "megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
@@ -61,9 +59,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     group.add_argument("--hostfile", metavar="F", help="count the ranks of this DeepSpeed hostfile (host slots=N)")
     group.add_argument("--world-size", "--world_size", metavar="N", type=int, help="number of ranks")
     parser.add_argument("--json", action="store_true", help="also print what DeepSpeed is given")
-    args, overrides = parser.parse_known_args(rest)
-    args.config = config
-    return args, overrides
+    return parser
 
 
 def run(
@@ -75,12 +71,12 @@ def run(
     with_json: bool = False,
 ) -> str:
     """The plan of a file and a command line as text. See `describe`."""
-    with asked(None if path is None else str(path), overrides) as found:
-        return describe(found, world_size=world_size, hostfile=hostfile, with_json=with_json)
+    with Source(None if path is None else str(path), list(overrides)).load() as loaded:
+        return describe(loaded, world_size=world_size, hostfile=hostfile, with_json=with_json)
 
 
 def describe(
-    found: Asked,
+    loaded: LoadedConfig,
     *,
     world_size: int | None = None,
     hostfile: str | os.PathLike[str] | None = None,
@@ -94,10 +90,10 @@ def describe(
     Raises:
         ConfigError: every error of reading and of resolving, together.
     """
-    config, problems = found.config, found.problems
+    config, problems = loaded.config, loaded.problems
     plan = None
     try:
-        ranks, source = _world_size(found, world_size, hostfile, os.environ)
+        ranks, source = _world_size(loaded, world_size, hostfile, os.environ)
         plan = _settled(resolve(config, world_size=ranks))
     except ConfigError as error:
         problems += error.problems
@@ -121,7 +117,7 @@ def _settled(plan: Plan) -> Plan:
 
 
 def _world_size(
-    found: Asked, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
+    loaded: LoadedConfig, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
 ) -> tuple[int, str]:
     """The number of ranks, and where it comes from."""
     if asked is not None:
@@ -129,9 +125,9 @@ def _world_size(
     if hostfile is not None:
         slots = read_hostfile(hostfile)
         return sum(slots.values()), f"{len(slots)} host{'s' * (len(slots) > 1)} of {hostfile}"
-    if found.world_size is not None:
-        return found.world_size, f"the launcher in {found.name}"
-    config = found.config
+    if loaded.world_size is not None:
+        return loaded.world_size, f"the launcher in {loaded.name}"
+    config = loaded.config
     if "WORLD_SIZE" in environ:
         if not environ["WORLD_SIZE"].isdecimal():
             raise ConfigError(f"WORLD_SIZE in the environment is {environ['WORLD_SIZE']!r}: it must be a number.")

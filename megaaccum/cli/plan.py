@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaaccum.cli.arguments import add_search_flags, asked, command_parser, split_command, take_path
+from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
 from megaaccum.config import precision
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import emit, report
@@ -35,12 +35,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: no layout is legal or fits, or an argument cannot be used.
     """
-    words, command, jail = split_command(argv)
-    args, overrides = _parse(words)
+    args, source = read_source(argv).parse(_parser())
     world_size, per_node = _gpus(args)
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
-    with asked(args.config, overrides, command, jail=jail) as found:
-        config = found.checked()
+    config = source.loaded_config()
     if not precision.is_given(config):
         emit.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
     workload = make_workload(config, world_size=world_size, hardware=hardware)
@@ -58,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    config, rest = take_path(argv)
+def _parser() -> argparse.ArgumentParser:
     usage = "megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]"
     parser = command_parser("plan", usage, _DESCRIPTION)
     add_search_flags(parser)
@@ -79,9 +76,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--profile", metavar="F", help="measured costs of the layers, by which --write cuts the stages")
     parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")
-    args, overrides = parser.parse_known_args(rest)
-    args.config = config
-    return args, overrides
+    return parser
 
 
 def _gpus(args: argparse.Namespace) -> tuple[int, int | None]:

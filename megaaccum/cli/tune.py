@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megaaccum.cli.arguments import (
-    add_search_flags,
-    asked,
-    command_parser,
-    smallest_world,
-    split_command,
-    take_path,
-)
+from megaaccum.cli.arguments import Source, add_search_flags, command_parser, read_source, smallest_world
 from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import emit
@@ -54,10 +47,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: no layout fits or could be measured, an argument cannot be used, or the folder holds the results of
             another configuration.
     """
-    words, command, jail = split_command(argv)
-    args, overrides = _parse(words)
-    with asked(args.config, overrides, command, jail=jail) as found:
-        config = found.checked()
+    args, source = _parse(argv)
+    config = source.loaded_config()
     world_size = _world_size(args, config)
     if config.batch.global_batch_size is None:  # what the layouts divide
         emit.put(config, {"global_batch_size": resolve(config, world_size=world_size).batch.global_batch_size})
@@ -92,8 +83,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    config, rest = take_path(argv)
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     usage = "megaaccum tune CONFIG [--gpus N | --hostfile F] [options] [--key value ...]"
     parser = command_parser("tune", usage, _DESCRIPTION)
     add_search_flags(parser)
@@ -111,11 +101,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--output", metavar="FOLDER", help="results and runs (default: output_dir/tune)")
     add("--write", metavar="F", help="write the winner's configuration as YAML")
     add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
-    args, overrides = parser.parse_known_args(rest)
+    args, source = read_source(argv).parse(parser)
     if args.top < 1 or args.time_limit <= 0 or args.band <= 1:
         parser.error("--top is at least 1, --time-limit above 0, and --band above 1")
-    args.config = config
-    return args, overrides
+    return args, source
 
 
 def _words(value: str) -> list[str]:

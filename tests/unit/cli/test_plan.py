@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megaaccum import cli
-from megaaccum.cli import calibrate
 from megaaccum.config import resolve
 from megaaccum.config.schema import ModelConfig, ParallelConfig
 from megaaccum.config.stage_layout import layers_of_stages
+from megaaccum.lab.planner import calibration
 from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.pretrain.interop.load import load
@@ -133,21 +133,21 @@ def test_the_curve_of_products_is_found_again() -> None:
         (m, n, k, rate / (1 + halves[0] / m + halves[1] / n + halves[2] / k))
         for m in (256, 2048, 8192) for n in (256, 2048, 8192) for k in (256, 2048, 8192)
     ]  # fmt: skip
-    found, sides = calibrate.fit_products(points)
+    found, sides = calibration.fit_products(points)
     assert found == pytest.approx(rate)
     assert sides == pytest.approx(halves)
 
 
 def test_latency_and_bandwidth_are_found_again() -> None:
     ranks, alpha, beta = 8, 12e-6, 40e9
-    points = [(s, (ranks - 1) * alpha + (ranks - 1) / ranks * s / beta) for s in calibrate.MESSAGES]
-    assert calibrate.fit_link(points, ranks) == pytest.approx((alpha, beta))
+    points = [(s, (ranks - 1) * alpha + (ranks - 1) / ranks * s / beta) for s in calibration.MESSAGES]
+    assert calibration.fit_link(points, ranks) == pytest.approx((alpha, beta))
 
 
 def test_calibrate_writes_an_entry_that_plan_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "SIDES", (64, 128, 256))
+    monkeypatch.setattr(calibration, "SIDES", (64, 128, 256))
     file = tmp_path / "hardware.yaml"
     assert run(capsys, "calibrate", "here", "--seconds", "0.002", "--output", str(file))[0] == 0
     here = load_hardware("here", file=file)
