@@ -24,6 +24,7 @@ from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
 from megaaccum.schedule import Costs, Schedule, build, simulate
 from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.orders import Problem
 
 NAMED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 SEARCHED = ("zb-h1", "zbv")
@@ -80,9 +81,8 @@ def orders(model: str, profile: Profile, pp: int, m: int, share: float) -> Itera
         best, _ = tune(profile, schedule)
         costs, memory = profile.costs(best.cut), profile.memory(best.cut, chunks=schedule.chunks)
         limit, start = max(best.peaks) * share, time.process_time()
-        found = search_order(
-            costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit, start=[schedule]
-        )
+        problem = Problem(costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit)
+        found = search_order(problem, start=[schedule])
         took = time.process_time() - start
         verdict = compare(found.schedule, costs, schedule, costs)
         result = dict(

@@ -110,7 +110,7 @@ def _settled(plan: Plan) -> Plan:
     """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit; which ones do depends on the
     vocabulary."""
     if _vocabulary(plan.config)[0] is not None:
-        return auto_schedule.settle(plan)
+        return auto_schedule.choose_schedule(plan)
     if auto_schedule.is_open(plan):
         plan.notes.append(f"schedule auto: {plan.layout.schedule} is shown, as the vocabulary is not known yet.")
     return plan

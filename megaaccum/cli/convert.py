@@ -12,7 +12,7 @@ from megaaccum.cli.arguments import read_source
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner.emit import as_sections
+from megaaccum.lab.planner.layout_config import as_sections
 
 USAGE = """usage: megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
        megaaccum convert --record [--key value ...] -- bash train.sh ARGUMENTS > run.yaml

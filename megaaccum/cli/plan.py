@@ -13,11 +13,11 @@ from typing import Any
 from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
 from megaaccum.config import precision
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import emit, report
+from megaaccum.lab.planner import layout_config, report
+from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.cut import cut_of
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
 from megaaccum.lab.planner.search import Ranked, search
-from megaaccum.lab.planner.space import Limits
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import read_profile
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
     config = source.loaded_config()
     if not precision.is_given(config):
-        emit.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
+        layout_config.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     limits = Limits(
         fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
@@ -126,7 +126,7 @@ def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> 
         f"Planned for {work.hardware.name}: {ranked.memory.total[index] / GIB:.1f} GiB on the most loaded rank,"
         f" {ranked.time.total[index]:.3g} s per step (predicted)."
     )
-    emit.write(work, at, path, comment=comment)
+    layout_config.write(work, at, path, comment=comment)
 
 
 def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:

@@ -18,6 +18,7 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.bound import bound
 from megaaccum.schedule.build import BUILT_IN, build, names
 from megaaccum.schedule.memory import TINY, Memory
+from megaaccum.schedule.orders import Problem
 from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.render import check_format, draw, text
 from megaaccum.schedule.simulate import Costs, Simulation, simulate
@@ -166,10 +167,11 @@ def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | Non
 def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Row, Comparison]:
     """The searched order of the row's stages, and how it compares."""
     limit = row.peak if limit is None else limit
-    found = search_order(
-        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit,
-        start=[row.schedule], iterations=args.iterations, seed=args.seed, name=f"{row.schedule.name}, searched",
-    )  # fmt: skip
+    problem = Problem(
+        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit
+    )
+    name = f"{row.schedule.name}, searched"
+    found = search_order(problem, start=[row.schedule], iterations=args.iterations, seed=args.seed, name=name)
     searched = replace(
         row, schedule=found.schedule, simulation=simulate(found.schedule, row.costs),
         footprint=validate(found.schedule), peak=max(found.peaks), bound=found.bound,

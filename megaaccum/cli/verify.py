@@ -113,7 +113,7 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))
     plan = configuration.resolve(config, world_size=world_size)
     if auto_schedule.is_open(plan):
-        plan = auto_schedule.settle(plan)
+        plan = auto_schedule.choose_schedule(plan)
         assert plan.written is not None
         config = plan.written
     parameters = count_parameters(plan.config, plan.config.model.vocab_size or 1).total

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
-from megaaccum.schedule.actions import place
+from megaaccum.schedule.actions import stage_map
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Groups:
 
     def stage(self, chunk: int) -> int:
         """The stage, 0 to pp * vpp - 1 in model order, that this rank's chunk is."""
-        return place(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
+        return stage_map(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
 
     def collection_of(self, chunk: int) -> ProcessGroupCollection:
         """The `pg_collection` with which Megatron's model builds this chunk.

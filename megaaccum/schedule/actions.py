@@ -76,7 +76,7 @@ def parse(text: str) -> Item:
     raise ScheduleError(f"{text!r} is not an action: write chunk, F, I, W or B, micro-batch, as in 0F3 or (0F4;1B2)")
 
 
-def place(placement: Placement, *, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def stage_map(placement: Placement, *, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """The stage of each [rank][chunk]: `loop` deals stages out in rounds; `v` goes down the ranks with chunk 0 and
     back up with chunk 1, so that rank r holds stages r and 2 * pp - 1 - r."""
     if placement == "v":
@@ -120,9 +120,9 @@ class Schedule:
     @cached_property
     def placement(self) -> Placement | None:
         """`v`, `loop`, or None for stages that are placed in another way."""
-        if self.chunks == 2 and self.pp > 1 and self.stages == place("v", pp=self.pp, chunks=2):
+        if self.chunks == 2 and self.pp > 1 and self.stages == stage_map("v", pp=self.pp, chunks=2):
             return "v"
-        return "loop" if self.stages == place("loop", pp=self.pp, chunks=self.chunks) else None
+        return "loop" if self.stages == stage_map("loop", pp=self.pp, chunks=self.chunks) else None
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -150,6 +150,6 @@ def make_schedule(
         name=name,
         pp=pp,
         num_microbatches=num_microbatches,
-        stages=place(placement, pp=pp, chunks=chunks),
+        stages=stage_map(placement, pp=pp, chunks=chunks),
         items=tuple(tuple(rank) for rank in items),
     )

@@ -280,15 +280,15 @@ class _VRank:
         """How many there are of `kind`; a B counts as I and W."""
         return self._next[kind, chunk]
 
-    def _take(self, kind: str, chunk: int) -> int:
+    def _count_up(self, kind: str, chunk: int) -> int:
         self._next[kind, chunk] += 1
         return self._next[kind, chunk] - 1
 
     def forward(self, chunk: int) -> None:
-        self.items.append(Action("F", chunk, self._take("F", chunk)))
+        self.items.append(Action("F", chunk, self._count_up("F", chunk)))
 
     def input_grad(self, chunk: int) -> None:
-        self.items.append(Action("I", chunk, self._take("I", chunk)))
+        self.items.append(Action("I", chunk, self._count_up("I", chunk)))
         self._owed.append((chunk, self._next["I", chunk] - 1))
 
     def weight_grad(self, chunk: int | None = None) -> None:
@@ -304,12 +304,12 @@ class _VRank:
         self.items.append(self._full_backward(chunk))
 
     def fused(self, forward_chunk: int, backward_chunk: int) -> None:
-        forward = Action("F", forward_chunk, self._take("F", forward_chunk))
+        forward = Action("F", forward_chunk, self._count_up("F", forward_chunk))
         self.items.append(Pair(forward, self._full_backward(backward_chunk)))
 
     def _full_backward(self, chunk: int) -> Action:
-        self._take("W", chunk)
-        return Action("B", chunk, self._take("I", chunk))
+        self._count_up("W", chunk)
+        return Action("B", chunk, self._count_up("I", chunk))
 
 
 def zbv(pp: int, num_microbatches: int) -> Table:

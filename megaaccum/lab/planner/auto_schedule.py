@@ -39,16 +39,16 @@ class Priced:
         return self.plan.layout.schedule
 
 
-def settle(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
-    """`plan` with a schedule, where it says `auto`, and with what micro_batch.settle settles (whose argument
-    `device_bytes` is); a note gives the choice and those that came after it.
+def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
+    """`plan` with a schedule, if it says `auto`, and with what choose_micro_batch chooses, whose argument `device_bytes`
+    is. A note gives the choice and the ones that came after it.
 
     Raises:
         ConfigError: nothing fits; it lists which rank needs what.
         DataError: the vocabulary is not known.
     """
     if not is_open(plan):
-        return micro_batch.settle(plan, device_bytes, layers=layers_of(plan))
+        return micro_batch.choose_micro_batch(plan, device_bytes, layers=layers_of(plan))
     fitting: list[Priced] = []
     refused: list[ConfigError] = []
     over: list[Plan] = []
@@ -57,7 +57,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf
             continue  # they hold less than other Vs for more time
         layers = layers_of(option)
         try:
-            settled = micro_batch.settle(option, device_bytes, layers=layers)
+            settled = micro_batch.choose_micro_batch(option, device_bytes, layers=layers)
         except ConfigError as error:
             over.append(option)
             refused.append(error)

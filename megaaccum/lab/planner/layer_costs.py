@@ -25,8 +25,8 @@ from megaaccum.config.schema import Config
 from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor.wgrad import WeightGrads, install, put_aside
-from megaaccum.lab.planner.emit import set_aside
 from megaaccum.lab.planner.footprint import chosen, state_bytes
+from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import GptForwardStep

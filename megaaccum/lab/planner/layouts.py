@@ -82,7 +82,7 @@ class Layouts:
         """Ranks that hold the same experts: world / (etp * ep * pp)."""
         return np.maximum(1, self.world_size // (self.etp * self.ep * self.pp))
 
-    def take(self, rows: Any) -> Layouts:
+    def select(self, rows: Any) -> Layouts:
         """The layouts at these indices, or where this mask is True."""
         return Layouts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 

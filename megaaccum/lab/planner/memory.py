@@ -120,7 +120,7 @@ class MemoryModel:
     def _ranks(self, at: Layouts) -> Iterator[tuple[np.ndarray, int, np.ndarray, dict[str, np.ndarray]]]:
         """(rows of the layouts, pipeline rank, micro-batches in flight, bytes by kind) of every kind of rank."""
         for code, pp, vpp, rows in at.by_pipeline():
-            part, name = at.take(rows), SCHEDULES[code]
+            part, name = at.select(rows), SCHEDULES[code]
             layers = self._layer_bytes(part)
             for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
                 held, kinds = self._of_rank(part, PipelineRank(name, pp, vpp, rank), chunks, layers)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from megaaccum.config.batch import BatchPlan
-from megaaccum.lab.planner.emit import checked, planned_keys
+from megaaccum.lab.planner.layout_config import checked, planned_keys
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.model.flops import step_flops

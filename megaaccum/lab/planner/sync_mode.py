@@ -99,19 +99,11 @@ class Forecast:
 
     def model(self, mode: ShardingMode) -> MemoryModel:
         """The planner's memory model of `mode`."""
-        model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
+        config, batch = self.plan.config, self.plan.batch
         return memory_model(
-            model,
-            self.plan.config.sharding,
-            self.vocab,
-            [mode],
-            made_of=self.layers or on_a_gpu(self.plan.config),
-            usage=self.usage,
-            stages=stages_of(self.plan.config),
-            in_fp8=in_fp8,
-            with_undo=self.plan.config.step.speculative_step,
-            flushes=self.plan.batch.num_microbatches // self.plan.batch.microbatches_per_flush,
-        )
+            config, self.vocab, [mode], made_of=self.layers or on_a_gpu(config), usage=self.usage,
+            stages=stages_of(config), flushes=batch.num_microbatches // batch.microbatches_per_flush,
+        )  # fmt: skip
 
     def layout(self, mode: ShardingMode) -> Layouts:
         """The layout of the plan as the planner's one row."""
@@ -131,7 +123,7 @@ def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
     )
 
 
-def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
+def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
     """`plan` with the sync mode that it asks for, or, for `sync: auto`, the one that fits with the fewest bytes; a note
     gives the numbers. The same on every rank that is given the same.
 
@@ -158,7 +150,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | No
 
 
 def peak(plan: Plan, device_bytes: float | None = None, layers: Layers | None = None) -> Memory:
-    """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `settle`'s."""
+    """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `choose_sync_mode`'s."""
     mode = footprint.chosen(plan)
     forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
     return forecast.model(mode).peak(forecast.layout(mode))

@@ -128,7 +128,7 @@ class TimeModel:
         parts = {name: np.zeros(len(at)) for name in names}
         exposed, bubble = np.zeros(len(at)), np.zeros(len(at))
         for code, pp, vpp, rows in at.by_pipeline():
-            here, one_exposed, one_bubble = self._pipeline(at.take(rows), SCHEDULES[code], pp, vpp)
+            here, one_exposed, one_bubble = self._pipeline(at.select(rows), SCHEDULES[code], pp, vpp)
             for name, seconds in here.items():
                 parts[name][rows] = seconds
             exposed[rows], bubble[rows] = one_exposed, one_bubble

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.profile import Cut, Profile, even_cut
-from megaaccum.schedule.actions import Placement, Schedule, place
+from megaaccum.schedule.actions import Placement, Schedule, stage_map
 from megaaccum.schedule.memory import TINY
 from megaaccum.schedule.simulate import Costs, simulate
 
@@ -51,7 +51,7 @@ def tune_cut(
     activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, where no cut found
     fits it.
     """
-    search = _Search(profile, place(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
+    search = _Search(profile, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
     best = min((search.descend(start) for start in search.starts()), key=_rank)
     if best.excess > 0:
         needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))

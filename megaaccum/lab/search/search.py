@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.memory import TINY, Memory
+from megaaccum.schedule.memory import TINY
 from megaaccum.schedule.orders import I, Order, Problem, W, Wave, greedy, greedy_keys, justified, waves
 from megaaccum.schedule.simulate import Costs, simulate
 from megaaccum.schedule.validate import validate
@@ -26,8 +26,8 @@ LEAST_GAIN, LEAST_WINS = 0.01, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The result of a search. seconds: its makespan. bound: no order of these stages within the limit takes less.
+class SearchResult:
+    """An order that a search found. seconds: its makespan. bound: no order of these stages within the limit takes less.
     peaks: of memory, per rank. tried: orders that were timed."""
 
     schedule: Schedule
@@ -43,30 +43,24 @@ class Found:
 
 
 def search_order(
-    costs: Costs,
+    problem: Problem,
     *,
-    stages: tuple[tuple[int, ...], ...],
-    num_microbatches: int,
-    memory: Memory | None = None,
-    limit: float | None = None,
     start: Sequence[Schedule] = (),
     iterations: int = ITERATIONS,
     seed: int = 0,
     name: str = "searched",
-) -> Found:
-    """The fastest order found for `stages` (as Schedule has them) with these costs.
+) -> SearchResult:
+    """The fastest order found for a problem.
 
-    limit: of `memory` (default: 1 for each pass, until its weight gradient) on every rank. start: orders to start from
-    too, if they are within the limit: the result is no slower than any of them, run by megaaccum's executor.
-    Raises ScheduleError for costs that are not positive, and where the limit does not hold one micro-batch.
+    start: orders to start from too, if they are within the limit: the result is no slower than any of them, run by
+    megaaccum's executor. Raises ScheduleError if no order is found within the limit.
     """
-    problem = Problem(costs, stages=stages, num_microbatches=num_microbatches, memory=memory, limit=limit)
     search = _Search(problem, random.Random(seed), iterations)
     order = search.run([problem.order_of(each) for each in start])
     return proved(problem, order, name=name, tried=search.tried)
 
 
-def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Found:
+def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> SearchResult:
     """`order` as a schedule that `validate` has proved, that holds no more than the limit, and that the simulator gives
     the same makespan. Raises ScheduleError where one of these does not hold."""
     schedule = problem.schedule_of(order, name)
@@ -78,7 +72,7 @@ def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Foun
     if not math.isclose(mine, simulated, rel_tol=1e-9):
         raise ScheduleError(f"the search timed its order at {mine:.9g}, and the simulator at {simulated:.9g}")
     bound = min(problem.bound().seconds, simulated)  # floating-point sums may exceed a bound that is reached
-    return Found(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
+    return SearchResult(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
 
 
 class _Search:
@@ -107,7 +101,7 @@ class _Search:
         return best
 
     def _distinct(self, orders: Iterable[Order]) -> list[Order]:
-        """Those within the limit, fastest first, of several equally fast the first."""
+        """The orders within the limit, fastest first, and of several equally fast ones the first."""
         timed: dict[float, Order] = {}
         for order in orders:
             self.tried += 1

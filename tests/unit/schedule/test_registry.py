@@ -10,7 +10,7 @@ import megaaccum
 from megaaccum.cli import main
 from megaaccum.config.schema import ParallelConfig
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.planner import layouts, pipeline, space
+from megaaccum.lab.planner import candidates, layouts, pipeline
 from megaaccum.schedule import Action, Costs, build, names, register, simulate, validate
 from megaaccum.schedule.build import BUILT_IN, by_executor, entry
 from tests.support.configs import plan
@@ -59,7 +59,7 @@ def test_keys_and_planner_have_the_registrys_names():
     (written,) = [get_args(each) for each in get_args(hint) if get_args(each)]
     assert written == ("auto", "none", *BUILT_IN)
     assert {"none", *BUILT_IN} <= set(layouts.SCHEDULES)
-    assert set(space.schedules()) <= {"none", *BUILT_IN}
+    assert set(candidates.schedules()) <= {"none", *BUILT_IN}
     assert all(entry(name).title for name in BUILT_IN)
 
 

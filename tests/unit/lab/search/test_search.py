@@ -10,7 +10,7 @@ from megaaccum.lab.search.cut import bound_of_cuts, price, tune_cut
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut, read_profile, write_profile
 from megaaccum.lab.search.search import compare, proved, search_order
 from megaaccum.schedule import Action, Costs, Schedule, build, simulate, validate
-from megaaccum.schedule.actions import place
+from megaaccum.schedule.actions import stage_map
 from megaaccum.schedule.bound import bound
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.orders import Problem, justified, waves
@@ -57,11 +57,11 @@ def all_orders(costs: Costs, limit: float | None) -> float:
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_beats_the_bounds_and_the_search_finds_the_best(seed, limit):
-    costs, stages = random_costs(seed, 2), place("loop", pp=2, chunks=1)
+    costs, stages = random_costs(seed, 2), stage_map("loop", pp=2, chunks=1)
     least = all_orders(costs, limit)
-    found = search_order(costs, stages=stages, num_microbatches=2, limit=limit, iterations=2000)
-    assert found.seconds == pytest.approx(least)
     problem = Problem(costs, stages=stages, num_microbatches=2, limit=limit)
+    found = search_order(problem, iterations=2000)
+    assert found.seconds == pytest.approx(least)
     assert found.bound == pytest.approx(problem.bound().seconds) and found.bound <= least * (1 + 1e-9)
 
 
@@ -92,11 +92,11 @@ def test_bounds_that_are_reached():
 
 @pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "v"), (2, "loop")])
 def test_a_search_keeps_its_limit_and_repeats(chunks, placement):
-    stages = place(placement, pp=3, chunks=chunks)
+    stages = stage_map(placement, pp=3, chunks=chunks)
     costs = random_costs(7, 3 * chunks)
     for limit in (2.0 * chunks, 3.0 * chunks):
         first, again = (
-            search_order(costs, stages=stages, num_microbatches=6, limit=limit, iterations=1500, seed=3)
+            search_order(Problem(costs, stages=stages, num_microbatches=6, limit=limit), iterations=1500, seed=3)
             for _ in range(2)
         )
         assert first.schedule.items == again.schedule.items
@@ -111,13 +111,14 @@ def test_a_search_is_no_slower_than_what_it_starts_from():
     schedule = build("zbv", pp=4, num_microbatches=8)
     for seed in range(3):
         costs = random_costs(seed, 8)
-        found = search_order(costs, stages=schedule.stages, num_microbatches=8, start=[schedule], iterations=200)
+        problem = Problem(costs, stages=schedule.stages, num_microbatches=8)
+        found = search_order(problem, start=[schedule], iterations=200)
         assert found.seconds <= simulate(schedule, costs).makespan
 
 
 def test_what_is_not_proved_does_not_leave():
     """An order that deadlocks, one over the limit, and one that the search has timed wrongly."""
-    problem = Problem(random_costs(0, 2), stages=place("loop", pp=2, chunks=1), num_microbatches=2, limit=2)
+    problem = Problem(random_costs(0, 2), stages=stage_map("loop", pp=2, chunks=1), num_microbatches=2, limit=2)
     good = problem.order_of(build("zb-h1", pp=2, num_microbatches=2))
     proved(problem, good, name="good")
     f0, i0 = problem.number(0, 1, 0), problem.number(1, 1, 0)
@@ -135,7 +136,7 @@ def test_what_is_not_proved_does_not_leave():
 
 
 def test_gaps_are_closed_within_the_limit():
-    problem = Problem(random_costs(5, 6), stages=place("v", pp=3, chunks=2), num_microbatches=6, limit=5)
+    problem = Problem(random_costs(5, 6), stages=stage_map("v", pp=3, chunks=2), num_microbatches=6, limit=5)
     for wave in waves(problem):
         order = wave.order(problem)
         if problem.fits(order):
@@ -194,13 +195,13 @@ def test_bad_input(tmp_path):
             Profile(pattern="T", kinds={"T": LayerCost(forward=value, input_grad=1, weight_grad=1)})
     with pytest.raises(ScheduleError, match="kind T takes no time at all"):
         Profile(pattern="T", kinds={"T": LayerCost(forward=0, input_grad=0, weight_grad=0)})
-    stages = place("loop", pp=2, chunks=1)
+    stages = stage_map("loop", pp=2, chunks=1)
     for costs in (Costs(forward=(1, 0), input_grad=(1, 0), weight_grad=(1, 0)),
                   Costs(forward=(1, float("nan")), input_grad=1, weight_grad=1)):  # fmt: skip
         with pytest.raises(ScheduleError, match="stage 1 takes"):
-            search_order(costs, stages=stages, num_microbatches=4)
+            Problem(costs, stages=stages, num_microbatches=4)
     with pytest.raises(ScheduleError, match=r"rank 0 needs 1 \(0 of it state\); rank 1 needs 1"):
-        search_order(Costs(forward=1, input_grad=1, weight_grad=1), stages=stages, num_microbatches=4, limit=0.5)
+        Problem(Costs(forward=1, input_grad=1, weight_grad=1), stages=stages, num_microbatches=4, limit=0.5)
     (tmp_path / "p.json").write_text("[1]")
     with pytest.raises(ScheduleError, match="needs pattern and kinds"):
         read_profile(tmp_path / "p.json")

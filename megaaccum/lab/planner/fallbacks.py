@@ -72,7 +72,7 @@ class Outcome:
         return replace(again, seconds=statistics.median(runs), runs=runs)
 
 
-class Ladder:
+class Fallbacks:
     """The candidates of one tuning run, and what came of those that were tried."""
 
     def __init__(self, candidates: Sequence[Candidate], *, top: int):

@@ -53,7 +53,7 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     if at.get("stages"):
         return dict(pipeline_model_parallel_layout=at["stages"])
     layers = split_layers(model.num_layers, stages)
-    assert layers is not None, "space.py plans only layers that have a split"
+    assert layers is not None, "candidates.py plans only layers that have a split"
     if len(set(layers)) > 1:
         return dict(pipeline_model_parallel_layout=layout_text(layers, model.mtp_num_layers or 0))
     has_chunks = at["vpp"] > 1 and not is_v_shaped(at["schedule"])

@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class Candidates:
     """A model, its batch and the GPUs: what the layouts divide."""
 
     model: ModelConfig
