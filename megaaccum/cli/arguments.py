@@ -23,7 +23,7 @@ class LoadedConfig:
 
     config: Config
     problems: list[str]
-    """What is wrong with its sources."""
+    """Problems of its sources, one text each."""
     name: str
     """Its source, for error texts."""
     world_size: int | None = None

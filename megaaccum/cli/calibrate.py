@@ -12,18 +12,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
 from megaaccum.cli.arguments import Source, command_parser, smallest_world
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.search.profile import Profile, write_profile
-from megaaccum.units import amount
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from megaaccum.lab.search.profile import write_profile
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,7 +77,7 @@ def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from megaaccum.distributed import start
-    from megaaccum.lab.planner.layer_costs import measure as measure_layers
+    from megaaccum.lab.planner import layer_costs
     from megaaccum.lab.planner.workload import vocabulary
     from megaaccum.platform import cpu
 
@@ -90,30 +85,14 @@ def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan, ranks = resolve(config, world_size=smallest_world(config), own_model=True), args.dp
     start.start_process_group(plan)
     vocab = vocabulary(plan.config)
-    profile = measure_layers(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)
+    profile = layer_costs.measure(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)
     if dist.get_rank() == 0:
         try:
             device = torch.cuda.get_device_name() if cpu.has_accelerator() else "a CPU"
             write_profile(profile, args.output, source=f"{args.layers}, measured on {device}")
         except OSError as error:
             raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from None
-        Console().print(describe(profile))
+        Console().print(layer_costs.table(profile))
         print(f"wrote {args.output}: megaaccum schedule --profile {args.output}", file=sys.stderr)
     start.end_process_group()
     return 0
-
-
-def describe(profile: Profile) -> Table:
-    """A line for each kind of layer: milliseconds and bytes."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE)
-    table.add_column("layers")
-    for name in ("F ms", "I ms", "W ms", "activation", "deferred", "state"):
-        table.add_column(name, justify="right")
-    for kind, cost in profile.kinds.items():
-        seconds = [f"{each * 1e3:.3f}" for each in (cost.forward, cost.input_grad, cost.weight_grad)]
-        sizes = map(amount, (cost.activation, cost.deferred, cost.state))
-        table.add_row(f"{profile.pattern.count(kind)} {kind}: {cost.name}", *seconds, *sizes)
-    return table

@@ -175,7 +175,7 @@ def _batch(plan: Plan) -> _Section:
 
 
 def _documents(plan: Plan) -> list[str]:
-    """How attention is kept inside documents; nothing where it is not."""
+    """How attention is kept inside documents; nothing if it is not."""
     if not plan.config.data.reset_attention_mask:
         return []
     length = plan.batch.seq_length
@@ -203,7 +203,7 @@ def _ramp(plan: Plan) -> _Section:
 
 
 def _rates(plan: Plan) -> _Section:
-    """Learning rates that follow the batch; nothing where they do not."""
+    """Learning rates that follow the batch; nothing if they do not."""
     assert plan.written is not None
     return "Learning rate", lr_scaling.describe(plan.config, plan.written)
 
@@ -215,7 +215,7 @@ def _span(first: int, count: int) -> str:
 def _bubble(plan: Plan, batch: BatchPlan) -> float:
     """Share of a flush of `batch` that a rank idles, with stages of equal time."""
     at, m = plan.layout, batch.microbatches_per_flush
-    if at.schedule in ("none", "1f1b", "interleaved"):
+    if not by_executor(at.schedule):
         return bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m)
     schedule = build(at.schedule, pp=at.pp, num_microbatches=m)
     return 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation

@@ -121,7 +121,7 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
 
 
 def _fastest_first(rows: list[Row], limit: float | None, refused: list[str], *, barrier: bool) -> list[Row]:
-    """Those within the limit, fastest first. Raises ScheduleError where none is."""
+    """Those within the limit, fastest first. Raises ScheduleError if none is."""
     fitting = [row for row in rows if limit is None or row.peak <= limit * (1 + TINY)]
     if not fitting:
         least = min(rows, key=lambda row: row.peak, default=None)
@@ -216,18 +216,8 @@ def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
     """A table, a line per schedule: time, idle share, what the fullest rank holds in micro-batches of a whole rank's
     activations, the most of all that it holds together, and the gap. Without a barrier, also the time from one step's
     flush to the next."""
-    head: tuple[str, ...] = (
-        "schedule",
-        "chunks",
-        "makespan",
-        "bubble",
-        "idle",
-        "activations",
-        "deferred W",
-        "peak",
-        "gap",
-    )
-    head += () if barrier else ("no barrier",)
+    names = "schedule,chunks,makespan,bubble,idle,activations,deferred W,peak,gap" + ("" if barrier else ",no barrier")
+    head = tuple(names.split(","))
     lines = [head]
     for row in rows:
         chunks, simulation = row.schedule.chunks, row.simulation

@@ -15,7 +15,7 @@ import yaml
 from megaaccum.cli.arguments import Source, add_search_flags, command_parser, read_source, smallest_world
 from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner import layout_config, report
 from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.fallbacks import KNOBS, MEASURED, Candidate, Fallbacks, Outcome
 from megaaccum.lab.planner.hardware import Hardware, entry_of, load_hardware, slowed
@@ -25,10 +25,9 @@ from megaaccum.lab.planner.why_not import parse_axes
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.launch import launch
 from megaaccum.pretrain.launch.hostfile import read_hostfile
-from megaaccum.units import GIB
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    pass
 
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
@@ -146,7 +145,7 @@ def _report(fallbacks: Fallbacks, best: Candidate | None, folder: Path) -> None:
     from rich.console import Console
 
     wide = Console(width=None if sys.stdout.isatty() else 200)
-    wide.print(table(fallbacks, best))
+    wide.print(report.tuning_table(fallbacks, best))
     for note in fallbacks.notes:
         print(note)
     for each in fallbacks.tried:
@@ -156,31 +155,6 @@ def _report(fallbacks: Fallbacks, best: Candidate | None, folder: Path) -> None:
             cause = f" ({rest[-1]})" if rest else ""
             print(f"row {each.row} was dropped: {outcome.verdict}: {first}{cause}")
     print(f"Results, configurations and receipts: {folder}")
-
-
-def table(fallbacks: Fallbacks, best: Candidate | None) -> Table:
-    """The layouts that were tried: predicted against measured seconds and GiB, their ratio, and the verdict."""
-    from rich.table import Table
-
-    out = Table(header_style="bold")
-    out.add_column("row", justify="right")
-    out.add_column("layout")
-    for name in ("predicted s", "measured s", "ratio", "predicted GiB", "held GiB", "ratio"):
-        out.add_column(name, justify="right")
-    out.add_column("verdict")
-    for each in fallbacks.tried:
-        outcome = fallbacks.outcomes[each.name]
-        verdict = "best" if each is best else outcome.verdict
-        times = _pair(each.seconds, outcome.seconds or 0.0, "{:.4g}")
-        sizes = _pair(each.bytes / GIB, outcome.bytes / GIB, "{:.3g}")
-        out.add_row(str(each.row), each.name.replace(",", " "), *times, *sizes, verdict)
-    return out
-
-
-def _pair(predicted: float, measured: float, form: str) -> tuple[str, str, str]:
-    if not measured:
-        return form.format(predicted), "", ""
-    return form.format(predicted), form.format(measured), f"{measured / predicted:.3g}"
 
 
 def _short(outcome: Outcome) -> str:

@@ -35,7 +35,7 @@ class Action(NamedTuple):
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
     def describe(self) -> str:
-        """In words, for an error: `0F3 (forward, chunk 0, micro-batch 3)`."""
+        """The action spelled out for an error: `0F3 (forward, chunk 0, micro-batch 3)`."""
         return f"{self} ({NAMES[self.kind]}, chunk {self.chunk}, micro-batch {self.microbatch})"
 
 
@@ -62,7 +62,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")
 def parse(text: str) -> Item:
     """The action or pair that prints as `text`; torch's spelling of a pair, `(0F4;7B2)OVERLAP_F_B`, is read too.
 
-    Raises ScheduleError where it is none.
+    Raises ScheduleError if it is none.
     """
     text = text.strip()
     if match := _ACTION.fullmatch(text):

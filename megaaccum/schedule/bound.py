@@ -5,7 +5,7 @@ durations of a stage's passes. `enter(s)`, the sum of F of the stages before s (
 start; `back(s)` the earliest that its input gradient can; `leave(s)` the least that has to follow a pass of s.
 
     work    The rank has m (F + I + W) of each of its stages to do.
-    fill    Up to a time t only passes whose inputs can be there can run. Where they are less than t, the rest is idle.
+    fill    Up to a time t only passes whose inputs can be there can run. If they are less than t, the rest is idle.
             Before back(s) for all of its stages a rank with limited memory does only as many forwards as it can hold.
     drain   In the last t seconds only passes can run after which less than t has to follow; weight gradients of those
             only as many as the rank can hold.
@@ -100,7 +100,7 @@ class Bound:
 
     @cached_property
     def leave(self) -> list[float]:
-        """From the end of a stage's input gradient to the end of the flush, at least: it goes on to the first stage,
+        """From the end of a stage's input gradient to the end of the flush, at least: it travels on to the first stage,
         and every stage on the way has its weight gradient to do."""
         _, input_grad, weight_grad = self.durations
         after = [weight_grad[0]]

@@ -19,7 +19,7 @@ from megaaccum.schedule.v_half import v_half, v_min
 from megaaccum.schedule.validate import validate
 
 Table = Sequence[Sequence[Item]]
-"""What each rank does, in order."""
+"""Items of each rank, in order."""
 Builder = Callable[[int, int], Table]
 """(pp, num_microbatches) -> table."""
 
@@ -55,8 +55,8 @@ def names() -> list[str]:
 
 
 def entry(name: str) -> Entry:
-    """Facts about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, where there
-    is none, or the file is no table."""
+    """Facts about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, if there
+    is none, or if the file is no table."""
     if name.endswith(".csv"):
         return _entry_of_file(name)
     if name not in _REGISTRY:
@@ -81,7 +81,7 @@ def is_v_shaped(name: str) -> bool:
 
 def set_shared_table(path: str, text: str | None) -> None:
     """Build the schedule of a CSV file from `text` from now on, whatever the file holds; None: from the file, as it is
-    now. Raises ScheduleError where `text` is no table."""
+    now. Raises ScheduleError if `text` is no table."""
     _SHARED.pop(path, None)
     if text is not None:
         _SHARED[path] = parse_csv(path, text)
@@ -94,7 +94,7 @@ def is_shared(path: str) -> bool:
 
 
 def stored_table(path: str) -> Schedule:
-    """The table of a CSV file: what the ranks have shared, else what the file holds now. Raises ScheduleError where it
+    """The table of a CSV file: what the ranks have shared, else what the file holds now. Raises ScheduleError if it
     is none."""
     return _SHARED.get(path) or read_csv(path)
 
@@ -117,7 +117,7 @@ def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, place
 
     builder: a function (pp, num_microbatches) -> per rank a list of actions; or a CSV file, which holds one pp and one
     number of micro-batches (chunks and placement are then the file's). What it builds is validated by `build`.
-    Raises ScheduleError where the name is taken.
+    Raises ScheduleError if the name is taken.
     """
     if name in _REGISTRY:
         raise ScheduleError(f"there is a schedule {name!r} already: register yours under another name")
@@ -154,7 +154,7 @@ def build(
     short: a flush of fewer micro-batches than the schedule takes runs as the first ones of the least that it takes.
     chunks: model chunks per rank, which only the interleaved schedule leaves open (default 2). group_size: its
     microbatch_group_size_per_vp_stage (default pp). `name` may be a CSV file's path.
-    Raises ScheduleError where the schedule does not exist for these sizes. A registered one is validated.
+    Raises ScheduleError if the schedule does not exist for these sizes. A registered one is validated.
     """
     if pp < 1 or num_microbatches < 1:
         raise ScheduleError(f"pp {pp} and {num_microbatches} micro-batches: both must be at least 1")
@@ -292,7 +292,7 @@ class _VRank:
         self._owed.append((chunk, self._next["I", chunk] - 1))
 
     def weight_grad(self, chunk: int | None = None) -> None:
-        """The oldest weight gradient that is owed, of `chunk` or (None) of either; nothing where none is."""
+        """The oldest weight gradient that is owed, of `chunk` or (None) of either; nothing if none is."""
         for at in self._owed:
             if chunk is None or at[0] == chunk:
                 self._owed.remove(at)

@@ -106,7 +106,7 @@ class Problem:
         return [sum(kind[s] for kind in self.durations for s in held) for held in self.stages]
 
     def bound(self) -> Bound:
-        """Of all orders of this problem."""
+        """Lower bounds of the makespan of all orders of this problem."""
         limits = None if self.limit is None else (self.limit,) * self.pp
         return Bound(stages=self.stages, num_microbatches=self.m, costs=self.costs, memory=self.memory, limit=limits)
 
@@ -124,7 +124,7 @@ class Problem:
         return most
 
     def time(self, order: Order, seconds: Sequence[float] | None = None) -> float:
-        """The makespan of `order`, where passes take `seconds` (default: the problem's); math.inf if it cannot end."""
+        """The makespan of `order` if passes take `seconds` (default: the problem's); math.inf if it cannot end."""
         return max(self.ends(order, seconds)[0])
 
     def ends(self, order: Order, seconds: Sequence[float] | None = None) -> tuple[list[float], list[int]]:

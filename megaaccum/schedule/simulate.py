@@ -38,7 +38,7 @@ class Costs:
         return cls(forward=forward / chunks, input_grad=input_grad / chunks, weight_grad=weight_grad / chunks, p2p=p2p)
 
     def by_stage(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
-        """F, I and W of each stage. Raises ScheduleError where they are given for another number of stages."""
+        """F, I and W of each stage. Raises ScheduleError if they are given for another number of stages."""
         return tuple(_each(each, num_stages) for each in (self.forward, self.input_grad, self.weight_grad))  # type: ignore[return-value]
 
 

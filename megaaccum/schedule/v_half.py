@@ -21,7 +21,7 @@ def v_half_limit(pp: int) -> int:
 
 
 def v_min_limit(pp: int) -> int:
-    """The same of V-Min."""
+    """Passes through a chunk that V-Min holds, until their weight gradients."""
     return 2 * (pp // 3 + 1 + (pp % 3 == 2))
 
 

@@ -34,7 +34,7 @@ class Kernels:
     """Selective recompute by operation, as torchtitan's: a layer keeps its input, the attention's output and every
     second matrix product, instead of everything but the scores."""
     recompute_modules: frozenset[str] = frozenset({"core_attn"})
-    """What selective recompute brings back (Megatron's recompute_modules)."""
+    """Modules that selective recompute runs again (Megatron's recompute_modules)."""
     logit_bytes: float = 8.0
     """Bytes per logit at the peak of the loss: the 16-bit logits, their FP32 softmax, and the 16-bit gradient."""
 

@@ -40,8 +40,8 @@ class Priced:
 
 
 def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
-    """`plan` with a schedule, if it says `auto`, and with what choose_micro_batch chooses, whose argument `device_bytes`
-    is. A note gives the choice and the ones that came after it.
+    """`plan` with a schedule, if it says `auto`, and with what choose_micro_batch chooses. A note gives the choice and
+    the ones that came after it. device_bytes: as choose_micro_batch's.
 
     Raises:
         ConfigError: nothing fits; it lists which rank needs what.

@@ -18,7 +18,7 @@ from megaaccum.schedule.build import BUILT_IN, interleaved_problems, is_v_shaped
 LARGEST_MICRO_BATCH = 64
 """Sequences of a micro-batch beyond which no layout is looked at."""
 AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
-"""What --fix and --why-not may name."""
+"""Axes that --fix and --why-not may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Candidates:
                     yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
 
     def _recomputes(self) -> tuple[str, ...]:
-        """Recomputing only the scores saves nothing where attention is fused and keeps none."""
+        """Recomputing only the scores saves nothing if attention is fused and keeps none."""
         modules = set(self.model.recompute_modules or ["core_attn"])
         return ("none", "full") if self.fused_attention and modules == {"core_attn"} else RECOMPUTE
 

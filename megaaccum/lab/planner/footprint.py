@@ -26,9 +26,9 @@ class ShardingMode:
     backend: str
     sync: str
     zero_stage: int = 3
-    """Of backend deepspeed alone."""
+    """ZeRO stage; of backend deepspeed alone."""
     replicas: int = 1
-    """Of backend fsdp2 alone: groups of ranks that hold the whole sharded model each."""
+    """Groups of ranks that hold the whole sharded model each; of backend fsdp2 alone."""
     live: int = 0
     """max_live_parameters, in elements."""
 
@@ -134,7 +134,7 @@ def moved(
 
 
 def sums_of_others(mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int) -> list[int]:
-    """Of each of `ranks` ranks, how many sums of whole gradients the others send pieces of in one reduction."""
+    """Number of sums of whole gradients, by rank, that the other ranks send pieces of in one reduction."""
     if sharding.reproducible != "layout" or mode.sync == "streaming":
         return [ranks - 1] * ranks
     sums = sums_of_runs(microbatches, ranks)
@@ -192,19 +192,19 @@ class StateBytes:
     grad_shard: float = 0.0
     """Beside the whole gradients."""
     grad_step: float = 0.0
-    """Of the shard's gradients while the optimizer steps, when whole ones are gone."""
+    """Bytes of the shard's gradients while the optimizer steps, when whole ones are gone."""
     optimizer: float = 0.0
     optimizer_shard: float = 12.0
     unit_param: float = 0.0
     unit_grad: float = 0.0
     waiting: float = 0.0
-    """Of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
+    """Bytes of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
     waiting_shard: float = 0.0
-    """Of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
+    """Bytes of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
     waiting_totals: float = 0.0
     """Elements whose finished sums stay among those that wait, until the last flush is over."""
     waiting_total: float = 4.0
-    """Of each such element, for the first of its sums."""
+    """Bytes of each such element, for the first of its sums."""
     alone: bool = False
     """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 

@@ -33,7 +33,7 @@ StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
-"""What memory goes to, in the order in which a bar is stacked. activations, loss and workspace are what autograd keeps;
+"""Kinds of memory. activations, loss and workspace are what autograd keeps;
 units that streaming gathers count as parameters and gradients; buffers are those of reductions, and a matrix' input and
 its gradient gathered by sequence parallelism."""
 
@@ -94,11 +94,11 @@ class MemoryModel:
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
     flushes: int = 1
-    """Of a step, each over the micro-batches that a layout names."""
+    """Flushes of a step, each over the micro-batches that a layout names."""
     head_copy: bool = False
     """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
     joined_units: bool = False
-    """What is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
+    """Whether all that is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
     """The stages of a layout that was given; else split_layers' of each pipeline."""
 

@@ -156,7 +156,7 @@ def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
 
 
 HALF = 0.5
-"""Of a rank's time goes to each chunk of a V."""
+"""Share of a rank's time that each chunk of a V takes."""
 
 
 def _zbv_fill(work: Work, vpp: int) -> Any:

@@ -39,7 +39,7 @@ class Software:
     """A framework's habits, as far as it decides the time. The defaults are megaaccum's own."""
 
     precision: str = "16 bit"
-    """Of matrix products: '16 bit', 'fp8' or 'fp4'."""
+    """Precision of matrix products: '16 bit', 'fp8' or 'fp4'."""
     flash: bool = True
     """Fused attention."""
     first_flash: bool = False
@@ -80,7 +80,7 @@ class Pass:
     input_grad: Any
     weight_grad: Any
     exposed: Any
-    """Of these, what is spent in communication that nothing hides."""
+    """Seconds of these that are spent in communication that nothing hides."""
 
     @property
     def whole(self) -> Any:
@@ -342,7 +342,7 @@ def rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
 
 
 def _slowest(kinds: list[Pass]) -> Pass:
-    """Of several kinds of rank, the one that each layout waits for."""
+    """The kind of rank that each layout waits for, of several."""
     whole = np.array([kind.whole for kind in kinds])
     pick = np.argmax(whole, axis=0), np.arange(whole.shape[1])
     return Pass(*(np.array([getattr(kind, f.name) for kind in kinds])[pick] for f in fields(Pass)))

@@ -41,7 +41,7 @@ STEPS = 4
 """Steps of a candidate. The first one allocates, compiles and warms up, and counts for nothing."""
 TIMED = slice(1, 4)
 DECAY = 0.9
-"""Of the moving average of the gradient's norm."""
+"""Decay of the moving average of the gradient's norm."""
 GRACE_SECONDS = 10.0
 _NO_MEMORY = (
     "out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "MemoryError",
@@ -109,7 +109,7 @@ class Trials:
         norms = [_norm_of(each) for each in steps if not _finds_the_loss_scale(each)]
         seen: dict[str, Any] = dict(steps=seconds, grad_norms=norms)
         if None in norms or (steps and not norms):
-            text = f"gradient norms by step (None where the gradient was not finite): {norms}"
+            text = f"gradient norms by step (None if the gradient was not finite): {norms}"
             return Outcome(verdict=NOT_FINITE, text=text, **seen)
         if code != 0 or len(steps) < self.steps:
             return Outcome(verdict=FAILED, text=f"exit code {code}\n{_tail(output)}", **seen)
@@ -126,7 +126,7 @@ class Trials:
         )
 
     def _leaves_band(self, norms: Sequence[float]) -> str:
-        """Why a gradient's norm is outside the band around its moving average; empty where none is."""
+        """Why a gradient's norm is outside the band around its moving average; empty if none is."""
         average = norms[0]
         for step, norm in enumerate(norms):
             if not average / self.band <= norm <= average * self.band:
@@ -179,7 +179,7 @@ class Results:
 
 
 def _norm_of(step: Record) -> float | None:
-    """The norm of a step's gradient; None where it was not finite, also where `nonfinite` made it so."""
+    """The norm of a step's gradient; None if it was not finite, also where `nonfinite` made it so."""
     norm = step.get("grad_norm")
     return None if norm is None or not math.isfinite(norm) or step.get("sanitized") else float(norm)
 

@@ -30,7 +30,7 @@ class Workload:
     """A configuration whose layout is open, on a number of GPUs of a kind."""
 
     config: Config
-    """As it was read: nothing of it is derived."""
+    """The configuration as it was read: nothing of it is derived."""
     model: ModelConfig
     """Its model, with every key that can be derived filled in."""
     sharding: ShardingConfig
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def layers(self) -> Layers:
-        """Those of a GPU with Transformer Engine, as far as the configuration wants them."""
+        """The layers of a GPU with Transformer Engine, as far as the configuration wants them."""
         return on_a_gpu(self.config)
 
     def candidates(self, limits: Limits) -> Candidates:
@@ -129,7 +129,7 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
 
 
 def vocabulary(config: Config) -> int:
-    """Entries of the vocabulary before padding. Raises ConfigError where neither a key nor the data says."""
+    """Entries of the vocabulary before padding. Raises ConfigError if neither a key nor the data says."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:

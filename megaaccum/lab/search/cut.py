@@ -48,7 +48,7 @@ def tune_cut(
 
     It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
     pass one on) while that is faster. limit: of the profile's memory on every rank, all of
-    activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, where no cut found
+    activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, if no cut found
     fits it.
     """
     search = _Search(profile, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
@@ -196,7 +196,8 @@ def _loop_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
 
 
 def _v_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
-    """The same from both ends: for each number of layers taken from the left, as many as can be from the right."""
+    """Whether a V fits, built from both ends: for each number of layers taken from the left, as many as possible are
+    taken from the right."""
     import numpy as np
 
     count, layers = len(work), len(work) - 1

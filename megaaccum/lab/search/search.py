@@ -62,7 +62,7 @@ def search_order(
 
 def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> SearchResult:
     """`order` as a schedule that `validate` has proved, that holds no more than the limit, and that the simulator gives
-    the same makespan. Raises ScheduleError where one of these does not hold."""
+    the same makespan. Raises ScheduleError if one of these does not hold."""
     schedule = problem.schedule_of(order, name)
     validate(schedule)
     peaks = problem.memory.peaks(schedule)
@@ -234,7 +234,7 @@ class _Search:
 
     def _moved(self, order: Order, rank: int, source: int, target: int) -> tuple[int, list[int]] | None:
         """The rank and its passes with the one at `source` at `target`, or as near as what it needs and what needs it
-        allow. None where it stays, or the rank would hold too much."""
+        allow. None if it stays, or the rank would hold too much."""
         problem, passes = self.problem, order[rank]
         if source >= len(passes):
             return None
