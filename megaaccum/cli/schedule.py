@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
+from megaaccum.lab.search.bound import bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, read_profile
 from megaaccum.lab.search.search import ITERATIONS, Comparison, compare, search_order
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.bound import bound
 from megaaccum.schedule.build import BUILT_IN, build, names
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import Problem
