@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
         return verify
     if name == "megatron_loop":
-        return importlib.import_module("megaaccum.loop.megatron_loop")
+        return importlib.import_module("megaaccum.loop")
     if name in _WITH_TORCH:
         from megaaccum.distributed import preload
 

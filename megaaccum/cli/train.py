@@ -24,7 +24,7 @@ from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.interop.load import load
-from megaaccum.pretrain.launch import launch
+from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
 
@@ -81,9 +81,9 @@ def _train(plan: Plan) -> int:
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan and what it reads, then start this machine's ranks."""
     check_files(config)  # first: to count GPUs imports torch
-    nproc = config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
+    nproc = config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
-    return launch.launch_local(
+    return local.launch_local(
         list(argv),
         nproc=nproc,
         num_threads=config.run.num_threads,

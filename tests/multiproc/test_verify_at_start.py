@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megaaccum.errors import StepError
-from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.lab.verification import at_start
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.training.evaluation import loader_of
 from tests.support import whole_runs
 from tests.support.parity import VOCAB, Case

@@ -8,7 +8,7 @@ from pathlib import Path
 from megaaccum.config import Config, Plan, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop.deepspeed_json import adopt
+from megaaccum.pretrain.interop.deepspeed.reconcile import adopt
 
 SMALL: dict[str, object] = dict(
     num_layers=8,

@@ -13,10 +13,12 @@ from megaaccum.config.load import assemble
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read_command_line, read_text, read_yaml
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop import deepspeed_json, megatron_args, megatron_fields
-from megaaccum.pretrain.interop.launch import Launch
-from megaaccum.pretrain.interop.megatron_keys import read_flags
-from megaaccum.pretrain.interop.megatron_rules import Reading
+from megaaccum.pretrain.interop.deepspeed.reconcile import adopt, read_json
+from megaaccum.pretrain.interop.launch_script import Launch
+from megaaccum.pretrain.interop.megatron.keys import read_flags
+from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
+from megaaccum.pretrain.interop.megatron.parser import is_flag
+from megaaccum.pretrain.interop.megatron.rules import Reading
 
 
 def load(
@@ -64,7 +66,7 @@ def read(
     config.megatron = found.megatron
     if found.blocks:
         block, origin = found.blocks[-1]
-        problems += deepspeed_json.adopt(config, block, origin)
+        problems += adopt(config, block, origin)
     return config, problems
 
 
@@ -125,9 +127,9 @@ def _read_keys(text: str, path: Path, found: _Found) -> None:
             found.blocks += [] if block is None else [(block, source.name)]
         elif unknown.written in SECTIONS:
             left.append(unknown)
-        elif megatron_fields.take(unknown, found.megatron, source.problems):
+        elif accept_model_field(unknown, found.megatron, source.problems):
             continue
-        elif megatron_args.is_flag(unknown.written):
+        elif is_flag(unknown.written):
             words += _as_words(unknown)
         else:
             left.append(unknown)
@@ -194,7 +196,7 @@ def _deepspeed_block(unknown: Unknown, base_dir: Path, problems: list[str]) -> d
     if isinstance(unknown.value, dict):
         return unknown.value
     if isinstance(unknown.value, str):
-        return deepspeed_json.read_json(base_dir / unknown.value, unknown.place, problems)
+        return read_json(base_dir / unknown.value, unknown.place, problems)
     if unknown.value is not None:
         problems.append(f"{unknown.place}: deepspeed must be a mapping, or the path of a DeepSpeed JSON file.")
     return None

@@ -18,8 +18,7 @@ from megaaccum.config.load import given
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import did_you_mean
-from megaaccum.pretrain.interop import deepspeed_keys as keys
-from megaaccum.pretrain.interop.deepspeed_training import read_optimizer, read_scheduler
+from megaaccum.pretrain.interop.deepspeed import keys
 
 ORIGIN = "deepspeed block"
 """The origin of a key whose value was taken over from the JSON."""
@@ -265,6 +264,84 @@ _MONITORS = {
     "wandb": ("project", "wandb_project"),
 }
 
+# --- optimizer and scheduler (deepspeed.ops.adam.FusedAdam, deepspeed.runtime.lr_schedules) --------------------------
+
+_DECAY_STYLES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+_NO_SCHEDULER = "write lr_decay_style, lr_warmup_iters and min_lr instead"
+_SCHEDULER_KEYS = {
+    "warmup_min_lr": "lr_warmup_init",
+    "warmup_max_lr": "lr",
+    "warmup_num_steps": "lr_warmup_iters",
+    "total_num_steps": "lr_decay_iters",
+}
+_OPTIMIZER_KEYS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
+_IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_states", "set_grad_none"})
+
+
+def _optimizer(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """Adam and AdamW agree with megaaccum's AdamW, which is decoupled as DeepSpeed's Adam is by default."""
+    kind = str(block.get("type", ""))
+    if kind.lower() not in ("adam", "adamw"):
+        reconciler.refuse("optimizer.type", kind or "(missing)", "the optimizer is AdamW; set it to AdamW")
+        return
+    params = block.get("params") or {}
+    for name, value in params.items():
+        path = f"optimizer.params.{name}"
+        if name in _OPTIMIZER_KEYS:
+            reconciler.same(path, value, _OPTIMIZER_KEYS[name])
+        elif name == "betas":
+            _betas(reconciler, path, value)
+        elif name in _ONLY_VALUE:
+            if value != _ONLY_VALUE[name]:
+                reconciler.refuse(path, value, f"the optimizer is AdamW; set it to {str(_ONLY_VALUE[name]).lower()}")
+        elif name not in _IMPLEMENTATION:
+            reconciler.refuse(path, value, "AdamW takes lr, betas, eps and weight_decay; leave it out")
+
+
+def _betas(reconciler: Reconciler, path: str, value: object) -> None:
+    if value == "auto":
+        return
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        reconciler.refuse(path, value, "write two numbers, or adam_beta1 and adam_beta2 instead")
+        return
+    for index, key in enumerate(("adam_beta1", "adam_beta2")):
+        reconciler.same(f"{path}[{index}]", value[index], key)
+
+
+def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """DeepSpeed's warm-up schedulers with a linear warm-up are Megatron's constant, linear and cosine decay."""
+    kind = str(block.get("type", ""))
+    style = _DECAY_STYLES.get(kind.lower())
+    if style is None:
+        reconciler.refuse(
+            "scheduler.type", kind or "(missing)", "write lr_decay_style, lr_warmup_iters and min_lr instead"
+        )
+        return
+    reconciler.same("scheduler.type", style, "lr_decay_style")
+    params = block.get("params") or {}
+    if params.get("warmup_type", "log") not in ("linear", "auto"):
+        reconciler.refuse(
+            "scheduler.params.warmup_type",
+            params.get("warmup_type", "log (its default)"),
+            "Megatron's warm-up is linear; set it to linear",
+        )
+    for name, value in params.items():
+        __scheduler_param(reconciler, name, value)
+
+
+def __scheduler_param(reconciler: Reconciler, name: str, value: object) -> None:
+    path = f"scheduler.params.{name}"
+    if name in _SCHEDULER_KEYS:
+        reconciler.same(path, value, _SCHEDULER_KEYS[name])
+    elif name in ("cos_min_ratio", "warmup_min_ratio"):
+        if value not in (0, "auto"):
+            key = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}[name]
+            reconciler.refuse(path, value, f"it is a share of lr; write {key} as a learning rate instead")
+    elif name != "warmup_type":
+        reconciler.refuse(path, value, _NO_SCHEDULER)
+
+
 _HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
     "gradient_clipping": lambda r, name, value: r.same(name, value, "clip_grad"),
     "communication_data_type": lambda r, name, value: r.same(name, value, "grad_reduce_dtype"),
@@ -275,7 +352,7 @@ _HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
     "data_types": _data_types,
     **dict.fromkeys(_DIVISOR_DEFAULTS, _divisor),
     "activation_checkpointing": _activation_checkpointing,
-    "optimizer": lambda r, name, value: read_optimizer(r, _mapping(r, name, value)),
-    "scheduler": lambda r, name, value: read_scheduler(r, _mapping(r, name, value)),
+    "optimizer": lambda r, name, value: _optimizer(r, _mapping(r, name, value)),
+    "scheduler": lambda r, name, value: _scheduler(r, _mapping(r, name, value)),
     **dict.fromkeys(_MONITORS, _monitor),
 }

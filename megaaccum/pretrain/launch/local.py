@@ -147,7 +147,7 @@ def _run(worker: str, argv: Sequence[str]) -> None:
 def _exec(argv: Sequence[str], worker: str, error: Path) -> None:
     """Replaces a forked rank by a fresh interpreter that does the same."""
     os.environ[_ERROR_FILE] = str(error)
-    os.execv(sys.executable, [sys.executable, "-m", "megaaccum.pretrain.launch.launch", worker, *argv])
+    os.execv(sys.executable, [sys.executable, "-m", "megaaccum.pretrain.launch.local", worker, *argv])
 
 
 class _Job:
@@ -293,7 +293,7 @@ class _Forwarding:
 
 
 def main() -> int:
-    """A rank in a fresh interpreter: `python -m megaaccum.pretrain.launch.launch module:function ARGS`."""
+    """A rank in a fresh interpreter: `python -m megaaccum.pretrain.launch.local module:function ARGS`."""
     preload.prepare()
     worker, *argv = sys.argv[1:]
     return processes.run_and_report(partial(_run, worker, argv), Path(os.environ[_ERROR_FILE]))

@@ -1,13 +1,13 @@
 """The page docs/reference/megatron-flags.md: what becomes of every argument of Megatron-LM and Megatron-DeepSpeed.
 
-python -m megaaccum.pretrain.interop.megatron_page > docs/reference/megatron-flags.md
+python -m megaaccum.pretrain.interop.megatron.page > docs/reference/megatron-flags.md
 """
 
 from __future__ import annotations
 
-from megaaccum.pretrain.interop.megatron_args import parser
-from megaaccum.pretrain.interop.megatron_keys import CONSTANTS, RENAMED, verdict_of
-from megaaccum.pretrain.interop.megatron_lists import lists
+from megaaccum.pretrain.interop.megatron.keys import CONSTANTS, RENAMED, verdict_of
+from megaaccum.pretrain.interop.megatron.parser import parser
+from megaaccum.pretrain.interop.megatron.verdicts import lists
 
 _INTRODUCTION = """\
 # Megatron flags
@@ -18,7 +18,7 @@ megaaccum's, or a field of Megatron's model configuration that reaches Megatron'
 three lists: it runs, it runs with a note, or it is refused with what to write instead. A refused argument is accepted
 when it only repeats Megatron's default.
 
-This page is made by `python -m megaaccum.pretrain.interop.megatron_page > docs/reference/megatron-flags.md`.
+This page is made by `python -m megaaccum.pretrain.interop.megatron.page > docs/reference/megatron-flags.md`.
 """
 
 _HEADINGS = {"run": "Run", "note": "Run with a note", "refuse": "Refused"}

@@ -1,7 +1,7 @@
 """Flags of Megatron-LM and Megatron-DeepSpeed, read by Megatron's own parser into megaaccum's keys.
 
 `megatron.training.arguments` parses and checks the list, and its own conversion gives the model's configuration; what
-remains is in the tables of `megatron_keys` and `megatron_lists`. Importing Megatron takes seconds, so this module does
+remains is in the tables of `keys` and `verdicts`. Importing Megatron takes seconds, so this module does
 it when it is first asked to read a flag.
 """
 
@@ -29,7 +29,7 @@ from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.source import Source, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
-from megaaccum.pretrain.interop.megatron_lists import fork_flags, listed
+from megaaccum.pretrain.interop.megatron.verdicts import fork_flags, listed
 
 _ABSENT: Any = object()
 

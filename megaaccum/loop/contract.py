@@ -34,7 +34,7 @@ from megaaccum.distributed.start import start_together
 from megaaccum.engine import OptimizerFactory, groups_of, optimizer_of
 from megaaccum.errors import ConfigError
 from megaaccum.executor import entry
-from megaaccum.loop import megatron_checkpoint
+from megaaccum.loop import checkpoint as loop_checkpoint
 from megaaccum.platform import cpu
 from megaaccum.step import chunk_config
 from megaaccum.step.train_step import TrainStep
@@ -263,17 +263,17 @@ class LoopChunk(DistributedDataParallel):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The chunk's, whole, in host memory."""
         with self._step.whole():
-            return megatron_checkpoint.copied(self.module.state_dict(*args, **kwargs))
+            return loop_checkpoint.copied(self.module.state_dict(*args, **kwargs))
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The chunk's, whole, in host memory."""
         with self._step.whole():
-            return megatron_checkpoint.copied(self.module.state_dict_for_save_checkpoint(*args, **kwargs))  # type: ignore[operator]
+            return loop_checkpoint.copied(self.module.state_dict_for_save_checkpoint(*args, **kwargs))  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
         """Take whole weights; the optimizer's masters become these weights. Raises CheckpointError."""
         step = self._step
-        megatron_checkpoint.load_weights(step.backend, step.chunks[self._number], state_dict, strict=strict)
+        loop_checkpoint.load_weights(step.backend, step.chunks[self._number], state_dict, strict=strict)
         step.adopt()
 
 
@@ -323,11 +323,11 @@ class LoopOptimizer(MegatronOptimizer):
         step = self._step
         if state_dict is None:
             with step.whole():
-                megatron_checkpoint.reload_weights(step.backend, step.chunks)
+                loop_checkpoint.reload_weights(step.backend, step.chunks)
         else:
             for number, chunk in enumerate(step.chunks):
                 weights = state_dict["model" if len(step.chunks) == 1 else f"model{number}"]
-                megatron_checkpoint.load_weights(step.backend, chunk, weights, strict=True)
+                loop_checkpoint.load_weights(step.backend, chunk, weights, strict=True)
         step.adopt()
 
     def sharded_state_dict(
@@ -335,15 +335,15 @@ class LoopOptimizer(MegatronOptimizer):
     ) -> dict[str, Any]:
         """For torch_dist: masters and moments by their names in the whole model, so that they load at another layout of
         dp and pp, and the counters."""
-        return megatron_checkpoint.sharded_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
+        return loop_checkpoint.sharded_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """This rank's parts, copied to host memory; to be loaded at the same layout."""
-        return megatron_checkpoint.local_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
+        return loop_checkpoint.local_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `sharded_state_dict` or `state_dict` was taken."""
-        megatron_checkpoint.take_state(self._step.backend, self._step.groups, state_dict)
+        loop_checkpoint.take_state(self._step.backend, self._step.groups, state_dict)
         counters = state_dict["counters"]
         transaction = self._step.transaction
         transaction.load_state_dict(
@@ -430,7 +430,7 @@ def wrap(
     step.fill_hooks()
     for chunk in bare:
         if hasattr(chunk, "sharded_state_dict"):
-            megatron_checkpoint.write_whole(chunk, step.whole)
+            loop_checkpoint.write_whole(chunk, step.whole)
     if dist.get_rank() == 0:
         print(f"megaaccum: {NOT_HERE}.", flush=True)
     settings = OptimizerConfig(optimizer="adam", clip_grad=plan.config.optimizer.clip_grad)

@@ -12,13 +12,13 @@ from megaaccum.config import Plan
 from megaaccum.distributed.agreement import printed_once
 from megaaccum.engine import groups_of
 from megaaccum.errors import ConfigError
-from megaaccum.loop.megatron_contract import get_forward_backward_func, wrap
+from megaaccum.loop.contract import get_forward_backward_func, wrap
 from megaaccum.model import gpt
 from megaaccum.upstream import megatron_training
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
-    from megaaccum.loop.megatron_contract import LoopOptimizer
+    from megaaccum.loop.contract import LoopOptimizer
 
 
 def pretrain(

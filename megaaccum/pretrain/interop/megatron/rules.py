@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from megaaccum.config.batch_ramp import BatchRamp, asked_ramp
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
-from megaaccum.pretrain.interop.deepspeed_json import read_json
-from megaaccum.pretrain.interop.megatron_args import Given
-from megaaccum.pretrain.interop.megatron_lengths import lengths
+from megaaccum.config.schema import BatchConfig
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
+from megaaccum.pretrain.interop.megatron.parser import Given
 
 
 @dataclass(slots=True)
@@ -296,8 +299,60 @@ def _overlap(given: Given, reading: Reading) -> None:
             )
 
 
+_SAMPLES = {
+    "train_samples": "train_iters",
+    "lr_decay_samples": "lr_decay_iters",
+    "lr_warmup_samples": "lr_warmup_iters",
+    "lr_wsd_decay_samples": "lr_wsd_decay_iters",
+    "train_tokens": "train_iters",
+    "lr_decay_tokens": "lr_decay_iters",
+    "lr_warmup_tokens": "lr_warmup_iters",
+}
+
+
+def _batch_ramp(reading: Reading) -> BatchRamp | None:
+    """The batch of each step by the flags; None without one, or where `resolve` is going to refuse it."""
+    values: dict[str, Any] = reading.values
+    keys = BatchConfig(
+        rampup_batch_size=values.get("rampup_batch_size"),
+        step_batch_size_schedule=values.get("step_batch_size_schedule"),
+    )
+    try:
+        return asked_ramp(keys, seq_length=values.get("seq_length"), global_batch_size=values.get("global_batch_size"))
+    except ConfigError:
+        return None
+
+
+def _lengths(given: Given, reading: Reading) -> None:
+    """Lengths in samples or tokens become whole optimizer steps."""
+    values: dict[str, Any] = reading.values
+    for name, key in _SAMPLES.items():
+        number = getattr(given.args, name)
+        if not given.has(name) or number is None:
+            continue
+        unit = values.get("seq_length") if name.endswith("tokens") else 1
+        ramp = _batch_ramp(reading)
+        if ramp is None or not unit:
+            needed = "--global-batch-size" + (" and --seq-length" if name.endswith("tokens") else "")
+            reading.problems.append(f"{given.written[name]}: {needed} must be given to make steps of it.")
+            continue
+        steps = ramp.steps_within(number // unit)
+        if ramp.samples_after(steps) * unit != number:
+            per_step = ramp.size_at(number // unit) * unit
+            reading.notes.append(
+                f"{given.written[name]}: {key} {steps}, whole batches of {per_step} {name.split('_')[-1]}."
+            )
+        if key in values:
+            values[key] = first = min(steps, values[key])
+            reading.notes.append(
+                f"{given.written[name]} beside {reading.writers[key]}: {key} {first}, the first to end."
+            )
+        else:
+            reading.put(key, steps, given, name)
+
+
 RULES: tuple[Callable[[Given, Reading], None], ...] = (
-    _shape, _uneven_stages, lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
+    _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
     _data, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """In the order in which they run: later ones look at what earlier ones put."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
-from megaaccum.pretrain.interop.megatron_args import Given, built_fields, model_fields, parse, sort_into_lists
-from megaaccum.pretrain.interop.megatron_lists import listed
-from megaaccum.pretrain.interop.megatron_rules import RULES, Reading
+from megaaccum.pretrain.interop.megatron.parser import Given, built_fields, model_fields, parse, sort_into_lists
+from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
+from megaaccum.pretrain.interop.megatron.verdicts import listed
 
 LEFT_TO_RULES = frozenset(
     {
@@ -53,7 +53,7 @@ RULED = frozenset(
         "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
     }
 )  # fmt: skip
-"""Arguments that a rule reads (`megatron_rules`)."""
+"""Arguments that a rule reads (`rules`)."""
 
 CONVERTED = frozenset(
     {
@@ -74,7 +74,7 @@ ALONE = {
 def read_flags(
     argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
 ) -> Reading:
-    """The keys that a list of Megatron flags sets, with notes and problems. See `megatron_args.parse`."""
+    """The keys that a list of Megatron flags sets, with notes and problems. See `parser.parse`."""
     given = parse(argv, locate=locate, world_size=world_size, whole=whole)
     sort_into_lists(given)
     reading = Reading(notes=given.notes, problems=given.problems + given.own.problems)

@@ -29,7 +29,7 @@ class Listed:
 
 @cache
 def _tables() -> dict:
-    text = resources.files("megaaccum.pretrain.interop").joinpath("megatron_lists.yaml").read_text(encoding="utf-8")
+    text = resources.files("megaaccum.pretrain.interop.megatron").joinpath("verdicts.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
