@@ -87,7 +87,7 @@ class Trials:
         config = emit.planned_config(self.workload, dict(candidate.axes))
         keys: dict[str, Any] = dict(
             max_steps=self.steps, output_dir=str(folder / "run"), save_interval=0, save_at_end=False, eval_interval=0,
-            sample_every=0, core_metric_every=0, verify_at_start=False, no_load=True, log_interval=1,
+            sample_every=0, text_comparisons_every=0, verify_at_start=False, no_load=True, log_interval=1,
             transformer_impl=self.workload.config.model.transformer_impl,
             data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
             nproc_per_node=self.workload.world_size,

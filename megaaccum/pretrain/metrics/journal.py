@@ -13,9 +13,11 @@ from megaaccum.errors import MegaaccumError
 
 Record = dict[str, Any]
 
-KINDS = ("train", "valid", "core_metric", "sample", "start", "end")
-"""Values of a record's `kind`: an optimizer step, an evaluation, a look by core_metric_every or sample_every, a start
-that goes on after `step` (0: a fresh one), the end of a start that was not killed."""
+KINDS = ("train", "valid", "text_comparisons", "sample", "start", "end")
+"""Values of a record's `kind`: an optimizer step, an evaluation, the text comparisons, a sampled text, a start that
+continues after `step` (0: a fresh run), the end of a start that was not killed."""
+_FORMER_KINDS = ("core_metric",)
+"""Kinds that journals of earlier versions hold."""
 
 
 class Journal:
@@ -146,8 +148,8 @@ def _parse(line: bytes) -> Record | None:
         record = json.loads(line)
     except ValueError:
         return None
-    is_record = isinstance(record, dict) and record.get("kind") in KINDS and isinstance(record.get("step"), int)
-    return record if is_record else None
+    is_record = isinstance(record, dict) and record.get("kind") in KINDS + _FORMER_KINDS
+    return record if is_record and isinstance(record.get("step"), int) else None
 
 
 def _is_nonfinite(value: object) -> bool:

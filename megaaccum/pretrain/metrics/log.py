@@ -114,7 +114,7 @@ class RunLog:
         self._services.flush()
 
     def look(self, kind: str, record: Mapping[str, Any], text: str) -> None:
-        """Record another look at the model after `step` steps (kind `core_metric`, `sample`), and print `text`."""
+        """Record another look at the model after `step` steps (kind `text_comparisons`, `sample`), and print `text`."""
         if not self._is_writer:
             return
         self._write({"kind": kind, **_read(record)})

@@ -12,8 +12,8 @@ from megaaccum.platform import cpu
 from megaaccum.pretrain.data.loader import MicrobatchLoader
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.data.sources import read_run_tokenizer
-from megaaccum.pretrain.training.core_metric import core_metric
 from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
+from megaaccum.pretrain.training.text_comparisons import compare_texts
 
 if TYPE_CHECKING:
     from megaaccum.config.batch import BatchPlan
@@ -47,7 +47,7 @@ class Texts:
     def __init__(self, engine: Engine, data: Datasets, log: RunLog):
         run = engine.plan.config.run
         self._engine, self._data, self._log = engine, data, log
-        self._every = {"core_metric_every": run.core_metric_every, "sample_every": run.sample_every}
+        self._every = {"text_comparisons_every": run.text_comparisons_every, "sample_every": run.sample_every}
         wanted = [key for key, interval in self._every.items() if interval]
         self._tokenizer = read_run_tokenizer(engine.plan.config, wanted[0]) if wanted else None
 
@@ -55,17 +55,17 @@ class Texts:
         """Look, where it is time. Collective over the world."""
         due = [key for key, interval in self._every.items() if interval and (is_last or step % interval == 0)]
         with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-            if "core_metric_every" in due:
-                self._core_metric(step)
+            if "text_comparisons_every" in due:
+                self._compare(step)
             if "sample_every" in due:
                 self._sample(step)
 
-    def _core_metric(self, step: int) -> None:
+    def _compare(self, step: int) -> None:
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
-        found = core_metric(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-        text = f"core metric {found['core_metric']:.3f} (accuracy {found['accuracy']:.1%})"
-        self._log.look("core_metric", {"step": step, **found}, text)
+        found = compare_texts(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        text = f"text comparisons: accuracy {found['accuracy']:.1%}, centered {found['centered_accuracy']:.3f}"
+        self._log.look("text_comparisons", {"step": step, **found}, text)
 
     def _sample(self, step: int) -> None:
         assert self._tokenizer is not None

@@ -140,7 +140,7 @@ def _upcoming(engine: Engine, loader: SharedLoader, last: int) -> list[Batch] | 
     """The micro-batches of the step after the one to come, where it may begin early: not after the last, and not where
     an evaluation, a text or a checkpoint comes between. Those of too short a rest of the data are none."""
     run, step, size = engine.plan.config.run, engine.step + 1, engine.batch.num_microbatches
-    between = (run.eval_interval, run.save_interval, run.sample_every, run.core_metric_every)
+    between = (run.eval_interval, run.save_interval, run.sample_every, run.text_comparisons_every)
     if not engine.plan.config.step.speculative_step or step >= last or any(n and step % n == 0 for n in between):
         return None
     return loader.try_next_step(size, after=size)[0]
