@@ -133,10 +133,10 @@ def losses(folder: Path) -> list[float]:
 
 def dies_before_the_ranks_meet(argv: list[str]) -> int:
     from megaaccum.cli import train
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
 
-    start = loop.start_together
-    loop.start_together = lambda plan: _die_on_rank_1() or start(plan)
+    start = training_run.start_together
+    training_run.start_together = lambda plan: _die_on_rank_1() or start(plan)
     return train.main(argv)
 
 
@@ -152,16 +152,16 @@ def builds_no_model(argv: list[str]) -> int:
 def dies_after_three_steps(argv: list[str]) -> int:
     """Rank 1 is killed when the log has step 3."""
     from megaaccum.cli import train
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
 
-    log_step = loop.log_step
+    log_step = training_run.log_step
 
     def and_die(log, engine, *args):
         log_step(log, engine, *args)
         if engine.step == 3:
             _die_on_rank_1()
 
-    loop.log_step = and_die
+    training_run.log_step = and_die
     return train.main(argv)
 
 
