@@ -45,17 +45,17 @@ class Progress:
     @property
     def num_updates(self) -> int:
         """Steps that changed the weights: what Adam's bias correction counts."""
-        return self.transaction.get("num_updates", self.step)
+        return int(self.transaction.get("num_updates", self.step))
 
 
-def latest(folder: str | os.PathLike) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint that `folder` calls current, or the newest whole one where it calls none so; None where there is
     none."""
     found, _ = to_try(folder)
     return found[0] if found else None
 
 
-def to_try(folder: str | os.PathLike) -> tuple[list[Path], str]:
+def to_try(folder: str | os.PathLike[str]) -> tuple[list[Path], str]:
     """(the checkpoints of `folder` in the order in which a run tries to go on from them, what is wrong with the file
     that names the current one). The current one comes first, then those of earlier steps, the newest first."""
     whole = sorted(Path(folder).glob("step_*/state.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)

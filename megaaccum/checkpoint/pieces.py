@@ -49,7 +49,7 @@ class Cut:
     runs: int = 1
 
     @classmethod
-    def of(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
+    def from_param(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
         """This rank's part."""
         shape = gpt.whole_shape(param, groups)
         if groups.tp.size() == 1 or not gpt.is_sharded_over_tp(param):
@@ -122,12 +122,12 @@ def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) ->
     return twice or backend.replica > 0 or piece.replica > 0
 
 
-def own(
+def held_pieces(
     backend: ShardingBackend, groups: Groups, *, only_weights: bool = False
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
     """(piece, its flat view, whether this rank is the one that writes it) of everything that this rank holds."""
     for state in backend.state():
-        shape, cut = gpt.whole_shape(state.param, groups), Cut.of(state.param, groups)
+        shape, cut = gpt.whole_shape(state.param, groups), Cut.from_param(state.param, groups)
         writes = not is_elsewhere(state, backend, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
@@ -227,11 +227,11 @@ def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: G
         if there is None:
             wrong.append(f"{current} has no {name}")
         elif there != here:
-            wrong.append(f"{name} is {_by(there)} in {current} and {_by(here)} in the model")
+            wrong.append(f"{name} is {_by(there)} in {current}, but {_by(here)} in the model")
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
-            wrong.append(f"{name} is {words[0]} in {current} and {words[1]} in the model")
-        elif _STATE_SPACE.search(name) and not stored.has_cut(name, Cut.of(state.param, groups)):
+            wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
+        elif _STATE_SPACE.search(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")
     if wrong:
         raise CheckpointError(

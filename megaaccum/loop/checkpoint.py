@@ -61,17 +61,17 @@ def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[s
     names = [name for name, _ in chunk.named_parameters()]
     if strict and (missing := [name for name in names if name not in state]):
         raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
-    _take(backend, {gpt.global_name(chunk, name): state[name] for name in names if name in state})  # type: ignore[arg-type]
+    _copy_in(backend, {gpt.global_name(chunk, name): state[name] for name in names if name in state})
     chunk.load_state_dict({name: each for name, each in state.items() if name not in names}, strict=False)
 
 
 def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
     """Make the weights of `chunks`, which are whole now, the masters."""
-    _take(backend, dict(gpt.named_parameters(chunks)))  # type: ignore[arg-type]
+    _copy_in(backend, dict(gpt.named_parameters(chunks)))
 
 
 @torch.no_grad()
-def _take(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
+def _copy_in(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's parts of whole `weights`, by their names in the model, into the backend's state."""
     for piece in backend.state():
         if piece.name in weights:
@@ -80,11 +80,21 @@ def _take(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None
 
 
 def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
-    """Masters and moments as ShardedTensors of one dimension: an element's offset is its place in the flattened
-    parameter. (Cut by no grid: this rank's share of ZeRO-1 ends anywhere.)"""
-    return {
-        STATE: {key: _sharded(key, piece, tensor, backend, groups) for key, piece, tensor in _parts(backend, groups)}
-    }
+    """Masters and moments as ShardedTensors of one dimension: an element's offset is its index in the flattened
+    parameter. (`axis_fragmentations` is None because this rank's share of ZeRO-1 may end anywhere.)"""
+    state = {}
+    for key, piece, tensor in _parts(backend, groups):
+        state[key] = ShardedTensor(
+            key="optimizer/" + key.removesuffix("copy"),
+            data=_copy(tensor),
+            dtype=tensor.dtype,
+            local_shape=tuple(tensor.shape),
+            global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
+            global_offset=(piece.start,),
+            axis_fragmentations=None,
+            replica_id=int(pieces.is_elsewhere(piece, backend, groups)),
+        )
+    return {STATE: state}
 
 
 def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def take_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) -> None:
+def load_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) -> None:
     """Copy what was read into the backend's state. Raises CheckpointError where something of this rank is not there."""
     read = state[STATE]
     parts = {key: tensor for key, _, tensor in _parts(backend, groups)}
@@ -111,19 +121,3 @@ def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, Stat
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 yield f"{piece.name}/{kind}/tp{rank}/{copy}", piece, tensor
-
-
-def _sharded(
-    key: str, piece: StatePiece, tensor: torch.Tensor, backend: ShardingBackend, groups: Groups
-) -> ShardedTensor:
-    data = _copy(tensor)
-    return ShardedTensor(
-        key="optimizer/" + key.removesuffix("copy"),
-        data=data,
-        dtype=data.dtype,
-        local_shape=tuple(data.shape),
-        global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
-        global_offset=(piece.start,),
-        axis_fragmentations=None,
-        replica_id=int(pieces.is_elsewhere(piece, backend, groups)),
-    )

@@ -189,7 +189,7 @@ _V_AND_THEIRS = (
 )
 
 
-class LoopChunk(DistributedDataParallel):
+class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core has no types
     """A chunk as Megatron's loops see it. Its base is Megatron's wrapper, which `unwrap_model` knows, but without the
     buffers: the sharding backend has the gradients.
 
@@ -197,10 +197,10 @@ class LoopChunk(DistributedDataParallel):
     """
 
     def __init__(self, module: torch.nn.Module, step: LoopStep, number: int):
-        MegatronModule.__init__(self, config=module.config)  # type: ignore[arg-type]
+        MegatronModule.__init__(self, config=module.config)
         self.module = module
         self.ddp_config = DistributedDataParallelConfig()
-        self.buffers: list[Any] = []  # type: ignore[assignment]
+        self.buffers: list[Any] = []
         self.expert_parallel_buffers: list[Any] = []
         self.bucket_groups: list[Any] = []
         self.expert_parallel_bucket_groups: list[Any] = []
@@ -270,14 +270,14 @@ class LoopChunk(DistributedDataParallel):
         with self._step.whole():
             return loop_checkpoint.copied(self.module.state_dict_for_save_checkpoint(*args, **kwargs))  # type: ignore[operator]
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Take whole weights; the optimizer's masters become these weights. Raises CheckpointError."""
         step = self._step
         loop_checkpoint.load_weights(step.backend, step.chunks[self._number], state_dict, strict=strict)
         step.adopt()
 
 
-class LoopOptimizer(MegatronOptimizer):
+class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core has no types
     """An optimizer as Megatron's loops see it: its step is the transaction of this package.
 
     optimizer: torch's, whose groups the backend has filled with this rank's partitions.
@@ -292,7 +292,7 @@ class LoopOptimizer(MegatronOptimizer):
             group.setdefault("default_config", "max_lr" not in group)  # whose lr Megatron's loop prints
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups, for a learning-rate schedule."""
         return self._step.backend.param_groups
 
@@ -300,7 +300,7 @@ class LoopOptimizer(MegatronOptimizer):
         """Drop the gradients of a step that was not taken."""
         self._step.abandon()
 
-    def step(self) -> tuple[bool, float, None]:  # type: ignore[override]
+    def step(self) -> tuple[bool, float, None]:
         """(whether all ranks have updated, gradient norm before clipping, None: zeros are not counted).
 
         Collective over the world; the verdict is one for all ranks, and a skipped step leaves weights, moments and
@@ -343,7 +343,7 @@ class LoopOptimizer(MegatronOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `sharded_state_dict` or `state_dict` was taken."""
-        loop_checkpoint.take_state(self._step.backend, self._step.groups, state_dict)
+        loop_checkpoint.load_state(self._step.backend, self._step.groups, state_dict)
         counters = state_dict["counters"]
         transaction = self._step.transaction
         transaction.load_state_dict(
@@ -472,14 +472,14 @@ def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
             dist.broadcast(tensor.data, src=dist.get_global_rank(group, 0), group=group)
 
 
-def get_forward_backward_func(plan: Plan) -> Callable[..., list]:
+def get_forward_backward_func(plan: Plan) -> Callable[..., list[Any]]:
     """`megaaccum.get_forward_backward_func(plan)`, with the reports of loss functions also where Megatron's loops look
     for them: on the last pipeline rank. (In a V the last stage is on the first one, which has them too.)"""
     run = entry.get_forward_backward_func(plan)
     return partial(_report_on_last_rank, run) if plan.layout.placement == "v" else run
 
 
-def _report_on_last_rank(run: Callable[..., list], *, pg_collection: Any = None, **arguments: Any) -> list:
+def _report_on_last_rank(run: Callable[..., list[Any]], *, pg_collection: Any = None, **arguments: Any) -> list[Any]:
     reports = run(pg_collection=pg_collection, **arguments)
     pp = (pg_collection or default_collection()).pp
     sent = [[_on(torch.device("cpu"), each) for each in reports]]

@@ -315,7 +315,7 @@ def half_a_state(folder: Path) -> str:
 
 def another_model(folder: Path) -> str:
     write_progress(folder, replace(read_progress(folder), shape={"num_layers": 3}))
-    return f"num_layers is 3 in {folder} and 2 in the configuration"
+    return f"num_layers is 3 in {folder}, but 2 in the configuration"
 
 
 def another_format(folder: Path) -> str:
