@@ -1,9 +1,9 @@
-"""Checkpoints: written aside and then made current, in pieces keyed by what they are of the whole model.
+"""Saving and loading checkpoints.
 
 Every rank hands torch.distributed.checkpoint the pieces that only it holds, as plain tensors (checkpoint/pieces.py has
-their keys). A load reads the pieces that overlap what this rank holds, so the layout may differ from that of the save
-in everything: tensor, pipeline, expert and data parallelism, ZeRO stage, backend. What is not a tensor is JSON beside
-them. Each tensor's SHA-256 is checked before any of them changes the model.
+their keys). A load reads the pieces that overlap what this rank holds, so every part of the layout may differ from that
+of the save: tensor, pipeline, expert and data parallelism, ZeRO stage, backend. Everything that is not a tensor is JSON
+beside them. Each tensor's SHA-256 is checked before the model changes.
 
     SAVE/step_0000120/   the pieces, .metadata and state.json
     SAVE/latest          the name of the folder to resume from, replaced in one rename
@@ -45,7 +45,7 @@ __all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", 
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
-    """Everything that has to be equal between a checkpoint and the model that takes it, whatever their layouts.
+    """The properties that must be equal between a checkpoint and the model that loads it, whatever their layouts.
     vocab_size: before padding."""
     fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
     return fixed | {"vocab_size": vocab_size, _PADDED: padded_vocab_size(plan.config, vocab_size)}
@@ -69,9 +69,9 @@ def save(
     retain: int | None = None,
     buffers: Buffers | None = None,
 ) -> Path:
-    """Write a checkpoint of the run and make it current; collective over the world.
+    """Write a checkpoint of the run and make it current. Collective over the world.
 
-    Raises CheckpointError on every rank when any of them could not write; what was current before still is.
+    Raises CheckpointError on every rank if any rank could not write; the checkpoint before it then stays current.
     """
     files = Files(Path(folder), progress, keep_last, retain)
     try:
@@ -80,15 +80,15 @@ def save(
         dcp.save(_written(backend, groups, buffers), storage_writer=_Writer(files.aside), process_group=groups.host)
         raise_on_all_ranks(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
-        raise files.given_up(error) from error
+        raise files.abandon(error) from error
     return files.target
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, and the SHA-256 of what then lies in the files, tensor by tensor, for `.metadata`.
+    """torch's writer, which also records each written tensor's SHA-256 in `.metadata`.
 
-    Where the system refuses a write, other ranks raise its own error: torch's zip format, closed over half a tensor,
-    raises another one about offsets, and an error that crosses ranks comes without the one that it was raised in.
+    If the system refuses a write, it raises the OSError itself: torch's zip format, closed over half a tensor, raises
+    another error about offsets, and an error that is sent to other ranks loses its __context__.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -108,10 +108,10 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class BackgroundSave:
-    """A checkpoint that is written while training goes on; it holds a copy of this rank's tensors until then.
+    """A checkpoint that is written while training continues, from a copy of this rank's tensors.
 
-    It becomes current as soon as all ranks have written, on rank 0's own thread. Constructed and finished on every
-    rank; `group` is `groups.for_background`'s, and at most one BackgroundSave may use it at a time.
+    It becomes current as soon as all ranks have written, on a thread of rank 0. Construct and finish it on every rank.
+    `group` is `groups.for_background`'s; only one BackgroundSave may use it at a time.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class BackgroundSave:
         retain: int | None = None,
         buffers: Buffers | None = None,
     ):
-        """Copy the tensors and start to write. Raises CheckpointError on every rank when the folder cannot be made."""
+        """Copy the tensors and start writing. Raises CheckpointError on every rank if the folder cannot be created."""
         self._files = Files(Path(folder), progress, keep_last, retain)
         self._current: Future[None] = Future()
         try:
             self._files.prepare()
         except CheckpointError as error:
-            raise self._files.given_up(error) from error
+            raise self._files.abandon(error) from error
         writing = dcp.async_save(
             _written(backend, groups, buffers),
             storage_writer=_Writer(self._files.aside),
@@ -143,8 +143,8 @@ class BackgroundSave:
         writing.add_done_callback(self._publish)
 
     def _publish(self, writing: Future[Any]) -> None:
-        """On the writing thread. torch's save ends on a rank only when all ranks have written, or with an error on all
-        of them."""
+        """Runs on the writing thread. torch's save ends on a rank only after all ranks have written, or with an error
+        on all ranks."""
         try:
             writing.result()
             self._files.publish_on_rank0()
@@ -154,12 +154,12 @@ class BackgroundSave:
             self._current.set_result(None)
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is current, and return its folder; collective over the world. Raises
-        CheckpointError on every rank when any of them could not write; what was current before still is."""
+        """Wait until the checkpoint is current, and return its folder. Collective over the world. Raises
+        CheckpointError on every rank if any rank could not write; the checkpoint before it then stays current."""
         try:
             raise_on_all_ranks(self._result)
         except CheckpointError as error:
-            raise self._files.given_up(error) from error
+            raise self._files.abandon(error) from error
         return self._files.target
 
     def _result(self) -> None:
@@ -170,32 +170,32 @@ class BackgroundSave:
 
     @property
     def target(self) -> Path:
-        """The folder that it becomes."""
+        """The final folder of the checkpoint."""
         return self._files.target
 
     def problem(self) -> CheckpointError | None:
-        """Why it failed, if this rank knows that by now."""
+        """The error of the save, if this rank knows of one already."""
         error = self._current.exception() if self._current.done() else None
-        return self._files.given_up(error) if error is not None else None
+        return self._files.abandon(error) if error is not None else None
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so long for this rank's part, whatever became of it: for a run that ends with another error."""
+        """Wait up to `seconds` for this rank's part and ignore its outcome: for a run that ends with another error."""
         wait_for([self._current], timeout=seconds)
 
 
 class _Copies(AsyncStager):
-    """The tensors that `dcp.async_save` is to write: copies in host memory, made before training may change the
-    tensors.
+    """The stager of `dcp.async_save`: copies this rank's tensors to host memory before training may change them.
 
-    torch's own stager copies the whole storage of each view; the pieces are views of one flat buffer.
+    torch's own stager copies the whole storage of each view, but the pieces are views of one flat buffer.
     """
 
     def __init__(self) -> None:
         self._synchronize_after_execute = False  # `stage` returns when the copies are made
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """From a GPU into pinned memory, which torch keeps for the next save, with one wait for all of them: copies
-        into other memory wait one by one, and go through the driver's buffer at a fraction of the speed."""
+        """Copy from a GPU into pinned memory, which torch caches for the next save, with one synchronization for all
+        tensors. (Copies into pageable memory synchronize one by one, through the driver's buffer, at a fraction of the
+        speed.)"""
         on_gpu = cpu.has_accelerator()
         copies = {}
         for key, tensor in state_dict.items():
@@ -206,11 +206,11 @@ class _Copies(AsyncStager):
         return copies
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: `stage` has waited."""
         return
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
         return
 
 
@@ -319,7 +319,7 @@ _SHOWN = 4
 
 
 def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
-    """All that this rank writes."""
+    """All tensors that this rank writes, by key."""
     first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
     whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
     mine = {piece.key: tensor for piece, tensor, writes in pieces.held_pieces(backend, groups) if writes}
@@ -330,6 +330,6 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
 
 
 def _rng(groups: Groups) -> dict[str, torch.Tensor]:
-    """This rank's random states, keyed by its place, so that only the same place takes them up again."""
+    """This rank's random states, keyed by its position in the layout: only the same position loads them."""
     place = f"{_RNG}pp{groups.pp.rank()}/dp{groups.dp_cp.rank()}/tp{groups.tp.rank()}/"
     return {place + name: state for name, state in rng.snapshot().items()}

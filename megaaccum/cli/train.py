@@ -89,11 +89,11 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
         num_threads=config.run.num_threads,
         master_port=port,
         imports=("megaaccum.pretrain.training.loop", "megaaccum.lab.advisor"),
-        go_on=lambda: _go_on(argv, config),
+        resume_hint=lambda: _resume_hint(argv, config),
     )
 
 
-def _go_on(argv: Sequence[str], config: Config) -> str:
+def _resume_hint(argv: Sequence[str], config: Config) -> str:
     """How the run of this command line goes on."""
     pointer = checkpoint_folder(config) / "latest"
     if not pointer.exists():

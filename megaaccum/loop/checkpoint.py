@@ -1,7 +1,7 @@
-"""Weights and optimizer state of a sharding backend in the form that Megatron's checkpoints take.
+"""Weights and optimizer state of a sharding backend in the form of Megatron's checkpoints.
 
-A model's weights are written as Megatron writes them: whole, by its own `sharded_state_dict`. Masters and moments are
-flat pieces of each parameter, by its name in the whole model.
+Weights are written as Megatron writes them: whole, by the model's own `sharded_state_dict`. Masters and moments are
+flat pieces of each parameter, keyed by its name in the whole model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; one of fully_shard's is gathered."""
+    """The whole tensor, in host memory; a DTensor of fully_shard's is gathered."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().to("cpu", copy=True)
 
 
 def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have `chunk.sharded_state_dict`, which Megatron's saver calls on the chunk without its wrappers, give copies of
-    whole weights in host memory."""
+    """Make `chunk.sharded_state_dict`, which Megatron's saver calls on the unwrapped chunk, return copies of whole
+    weights in host memory."""
     theirs: Callable[..., dict[str, Any]] = chunk.sharded_state_dict  # type: ignore[assignment]
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManag
 
 
 def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[str, Any], *, strict: bool) -> None:
-    """Take the whole weights of `chunk`, named as in its state_dict: parameters into the backend's state, whose masters
-    they become, and the rest into the chunk. Raises CheckpointError where a parameter is missing."""
+    """Load whole weights of `chunk`, named as in its state_dict: parameters into the backend's masters, everything else
+    into the chunk. Raises CheckpointError if a parameter is missing."""
     names = [name for name, _ in chunk.named_parameters()]
     if strict and (missing := [name for name in names if name not in state]):
         raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
@@ -66,7 +66,7 @@ def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[s
 
 
 def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
-    """Make the weights of `chunks`, which are whole now, the masters."""
+    """Copy the weights of `chunks`, which are whole at this moment, into the masters."""
     _copy_in(backend, dict(gpt.named_parameters(chunks)))
 
 
@@ -104,7 +104,7 @@ def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) -> None:
-    """Copy what was read into the backend's state. Raises CheckpointError where something of this rank is not there."""
+    """Copy `state` into the backend's state. Raises CheckpointError if a tensor of this rank is missing."""
     read = state[STATE]
     parts = {key: tensor for key, _, tensor in _parts(backend, groups)}
     if missing := sorted(parts.keys() - read.keys()):
@@ -114,7 +114,7 @@ def load_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) 
 
 
 def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, StatePiece, torch.Tensor]]:
-    """(key, piece, flat view) of every tensor that this rank holds a part of."""
+    """(key, piece, flat view) for every tensor that is not empty on this rank."""
     for piece in backend.state():
         copy = "copy" if gpt.is_tied_copy(piece.param) else ""  # a V has both on one rank
         rank = groups.tp.rank() if gpt.is_sharded_over_tp(piece.param) else 0

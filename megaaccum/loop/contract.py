@@ -1,15 +1,15 @@
 """The two objects that every loop around Megatron-core drives, over a sharding backend: chunks with the protocol of
-its DistributedDataParallel, and an optimizer with that of its MegatronOptimizer.
+Megatron's DistributedDataParallel, and an optimizer with that of its MegatronOptimizer.
 
     the loop calls                                  what happens
     chunk.zero_grad_buffer, optimizer.zero_grad     gradients of a step that was not taken are dropped
-    the schedule's first backward region            the step begins, or goes on: parameters are gathered
-    config.grad_scale_func = optimizer.scale_loss   the loss times the loss scale; nothing is divided
-    finalize_model_grads, ours or Megatron's        N is noted; nothing is divided
+    the schedule's first backward region            the step begins or continues: parameters are gathered
+    config.grad_scale_func = optimizer.scale_loss   the loss is multiplied by the loss scale; nothing is divided
+    finalize_model_grads, ours or Megatron's        N is recorded; nothing is divided
     optimizer.step                                  the transaction of step/: reduce, divide once, judge, update
 
-A step's gradient is what Megatron's own DistributedDataParallel makes of the same loss functions: with
-`calculate_per_token_loss` their sums over the tokens of all micro-batches and ranks, else the mean over data-parallel
+A step's gradient equals that of Megatron's DistributedDataParallel for the same loss functions: with
+`calculate_per_token_loss` the sum over the tokens of all micro-batches and ranks, otherwise the mean over data-parallel
 ranks of what Megatron's schedules have divided by the number of micro-batches.
 """
 
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 
 class LoopStep:
-    """The step that another loop drives: what its chunks and its optimizer share.
+    """The step that the chunks and the optimizer of a foreign loop share.
 
-    chunks: this rank's, without wrappers. per_token: whether loss functions return sums over tokens, which Megatron
-    counts (`calculate_per_token_loss`).
+    chunks: this rank's, unwrapped. per_token: whether loss functions return sums over tokens, which Megatron counts
+    (`calculate_per_token_loss`).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LoopStep:
         self._hidden: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
 
     def fill_hooks(self) -> None:
-        """Put what follows the loop's schedules into the chunks' configuration, around the backend's own hooks."""
+        """Set the hooks of Megatron's schedules in the chunks' configuration, around the backend's own."""
         configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in self.chunks}
         for config in configs.values():
             config.calculate_per_token_loss = self._per_token
@@ -79,13 +79,13 @@ class LoopStep:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around all but a chunk's last backward. Every schedule enters it before its first forward."""
+        """Context around all but a chunk's last backward. Every schedule enters it before its first forward."""
         self.before_forward()
         with self.backend.no_sync_func():
             yield
 
     def before_forward(self) -> None:
-        """Parameters are whole after this; the first forward of a flush begins it."""
+        """Gather the parameters; the first forward of a flush begins the flush."""
         if not torch.is_grad_enabled():
             self._gather()
         elif not self._in_flush:
@@ -101,16 +101,17 @@ class LoopStep:
             self._gathered = True
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that a backward starts from: times the loss scale, and what the reduction over ranks divides by."""
+        """The loss with which a backward starts, multiplied by the loss scale and by the divisor of the reduction over
+        ranks."""
         return self.backend.grad_scale_func(loss) * self._factor
 
     def finalize(self, models: Any = None, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
-        """`config.finalize_model_grads_func`: a flush is over. num_tokens: of this rank, where losses are per token."""
+        """`config.finalize_model_grads_func`: end a flush. num_tokens: on this rank, if losses are per token."""
         self._end_flush(num_tokens)
 
     def _end_flush(self, weight: torch.Tensor | float | None) -> None:
-        """weight: of the flush on this rank. None: its losses are means, and weigh 1 on each data-parallel rank however
-        many flushes a step has, because Megatron adds them up."""
+        """End a flush. weight: of the flush on this rank; None if its losses are means, which weigh 1 on each
+        data-parallel rank however many flushes a step has, because Megatron adds them up."""
         self._in_flush = False
         self.backend.finalize_model_grads_func(self.chunks)
         if weight is None:
@@ -121,8 +122,8 @@ class LoopStep:
     # --- Megatron's own finalize_model_grads ---
 
     def finish_grad_sync(self) -> None:
-        """Megatron's finalize_model_grads begins. What it would sum over tp, and over copies of an embedding, the
-        backend sums later with the rest, so that it is shown no gradient."""
+        """End a flush when Megatron's finalize_model_grads begins. Gradients are hidden from it: what it would sum over
+        tp and over copies of an embedding, the backend sums later."""
         if not self._in_flush:
             return
         if self._per_token and self.plan.layout.placement == "v":
@@ -136,12 +137,13 @@ class LoopStep:
                         setattr(param, name, None)
 
     def note_scaling(self, factor: torch.Tensor | float) -> None:
-        """Megatron's finalize_model_grads would multiply the gradient by `factor`, 1 / N, now: the commit does."""
+        """Record `factor`, 1 / N, by which Megatron's finalize_model_grads would multiply the gradient now: the commit
+        does."""
         first = dist.get_rank() == 0
         self.train_steps.end_flush(float(round(1.0 / float(factor))) if first else 0.0)
 
     def _show(self) -> None:
-        """Give parameters back the gradients that were hidden."""
+        """Restore the gradients that were hidden."""
         for param, name, grad in self._hidden:
             setattr(param, name, grad)
         self._hidden.clear()
@@ -149,13 +151,14 @@ class LoopStep:
     # --- the step ---
 
     def abandon(self) -> None:
-        """Drop the gradients of a step that was begun and not taken."""
+        """Drop the gradients of a step that was begun but not taken."""
         self._show()
         self._in_flush, self._flushes = False, 0
         self.train_steps.abandon()
 
     def step(self) -> tuple[bool, float]:
-        """(whether all ranks have updated, gradient norm before clipping): the same on every rank."""
+        """Take the step. Returns (whether all ranks have updated, gradient norm before clipping), the same on every
+        rank."""
         self._show()
         self._in_flush, self._flushes = False, 0
         lr = float(self.backend.param_groups[0]["lr"])
@@ -168,13 +171,13 @@ class LoopStep:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, parameters are whole; no flush may be open."""
+        """Context in which parameters are whole; no flush may be open."""
         self._gathered = False
         with self.backend.whole():
             yield
 
     def adopt(self) -> None:
-        """Take what was written into the backend's state as the weights."""
+        """Make the weights those that were written into the backend's state."""
         self._gathered = False
         self.backend.adopt_state(self.transaction.num_updates)
 
@@ -190,10 +193,10 @@ _V_AND_THEIRS = (
 
 
 class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core has no types
-    """A chunk as Megatron's loops see it. Its base is Megatron's wrapper, which `unwrap_model` knows, but without the
+    """A chunk with the protocol of Megatron's DistributedDataParallel, which `unwrap_model` knows, but without its
     buffers: the sharding backend has the gradients.
 
-    module: the chunk as it was given, which may be a Float16Module.
+    module: the chunk as given, possibly a Float16Module.
     """
 
     def __init__(self, module: torch.nn.Module, step: LoopStep, number: int):
@@ -216,12 +219,13 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         return self.module(*inputs, **kwargs)
 
     def set_is_first_microbatch(self) -> None:
-        """For Transformer Engine's modules, where the chunk is one of Megatron's."""
+        """Forward the call to Transformer Engine's modules, if the chunk is one of Megatron's."""
         if isinstance(self.module, MegatronModule):
             self.module.set_is_first_microbatch()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around all but the last backward. Of several chunks the first speaks for all, as the backend's hook does."""
+        """Context around all but the last backward. Only the first chunk's acts: the backend's hook serves all
+        chunks."""
         return self._step.no_sync() if self._number == 0 else nullcontext()
 
     def zero_grad_buffer(self) -> None:
@@ -229,8 +233,8 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         self._step.abandon()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Nothing to do: the backend reduces inside the last backward, or in `optimizer.step` where every backward was
-        inside `no_sync`. Raises ConfigError where the backend cannot."""
+        """Do nothing: the backend reduces inside the last backward or, if every backward was inside `no_sync`, in
+        `optimizer.step`. Raises ConfigError if the backend cannot defer the reduction."""
         backend = self._step.backend
         if not backend.can_defer:
             name = self._step.plan.config.sharding.backend
@@ -242,7 +246,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
             )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """The flush is over."""
+        """End the flush."""
         if force_all_reduce:
             raise printed_once(
                 ConfigError("force_all_reduce (save_wgrads_interval) needs whole gradients: leave it out")
@@ -250,35 +254,35 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         self._step.finish_grad_sync()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Take note of 1 / N, with which the commit divides once; the chunks are given the same one."""
+        """Record 1 / N, by which the commit multiplies once; every chunk is passed the same factor."""
         if self._number == 0:
             self._step.note_scaling(scaling_factor)
 
     def broadcast_params(self) -> None:
-        """Nothing to do: `wrap` has broadcast them, and every rank keeps its part of one model since."""
+        """Do nothing: `wrap` has broadcast the parameters."""
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Nothing to do: parameters are gathered before they are read."""
+        """Do nothing: parameters are gathered before they are read."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The chunk's, whole, in host memory."""
+        """The chunk's state_dict with whole tensors, in host memory."""
         with self._step.whole():
             return loop_checkpoint.copied(self.module.state_dict(*args, **kwargs))
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The chunk's, whole, in host memory."""
+        """The chunk's state_dict for checkpoints with whole tensors, in host memory."""
         with self._step.whole():
             return loop_checkpoint.copied(self.module.state_dict_for_save_checkpoint(*args, **kwargs))  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Take whole weights; the optimizer's masters become these weights. Raises CheckpointError."""
+        """Load whole weights into the chunk and the optimizer's masters. Raises CheckpointError."""
         step = self._step
         loop_checkpoint.load_weights(step.backend, step.chunks[self._number], state_dict, strict=strict)
         step.adopt()
 
 
 class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core has no types
-    """An optimizer as Megatron's loops see it: its step is the transaction of this package.
+    """An optimizer with the protocol of MegatronOptimizer; its step is this package's transaction.
 
     optimizer: torch's, whose groups the backend has filled with this rank's partitions.
     """
@@ -293,7 +297,7 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, for a learning-rate schedule."""
+        """The optimizer's groups, for a learning-rate schedule."""
         return self._step.backend.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -301,25 +305,29 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         self._step.abandon()
 
     def step(self) -> tuple[bool, float, None]:
-        """(whether all ranks have updated, gradient norm before clipping, None: zeros are not counted).
+        """Take the step. Returns (whether all ranks have updated, gradient norm before clipping, None: zeros are not
+        counted).
 
-        Collective over the world; the verdict is one for all ranks, and a skipped step leaves weights, moments and
-        random states as they were. Raises StepError on every rank where the plan ends the run, or no backward came."""
+        Collective over the world. The verdict is the same on all ranks; a skipped step leaves weights, moments and
+        random states unchanged. Raises StepError on every rank if the plan ends the run, or if no backward ran.
+        """
         return *self._step.step(), None
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Of the next backward, shape [1]; 1 without FP16."""
+        """The loss scale of the next backward, shape [1]; 1 without FP16."""
         return torch.full((1,), self._step.train_steps.recovery.loss_scale, device=cpu.device())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that a backward starts from."""
+        """The loss with which a backward starts."""
         return self._step.scale_loss(loss)
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Make the chunks' weights the masters, or those of `state_dict`: whole, by the names of a checkpoint of
-        Megatron's (`model`, or `model0`, `model1`, ...). (Without one, load weights before `wrap`, or by a chunk's
-        load_state_dict: most backends keep parameters in partitions, to which nothing can be written.) Raises
-        CheckpointError."""
+        """Copy the chunks' weights into the masters, or those of `state_dict`: whole, by the names of Megatron's
+        checkpoints (`model`, or `model0`, `model1`, ...). Raises CheckpointError.
+
+        Without a state_dict, load weights before `wrap` or by a chunk's load_state_dict: most backends keep parameters
+        in partitions, into which nothing can be written in place.
+        """
         step = self._step
         if state_dict is None:
             with step.whole():
@@ -333,16 +341,16 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
     ) -> dict[str, Any]:
-        """For torch_dist: masters and moments by their names in the whole model, so that they load at another layout of
-        dp and pp, and the counters."""
+        """Masters and moments for torch_dist, by their names in the whole model, and the counters; they load at another
+        dp and pp."""
         return loop_checkpoint.sharded_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """This rank's parts, copied to host memory; to be loaded at the same layout."""
+        """This rank's masters and moments in host memory, and the counters; they load at the same layout only."""
         return loop_checkpoint.local_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `sharded_state_dict` or `state_dict` was taken."""
+        """Restore the state that `sharded_state_dict` or `state_dict` returned."""
         loop_checkpoint.load_state(self._step.backend, self._step.groups, state_dict)
         counters = state_dict["counters"]
         transaction = self._step.transaction
@@ -401,21 +409,24 @@ def wrap(
     *,
     optimizer: OptimizerFactory | None = None,
 ) -> tuple[list[LoopChunk], LoopOptimizer]:
-    """(chunks, optimizer) with the protocols of Megatron's DistributedDataParallel and MegatronOptimizer, over the
-    plan's sharding backend; collective over the world.
+    """Wrap chunks and their optimizer in the protocols of Megatron's DistributedDataParallel and MegatronOptimizer
+    over the plan's sharding backend. Collective over the world.
 
     Args:
-        chunks: this rank's Megatron chunks in the order of the schedule, bare or in a Float16Module, with
-            `config.calculate_per_token_loss` as their loss functions mean it (without a `config`: the plan's
-            `loss_norm`). Their weights on the first data-parallel rank are the initial ones, broadcast here. Their
-            hooks have to be None.
+        chunks: this rank's Megatron chunks in the order of the schedule, bare or in a Float16Module. Their hooks have
+            to be None. `config.calculate_per_token_loss` has to match their loss functions (without a `config`, the
+            plan's `loss_norm` holds). The weights of the first data-parallel rank are broadcast.
         groups: Megatron's ProcessGroupCollection of the layout; None: those of `parallel_state`.
-        plan: layout, sharding, what happens to a bad step, `clip_grad`; its numbers of micro-batches are those of a
-            usual step, which the loop need not keep to.
-        optimizer: a torch optimizer class, or what makes one of a list of parameters; default: AdamW by the plan.
+        plan: layout, sharding, treatment of bad steps, `clip_grad`. A step of the loop may have another number of
+            micro-batches than the plan's.
+        optimizer: a torch optimizer class, or a function of a list of parameters; default: AdamW by the plan.
 
-    The loop then calls a schedule and `optimizer.step()` as with Megatron's own objects. Raises ConfigError on every
-    rank where chunks, groups and the plan do not fit together, or the plan asks for what such a loop cannot have.
+    Returns:
+        (chunks, optimizer). The loop then calls a schedule and `optimizer.step()` as with Megatron's own objects.
+
+    Raises:
+        ConfigError: on every rank, if chunks, groups and the plan do not match, or the plan asks for something that
+            such a loop cannot have.
     """
     start_together(plan)
     built = groups_of(plan, groups)
@@ -441,7 +452,7 @@ def wrap(
 
 
 def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
-    """Refuse what only an engine can do, because the step's micro-batches are its own."""
+    """Refuse what needs an Engine, which has the step's micro-batches before they run. Raises ConfigError."""
     problems = []
     if plan.config.step.nonfinite == "drop_microbatch":
         problems.append(
@@ -465,7 +476,7 @@ def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
 
 
 def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
-    """Make the first data-parallel rank's weights and buffers those of all."""
+    """Broadcast weights and buffers of the first data-parallel rank."""
     for chunk in chunks:
         for tensor in (*chunk.parameters(), *chunk.buffers()):
             group = groups.dp_cp if getattr(tensor, "allreduce", True) else groups.collection.expt_dp
@@ -473,8 +484,9 @@ def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
 
 
 def get_forward_backward_func(plan: Plan) -> Callable[..., list[Any]]:
-    """`megaaccum.get_forward_backward_func(plan)`, with the reports of loss functions also where Megatron's loops look
-    for them: on the last pipeline rank. (In a V the last stage is on the first one, which has them too.)"""
+    """The schedule of `plan` as a function with Megatron's signature (`megaaccum.get_forward_backward_func`). Reports
+    of loss functions are on the last pipeline rank, where Megatron's loops read them; in a V, whose last stage is on
+    the first rank, on that rank too."""
     run = entry.get_forward_backward_func(plan)
     return partial(_report_on_last_rank, run) if plan.layout.placement == "v" else run
 
@@ -488,7 +500,7 @@ def _report_on_last_rank(run: Callable[..., list[Any]], *, pg_collection: Any = 
 
 
 def _on(device: torch.device, report: Any) -> Any:
-    """A report, with its tensors on `device`."""
+    """A report with its tensors on `device`."""
     if isinstance(report, dict):
         return {name: _on(device, each) for name, each in report.items()}
     return report.to(device) if isinstance(report, torch.Tensor) else report

@@ -1,9 +1,9 @@
-"""A training script recorded: it runs in a jail with recorders in place of launchers, and what it would have started is
-read.
+"""Recording a training script: it runs in a jail with recorders in place of launchers, and the command that it would
+have started is read.
 
-The jail is a user, mount, network and process namespace (util-linux `unshare`): the system read-only, the script's
-project under an overlay that takes what is written to it, a root folder of its own for everything else, no network, no
-input, ten seconds.
+The jail is a user, mount, network and process namespace (util-linux `unshare`): the system is read-only, the script's
+project is under an overlay that takes its writes, everything else is in a root folder of its own; there is no network
+and no input, and the script ends after ten seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Launch:
     """Where a recorded script's files are: (folder as the script saw it, folder that holds what it wrote there)."""
 
     def path(self, name: str) -> Path:
-        """Where a file that the flags name is: what the script wrote, else the file of that name."""
+        """The path of a file that the flags name: the one that the script wrote if there is one."""
         path = self.folder / name
         for seen, holds in self.written:
             if path.is_relative_to(seen) and (holds / path.relative_to(seen)).exists():
@@ -118,7 +118,7 @@ _Places = tuple[tuple[Path, Path], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One command that the script would have started."""
+    """A command that the script would have started."""
 
     folder: str
     words: list[str]
@@ -126,14 +126,10 @@ class _Record:
 
 @contextmanager
 def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
-    """Run `command` (such as bash train.sh ARGS) with recorders, and give the one training launch in it. The files that
-    the script wrote are there until the block ends.
-
-    jail: False runs it as it is, with the recorders first on PATH.
-
-    Raises:
-        ConfigError: it does not end in ten seconds, starts no training or more than one, or there is no jail to be had.
-    """
+    """Run `command` (such as bash train.sh ARGS) with recorders, and yield the one training launch in it. The files
+    that the script wrote exist until the context ends. jail: False runs the script as it is, with the recorders first
+    on PATH. Raises ConfigError if the script does not end in ten seconds, starts no training or more than one, or no
+    jail can be made."""
     script = _script_of(command)
     top = _top(script)
     with tempfile.TemporaryDirectory(prefix="megaaccum-record-") as scratch:
@@ -178,7 +174,7 @@ def _write_recorders(folder: Path) -> None:
 
 
 def _top(script: Path) -> Path:
-    """The project that the script is in: up to the folder with .git, or its own folder."""
+    """The project of the script: its nearest parent folder with .git, or its own folder."""
     top = next((each for each in script.parents if (each / ".git").exists()), script.parent)
     return script.parent if top == Path(top.anchor) else top
 
@@ -201,7 +197,7 @@ _NO_JAIL = (
 
 
 def _run(words: list[str], places: dict[str, str], *, tools: str, records: str) -> str:
-    """Run the script without input. Returns the end of what it printed."""
+    """Run the script without input. Returns the end of its output."""
     path = f"{tools}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = os.environ | {"PATH": path, "MEGAACCUM_RECORD": records, "FOLDER": os.getcwd()} | places
     environment.pop("BASH_ENV", None)
@@ -262,7 +258,7 @@ def _as_launch(record: _Record, script: Path, shown: _Places) -> Launch:
 
 
 def world_size(words: Sequence[str]) -> int | None:
-    """Ranks that a launcher's own flags ask for, or None where they leave it open."""
+    """Ranks that a launcher's own flags request; None if they leave it open."""
     text = " ".join(words).replace("=", " ")
 
     def number(*names: str) -> int | None:

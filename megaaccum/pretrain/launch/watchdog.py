@@ -1,7 +1,7 @@
-"""A limit on a step's time: past it every rank says what it was doing, and the run ends.
+"""A limit on a step's time: a rank that exceeds it reports its state, and the run ends.
 
-A collective that one rank does not reach makes all others wait, so the limit passes on every rank within a moment, and
-each reports the phase, the action, the last message between stages and the stack of every thread.
+A collective that one rank does not reach makes all others wait, so the limit expires on every rank within a moment.
+Each reports the phase, the action, the last message between stages and the stack of every thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ GRACE_SECONDS = 5.0
 
 
 class Watchdog:
-    """Watches the steps of this rank. limit: seconds that one may take, 0 for no limit. first_limit: the same of the
-    first step, in which kernels are compiled and NCCL connects; the larger of both counts. folder: takes `rank_N.txt`
-    with what was said, beside standard error. trace: what this rank notes about itself."""
+    """Watches the steps of this rank. limit: seconds per step, 0 for no limit. first_limit: seconds of the first step,
+    in which kernels are compiled and NCCL connects; the larger of the two holds. folder: receives the report as
+    `rank_N.txt`, beside standard error. trace: this rank's notes on what it is doing."""
 
     def __init__(self, limit: float, *, rank: int, folder: Path, trace: Trace, first_limit: float = 0.0):
         self._limit = limit
@@ -38,7 +38,7 @@ class Watchdog:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one step. Ends this process with EXIT_CODE when it takes longer than the limit."""
+        """Context around one step. Ends this process with EXIT_CODE if the step exceeds the limit."""
         if self._limit <= 0:
             yield
             return
@@ -66,7 +66,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def report(self, number: int, limit: float, seconds: float) -> str:
-        """This rank's report on step `number`, which may take `limit`, after `seconds`."""
+        """This rank's report on step `number` after `seconds`, of which `limit` are allowed."""
         key = "step_timeout_seconds" if limit == self._limit else "a first step may (by distributed_timeout_minutes)"
         head = f"rank {self._rank}: step {number} takes {seconds:.0f} s, more than {key} {limit:g}."
         return f"{head} {self._trace}. Stacks:\n" + _stacks()

@@ -1,4 +1,4 @@
-"""The four lines that open a run, and on GPUs a fifth."""
+"""The summary printed at the start of a run: four lines, and on GPUs a fifth."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def train(plan: Plan, advisor: Advisor) -> int:
                     stop = run.is_to_stop()
                     result = engine.train_step(microbatches, stop=stop, problem=problem, upcoming=upcoming)
             except MegaaccumError as error:
-                raise run.saver.saved(error) from error
+                raise run.saver.save_before_raising(error) from error
             if engine.step < run.last_step and not result.stop:
                 engine.gather_ahead()
             if result.advanced:

@@ -85,8 +85,8 @@ class TrainingRun:
 
     @contextmanager
     def open(self) -> Iterator[SharedLoader]:
-        """Around the steps: opens the loader of training samples; at the end waits for a checkpoint that is still being
-        written. An error is recorded in the log."""
+        """Context around the steps: opens the loader of training samples, and at the end waits for a checkpoint that is
+        still being written. Records an error in the log."""
         try:
             with self.saver, closing(training_loader(self.engine, self.data)) as self.loader:
                 yield self.loader

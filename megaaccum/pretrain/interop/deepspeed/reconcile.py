@@ -1,4 +1,4 @@
-"""A user's DeepSpeed JSON held against megaaccum's keys."""
+"""Reconciling a user's DeepSpeed JSON with megaaccum's keys."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ORIGIN = "deepspeed block"
 
 @dataclass(slots=True)
 class Reconciler:
-    """Holds values of the JSON against keys: takes over what was not written, names what disagrees."""
+    """Compares values of the JSON with keys: adopts those whose key was not written, reports those that disagree."""
 
     config: Config
     notes: list[str]
     problems: list[str]
 
     def same(self, path: str, value: object, key: str) -> None:
-        """`path` of the JSON and `key` mean the same thing. 'auto' leaves it to the key."""
+        """Reconcile `path` of the JSON with `key`, which means the same. 'auto' leaves the value to the key."""
         if value is None or value == "auto":
             return
         item = all_keys()[key]
@@ -57,18 +57,18 @@ class Reconciler:
             )
 
     def outranked(self, key: str) -> bool:
-        """Whether `key` is from the command line and the JSON is not."""
+        """Whether `key` is from the command line but the JSON is not."""
         origin = self.config.origin
         return origin.get(key) == COMMAND_LINE != origin.get("deepspeed")
 
     def refuse(self, path: str, value: object, instead: str) -> None:
-        """`path` is something that megaaccum does not do."""
+        """Report that `path` of the JSON is not supported, with what to write instead."""
         self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
 
     def sort(
         self, path: str, value: object, refused: dict[str, str], dropped: dict[str, str], known: Iterable[str]
     ) -> None:
-        """Refuse or note a key that no key of megaaccum's stands for, by its list; name one that DeepSpeed lacks."""
+        """Refuse or note a key that has no counterpart here, by its list; report one that DeepSpeed does not have."""
         name = path.rsplit(".", 1)[-1]
         if name in refused:
             if keys.is_on(value):
@@ -106,12 +106,12 @@ def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> 
     return block
 
 
-def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
-    """Make `block` the DeepSpeed block of `config`, and take over, in place, what it says and no key of megaaccum's
-    does; notes go to the configuration's.
+def reconcile(config: Config, block: dict[str, object], origin: str) -> list[str]:
+    """Make `block` the DeepSpeed block of `config`, and set, in place, the keys that it gives and that were not
+    written. Adds notes to the configuration's.
 
-    Returns one text per key that disagrees with a key of megaaccum's, is unknown, or cannot be honoured. Batch sizes
-    that both give are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
+    Returns one text per key that disagrees with one of megaaccum's, is unknown, or is not supported. Batch sizes given
+    by both are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
     """
     config.deepspeed = block
     config.origin["deepspeed"] = origin
@@ -121,7 +121,7 @@ def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
             handler(reconciler, name, value)
         else:
             reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
-    _adopt_batch(reconciler)
+    _reconcile_batch(reconciler)
     if not precision.is_given(config) and not {"bf16", "bfloat16", "fp16"} & block.keys():
         config.sharding.params_dtype = "fp32"
         config.origin["params_dtype"] = ORIGIN
@@ -129,8 +129,8 @@ def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
     return reconciler.problems
 
 
-def _adopt_batch(reconciler: Reconciler) -> None:
-    """Batch sizes of the JSON where the keys leave them open; DeepSpeed's micro-batch is a pipeline's micro-batch."""
+def _reconcile_batch(reconciler: Reconciler) -> None:
+    """Set batch sizes that the keys leave open. DeepSpeed's micro-batch is a pipeline's micro-batch."""
     config, block = reconciler.config, reconciler.config.deepspeed
     written = {name for name in SIZES if getattr(config.batch, name) is not None}
     if not written & {"global_batch_size", "grad_accum_steps"}:
@@ -173,7 +173,7 @@ _LOSS_SCALE_KEYS = {
 
 
 def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
-    """DeepSpeed's loss scale in megaaccum's keys: loss_scale 0 is a dynamic one, that starts at a power of two."""
+    """Set the keys of the loss scale. DeepSpeed's loss_scale 0 is a dynamic scale that starts at a power of two."""
     if block.get("loss_scale") not in (None, "auto", 0):
         reconciler.same("fp16.loss_scale", block["loss_scale"], "loss_scale")
     power = block.get("initial_scale_power")
@@ -280,7 +280,8 @@ _IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_s
 
 
 def _optimizer(reconciler: Reconciler, block: dict[str, Any]) -> None:
-    """Adam and AdamW agree with megaaccum's AdamW, which is decoupled as DeepSpeed's Adam is by default."""
+    """Reconcile the optimizer: Adam and AdamW both are the decoupled AdamW here, which DeepSpeed's Adam is by
+    default."""
     kind = str(block.get("type", ""))
     if kind.lower() not in ("adam", "adamw"):
         reconciler.refuse("optimizer.type", kind or "(missing)", "the optimizer is AdamW; set it to AdamW")
@@ -310,7 +311,8 @@ def _betas(reconciler: Reconciler, path: str, value: object) -> None:
 
 
 def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
-    """DeepSpeed's warm-up schedulers with a linear warm-up are Megatron's constant, linear and cosine decay."""
+    """Reconcile the scheduler: DeepSpeed's schedulers with a linear warm-up are Megatron's constant, linear and cosine
+    decay."""
     kind = str(block.get("type", ""))
     style = _DECAY_STYLES.get(kind.lower())
     if style is None:

@@ -1,4 +1,4 @@
-"""Fields of Megatron's model configuration that a configuration may carry, checked against the installed version."""
+"""Fields of Megatron's model configuration in a configuration file, checked against the installed version."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _types() -> dict[str, object]:
 
 
 def accept_model_field(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> bool:
-    """Whether an unknown name is a field of Megatron's model configuration; its value is then put into `fields`, or a
-    text into `problems`."""
+    """Put the value of an unknown name into `fields`, or a text into `problems`, if it is a field of Megatron's model
+    configuration. Returns whether it is."""
     name = unknown.written
     if unknown.section not in (None, "model") or name not in model_fields():
         return False

@@ -16,12 +16,12 @@ OFF = 0.1
 """A measured figure that differs from the plan's by more than this share is highlighted."""
 
 
-def of_one(run: Run) -> str:
+def render_run(run: Run) -> str:
     """The page of a run."""
     return _render(title=f"Run {run.folder.name}", runs=[_view(run, "a")])
 
 
-def of_two(left: Run, right: Run) -> str:
+def render_comparison(left: Run, right: Run) -> str:
     """The page of two runs: what differs between them, then section by section beside each other."""
     names = left.folder.name, right.folder.name
     if names[0] == names[1]:
