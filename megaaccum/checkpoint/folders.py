@@ -117,8 +117,8 @@ class Files:
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
         self.target = folder / name
-        # A run that starts afresh in a folder comes by the steps of the one before: whatever is current stays until
-        # the new one is.
+        # A fresh run in an old folder reaches the old run's steps: the current checkpoint stays until the new one is
+        # complete.
         number = 1
         while self.target.exists():
             number += 1
@@ -151,14 +151,14 @@ class Files:
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob("step_*.tmp"):  # of runs that were killed: only one is written at a time
+        for left in self._folder.glob("step_*.tmp"):  # of runs that were killed: one is written at a time
             shutil.rmtree(left, ignore_errors=True)
         self.aside.mkdir()
 
     def _publish(self) -> None:
         write_progress(self.aside, self._progress)
         self.aside.rename(self.target)
-        sync(self._folder)  # after a power cut the name in `latest` is there only with what it names
+        sync(self._folder)  # so that after a power failure `latest` never names a folder that is missing
         write_text(self._folder / "latest", self.target.name + "\n")
         others = [p for p in self._folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp" and p != self.target]
         same_step = [p for p in others if p.name.partition("-")[0] == self.target.name.partition("-")[0]]

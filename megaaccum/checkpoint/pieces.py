@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from megaaccum.sharding.base import StatePiece
 
 _AT_ONCE = 1 << 24
-"""Elements whose places are computed together where tp changes: 8 bytes each, a few times over."""
+"""Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""
 _STATE_SPACE = re.compile(r"\.mixer\.(in_proj|conv1d)\.")
-"""Several matrices in one, each cut over tensor-parallel ranks: not as `Cut` describes it."""
+"""Parameters that consist of several matrices, each cut over tensor-parallel ranks, which `Cut` does not describe."""
 _SHOWN = 4
 """Parameters that a message names."""
 

@@ -22,7 +22,7 @@ def first_good[Loaded](
     whatever `load` raises other than DamagedCheckpoint.
     """
     found, problem = raise_on_all_ranks(resume_candidates, folder)
-    # Ranks that each resume from what their own host has would wait for each other for ever.
+    # Ranks that resumed from different checkpoints would wait for each other forever.
     assert_same_on_ranks(
         "the checkpoints to resume from; hosts have to share their folder",
         " ".join(path.name for path in found) or "none",
@@ -30,7 +30,7 @@ def first_good[Loaded](
     problems = [problem] if problem else []
     for checkpoint in found:
         if problems:
-            report(f"{problems[-1]}: the run goes on from {checkpoint.name}")
+            report(f"{problems[-1]}: the run resumes from {checkpoint.name}")
         try:
             return load(checkpoint)
         except DamagedCheckpoint as error:

@@ -76,7 +76,7 @@ def save(
     files = Files(Path(folder), progress, keep_last, retain)
     try:
         files.prepare()
-        # Plans are gathered on rank 0, as many times the longest as there are ranks: over NCCL in its GPU's memory.
+        # Rank 0 gathers the plans, each padded to the longest. Over NCCL that would be in its GPU's memory.
         dcp.save(_written(backend, groups, buffers), storage_writer=_Writer(files.aside), process_group=groups.host)
         raise_on_all_ranks(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
@@ -236,7 +236,7 @@ def load(
     stored = pieces.Stored(key for key in reader.stored if not key.startswith((_RNG, _BUFFER)))
     raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, only_weights=only_weights)
     _check_size(current, stored, backend, groups)
-    # All that this rank needs is read before the model changes.
+    # Everything is read and checked before the model changes: an error leaves the model as it was.
     held = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
     covering = raise_on_all_ranks(lambda: [stored.covering(piece) for piece, _, _ in held])
     random = {key for key in _rng(groups) if key in reader.stored and not only_weights}

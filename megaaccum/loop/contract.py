@@ -293,7 +293,7 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         super().__init__(optimizer, config)
         self._step = step
         for group in self.param_groups:
-            group.setdefault("default_config", "max_lr" not in group)  # whose lr Megatron's loop prints
+            group.setdefault("default_config", "max_lr" not in group)  # Megatron's loop prints the lr of this group
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

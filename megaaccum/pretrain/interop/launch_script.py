@@ -50,7 +50,7 @@ class Launch:
 
 
 SECONDS = 10
-"""A script that takes longer is not one that starts training."""
+"""The time limit of a script; one that starts training takes less."""
 
 LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate")
 """Commands whose words are recorded."""
@@ -58,7 +58,7 @@ LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate")
 WRAPPERS = (
     "srun", "sbatch", "mpirun", "mpiexec", "uv", "nohup", "numactl", "nsys", "singularity", "apptainer", "docker",
 )  # fmt: skip
-"""Commands that start another command, which is looked for among their words."""
+"""Commands that start another command, which is among their words."""
 
 SILENT = (
     "sleep", "wget", "curl", "pip", "pip3", "conda", "nvidia-smi", "scontrol", "ssh", "scp", "rsync", "ds_ssh", "ray",
@@ -113,7 +113,7 @@ exec chroot "$ROOT" /bin/sh -c 'cd "$1" && shift && exec "$@"' sh "$FOLDER" "$@"
 
 
 _Places = tuple[tuple[Path, Path], ...]
-"""As Launch.written."""
+"""The type of Launch.written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ def _in_jail(command: Sequence[str]) -> list[str]:
 
 
 _NO_JAIL = (
-    "--record runs the script in namespaces of its own, and this machine gives none: {reason}. Pass"
-    " --record-without-jail to run it as it is, with recorders in place of the launchers: what else it does, it does."
+    "--record runs the script in namespaces of its own, but this machine provides none: {reason}. Pass"
+    " --record-without-jail to run it as it is, with recorders in place of the launchers: all else in it takes effect."
 )
 
 
@@ -230,7 +230,7 @@ def _read_records(folder: Path) -> list[_Record]:
 # --- what was recorded ----------------------------------------------------------------------------------------------
 
 _OF_TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-cfg", "--config"}
-"""Flags by one of which a command is known to be training, whatever its program is called."""
+"""Flags any of which identifies a command as training, whatever the program's name."""
 
 
 def _the_launch(records: list[_Record], script: Path, shown: _Places, output: str) -> Launch:

@@ -29,13 +29,13 @@ from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.launch.processes import RankError, RankProcess, describe_status
 
 GRACE_SECONDS = 10.0
-"""After one rank failed: time for the others to end before they are ended."""
+"""Time for the other ranks to end after one rank failed."""
 TAIL_LINES = 20
-"""Lines of a failed rank's output that are shown."""
+"""Last lines of a failed rank's output that are shown."""
 WORKER = "megaaccum.cli.train:main"
 _ERROR_FILE = "MEGAACCUM_ERROR_FILE"
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""What gloo and NCCL write of a rank that is no longer there."""
+"""Texts of gloo and NCCL about a rank that has ended."""
 _KILLED = (
     "a rank that ends with SIGKILL was most likely killed by the system for want of memory (`dmesg` names it: Out of"
     " memory): take a smaller micro_batch_size, fewer ranks on this machine, or recompute."
@@ -71,7 +71,7 @@ def launch_local(
         raise LaunchError(f"nproc_per_node: {nproc} ranks cannot be started; the least is 1")
     threads = num_threads or threads_per_rank(nproc)
     with processes.listen(master_port) as sock, tempfile.TemporaryDirectory(prefix="megaaccum-") as folder:
-        # Before torch is imported here: its pool of threads takes this size when it is first used.
+        # Before torch is imported: its thread pool gets this size at its first use.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         body = _body(argv, worker, threads, fork, imports)
         job = _Job(nproc, sock.getsockname()[1], threads, Path(folder), resume_hint)
@@ -186,13 +186,14 @@ class _Job:
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 break
-            # Forwarded signals interrupt no poll (PEP 475), so it is short: a second signal sets self.kill.
+            # Signals do not interrupt a poll (PEP 475), so it is short: a second signal sets self.kill.
             ended = processes.wait(self.ranks, min(left, 1.0))
             self.failed += sorted((process for process in ended if process.status != 0), key=self._time_of_error)
             if self.failed and deadline is None:
                 deadline = time.monotonic() + grace
         self.ended_by_us = processes.end(self.ranks, grace=0)
-        self.failed.sort(key=self._lost_a_peer)  # what was first, not who noticed first: a killed rank wrote no time
+        # The cause first, not the rank that noticed it first: a killed rank wrote no time.
+        self.failed.sort(key=self._lost_a_peer)
         self._report(sys.stderr)
         return self._exit_code()
 
@@ -250,7 +251,7 @@ class _Job:
             return "megaaccum: interrupted"
         if error is not None and error.traceback is None:
             return f"megaaccum: error: {error.text}"
-        if not detailed:  # what follows the first failure is mostly its echo
+        if not detailed:  # later failures mostly follow from the first
             why = f" ({error.text})" if error is not None else ""
             return f"megaaccum: rank {process.rank} then ended with {describe_status(process.status)}{why}"
         head = f"megaaccum: rank {process.rank} ended with {describe_status(process.status)}"

@@ -55,7 +55,7 @@ class RankProcess:
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self.send(signal.SIGKILL)  # a rank that does not lead its session yet is no process group
+            self.send(signal.SIGKILL)  # a rank that is not yet a session leader has no process group
 
     def reap(self) -> None:
         """Read the exit status of a rank that has ended; blocks while it runs."""
@@ -201,7 +201,7 @@ def become_rank(
     mask: signals that the rank blocks."""
     code = 1
     try:
-        atexit._clear()  # the parent's exit handlers are the parent's
+        atexit._clear()  # the parent runs its exit handlers itself
         _end_children_at_exit()
         _detach(parent, output)
         os.environ.update(env)
@@ -211,7 +211,7 @@ def become_rank(
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe is no reason to lose the exit code
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not change the exit code
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -19,9 +19,9 @@ from pathlib import Path
 from megaaccum.distributed.breadcrumbs import Trace
 
 EXIT_CODE = 124
-"""As the command `timeout` ends what took too long."""
+"""The exit code that the command `timeout` uses."""
 GRACE_SECONDS = 5.0
-"""Between a rank's words and its end, so that the launcher, which ends all ranks after the first, hears every one."""
+"""Seconds between a rank's report and its end: the launcher ends all after the first, and every report is needed."""
 
 
 class Watchdog:
@@ -43,7 +43,7 @@ class Watchdog:
             yield
             return
         limit, self._first = max(self._limit, self._first or 0.0), None
-        # A thread of Python needs the interpreter's lock, which a call that hangs may hold: faulthandler does not.
+        # A Python thread needs the interpreter's lock, which a hanging call may hold; faulthandler does not need it.
         faulthandler.dump_traceback_later(limit + 2 * GRACE_SECONDS, exit=True)
         timer = threading.Timer(limit, self._end, args=(number, limit, time.monotonic()))
         timer.daemon = True
@@ -61,7 +61,7 @@ class Watchdog:
             (self._folder / f"rank_{self._rank}.txt").write_text(text)
         except OSError as error:
             text += f"(not written to {self._folder}: {error.strerror or error})\n"
-        os.write(sys.stderr.fileno(), text.encode())  # one write: lines of other ranks stay out of it
+        os.write(sys.stderr.fileno(), text.encode())  # one write, so that lines of other ranks are not mixed in
         time.sleep(GRACE_SECONDS)
         os._exit(EXIT_CODE)
 

@@ -21,7 +21,7 @@ CAUSES = (
     "idle",
     "other",
 )
-"""What a second of the run went to. productive: steps that the model kept, less their wait for data, which is `data`.
+"""Causes of the run's seconds. productive: steps that the model kept, less their wait for data, which is `data`.
 start_up: from the launch of each start to its first step. skipped: steps that left the weights as they were. repeated:
 steps that a later start took again, as it went on from a checkpoint before them. idle: from the last record of a start
 to the launch of the next, so what a killed start did after its last record too. other: the end of a start, and the

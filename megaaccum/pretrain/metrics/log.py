@@ -79,7 +79,7 @@ class RunLog:
         self._goodput = Goodput(journal.lines(self._journal.path))
         self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
         if start_step:
-            self.event("restart", start_step, f"goes on after step {start_step}")
+            self.event("restart", start_step, f"continues after step {start_step}")
         self._services = Services(plan.config, start_step=start_step)
 
     def step(self, record: Mapping[str, Any]) -> None:

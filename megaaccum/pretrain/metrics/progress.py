@@ -10,7 +10,7 @@ from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.units import duration
 
 SHOWN_WAIT = 0.05
-"""Share of the time at which the wait for data is worth a word."""
+"""Share of the time from which the wait for data is shown."""
 
 
 class Progress:
@@ -59,7 +59,7 @@ class Progress:
         return f"step {step:{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _time_left(self, step: int) -> list[str]:
-        # The first step is left out of the pace: it compiles, allocates and warms up.
+        # The pace excludes the first step, which compiles, allocates and warms up.
         num_timed = step - self._first_step
         if num_timed <= 0 or self._first_seen is None:
             return []

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from megaaccum.step.result import StepResult
 
 TOLERANCE = 0.1
-"""By how much bytes may leave the plan before it is an alarm."""
+"""Relative deviation of bytes from the plan above which an alarm is raised."""
 ACTIVATIONS_TOLERANCE = 0.25
-"""The same of activations, beside which kernels have workspaces of their own."""
+"""Relative deviation of activations, which include workspaces of kernels."""
 LEAST = 2**20
-"""Bytes of memory that are no alarm."""
+"""Bytes of memory below which a deviation is no alarm."""
 SMALL = 1024
-"""Bytes per call below which a collective is one of counts and norms, which no plan has."""
+"""Bytes per call below which a collective is of counts and norms, which the plan does not include."""
 PADDED_TO = 64
-"""Elements to a multiple of which Megatron pads a parameter; the others pad to fewer, or to one of the ranks."""
+"""Elements to whose multiple Megatron pads a parameter; other backends pad to fewer, or to the number of ranks."""
 
 Finding = tuple[str, str]
 """Kind (`alarm`, `straggler`) and text."""
@@ -103,7 +103,7 @@ class Ranks:
         late = self.stragglers(reports) if self._num_steps >= self._interval else {}
         found = late | self.alarms(reports)
         new = [("straggler" if key in late else "alarm", text) for key, text in found.items() if key not in self._named]
-        # A straggler is named again once it was not one; an alarm once in a start.
+        # A straggler is reported again only after it was none; an alarm is reported once per start.
         self._named = {key for key in self._named if key in found or not key.startswith("late")} | found.keys()
         return new
 
@@ -114,7 +114,7 @@ class Ranks:
         window.step.append(by_phase(result.seconds)["seconds_per_step"])
         for kind, size in result.memory.items():
             window.memory[kind] = max(size, window.memory.get(kind, 0))
-        # The first step sets up; one that went wrong may be run again.
+        # The first step sets up, and a bad step may run its micro-batches again: both move more bytes.
         if self._num_steps and counts and not result.note:
             moved, calls = _moved(result.traffic, with_experts=self._plan.layout.ep == 1)
             window.moved, window.calls = (
@@ -160,7 +160,7 @@ class Ranks:
             if least - usual > self._threshold * report.step:
                 yield (
                     f"late in {what} {rank}",
-                    f"rank {rank} {words} at least {least:.3g} s in each of the last {self._interval} steps, and its"
+                    f"rank {rank} {words} at least {least:.3g} s in each of the last {self._interval} steps, but its"
                     f" peers {usual:.3g} s, of a step of {report.step:.3g} s (straggler_threshold"
                     f" {self._threshold:g})",
                 )
@@ -179,7 +179,7 @@ class Ranks:
     def _deviations(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
         yield from self._traffic_deviations(report, planned)
         kinds = dict(planned.memory)
-        if self._plan.config.model.num_experts is None:  # the tokens of an expert vary
+        if self._plan.config.model.num_experts is None:  # an expert's number of tokens varies
             kinds["activations"] += kinds["loss"] + kinds["workspace"]
         else:
             del kinds["activations"]
@@ -189,7 +189,7 @@ class Ranks:
             if kind in kinds and held > kinds[kind] * (1 + tolerance) + slack:
                 yield (
                     f"memory {kind}",
-                    f"holds {amount(held)} of {kind}, and the plan says {amount(kinds[kind])}",
+                    f"holds {amount(held)} of {kind}, but the plan says {amount(kinds[kind])}",
                 )
 
     def _traffic_deviations(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
@@ -203,14 +203,14 @@ class Ranks:
         if too_much or (whole and report.moved < planned.reduced * planned.least_share * (1 - TOLERANCE)):
             yield (
                 "bytes",
-                f"received {amount(report.moved)} from data-parallel ranks in a step, and the plan says"
+                f"received {amount(report.moved)} from data-parallel ranks in a step, but the plan says"
                 f" {amount(expected)}: a reduction that is made for every micro-batch, or none, is the usual cause",
             )
         most = report.tensors * self._passes()
         if report.calls > most:
             yield (
                 "calls",
-                f"made {report.calls:.0f} collectives with data-parallel ranks in a step, and the plan has at most"
+                f"made {report.calls:.0f} collectives with data-parallel ranks in a step, but the plan has at most"
                 f" {most:.0f}: {report.tensors:.0f} parameters, {self._passes()} times",
             )
 

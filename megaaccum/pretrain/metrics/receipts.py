@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 SCHEMA, VERSION = "megaaccum receipt", 1
 LAUNCHED = "MEGAACCUM_LAUNCHED"
-"""Environment variable in which a launcher leaves the time of the command, in seconds since 1970."""
+"""Environment variable in which a launcher passes the time of the command, in seconds since 1970."""
 REWRITTEN_AFTER = 60.0
-"""Seconds between two writings of a receipt while the run goes on."""
+"""Least seconds between two writings of a receipt during the run."""
 STEPS_KEPT = 1000
-"""Last steps of which a median is taken."""
+"""Number of last steps over which medians are taken."""
 
 _OF_THE_BATCH = ("num_microbatches", "device_batch_size", "global_batch_size", "tokens_per_step")
 _PACKAGES = (
@@ -49,7 +49,7 @@ _VARIABLES = (
     "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "NVTE_", "DS_", "TRITON_", "UCX_", "SLURM_JOB_ID",
     "SLURM_NNODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "MEGAACCUM_",
 )  # fmt: skip
-"""What the names of environment variables that change how a run goes begin with."""
+"""Prefixes of environment variables that influence a run."""
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
@@ -142,7 +142,7 @@ def read(path: Path) -> Record:
         raise MegaaccumError(f"{path} is no receipt: it lacks schema {SCHEMA!r} and a version")
     if content["version"] > VERSION:
         raise MegaaccumError(
-            f"{path} is a receipt of version {content['version']}, and megaaccum {megaaccum.__version__} reads up to"
+            f"{path} is a receipt of version {content['version']}, but megaaccum {megaaccum.__version__} reads up to"
             f" version {VERSION}: read it with the megaaccum that wrote it ({_writer(content)}), or a later one"
         )
     return content

@@ -74,7 +74,7 @@ _KEYS = {
     "wandb": ("wandb_project", "wandb"),
     "csv_monitor": ("csv_dir", ""),
 }
-"""Of each block of DeepSpeed's JSON the key that stands for it, and the package that it needs."""
+"""(key, required package) of each block of DeepSpeed's JSON."""
 
 
 def _block(config: Config, name: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class _TensorBoard(_Service):
     def __init__(self, config: Config, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events after the checkpoint belong to a run that was cut off.
+        # Events after the checkpoint are of steps that are repeated.
         purge_step = start_step + 1 if start_step else None
         self._writer = SummaryWriter(str(_folder(config, "tensorboard")), purge_step=purge_step)
 
@@ -150,7 +150,7 @@ class _Csv(_Service):
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in (path for kind in KINDS for path in sorted(self._folder.glob(f"{kind}_*.csv"))):
             if "." in path.stem:
-                continue  # an earlier run's, set aside
+                continue  # of an earlier run, moved aside
             if start_step == 0:
                 set_aside(path)
             else:

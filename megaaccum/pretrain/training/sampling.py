@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megaaccum.engine import Engine
 
 NUM_TOKENS, NUM_PROMPT = 24, 8
-"""Tokens of a sample, and of the training text that it goes on with."""
+"""Tokens of a sample, and of the training text that is its prompt."""
 TEMPERATURE = 0.8
 
 

@@ -21,7 +21,7 @@ from megaaccum.errors import did_you_mean
 from megaaccum.pretrain.interop.deepspeed import keys
 
 ORIGIN = "deepspeed block"
-"""The origin of a key whose value was taken over from the JSON."""
+"""The origin of a key that the JSON sets."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Reconciler:
         try:
             typed = coerce(value, item.annotation)
         except NotOfType as error:
-            self.problems.append(f"deepspeed.{path} is {value!r}: it stands for {key}, which must be {error}.")
+            self.problems.append(f"deepspeed.{path} is {value!r}: it sets {key}, which must be {error}.")
             return
         ours = getattr(section, key)
         if not given(self.config, key):

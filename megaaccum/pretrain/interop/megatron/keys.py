@@ -62,14 +62,14 @@ CONVERTED = frozenset(
         "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings",
     }
 )  # fmt: skip
-"""Arguments that Megatron's conversion makes into fields of the model's configuration under other names."""
+"""Arguments that Megatron's conversion turns into fields of the model configuration under other names."""
 
 
 ALONE = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""The fields of some of those."""
+"""The fields of those arguments that can be given beside a file."""
 
 
 def read_flags(
@@ -172,7 +172,7 @@ OWNED_FIELDS = frozenset(
         "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
     }
 )  # fmt: skip
-"""Fields that megaaccum fills in itself, or that only repeat another."""
+"""Fields that megaaccum sets itself, or that only repeat another."""
 
 
 def verdict_of(name: str) -> str:

@@ -180,7 +180,7 @@ _RENAMED = {
     "--override-lr-scheduler": "--override-opt_param-scheduler",
     "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
 }
-"""Flags of the fork that Megatron-LM has under another name."""
+"""Flags of Megatron-DeepSpeed that Megatron-LM has under another name."""
 
 
 def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
@@ -213,7 +213,7 @@ def _parse_group(flag: str, values: list[str], given: ParsedFlags) -> list[str]:
     except ConfigError as error:
         given.problems.append(f"{shown}: {error}.")
         return []
-    except KeyError as error:  # a name that an enumeration of Megatron's lacks, which argparse does not catch
+    except KeyError as error:  # an unknown member of one of Megatron's enumerations, which argparse does not catch
         given.problems.append(f"{shown}: Megatron has no {error}.")
         return []
     if rest[:1] == [flag]:
@@ -370,7 +370,7 @@ def built_fields(given: ParsedFlags) -> dict[str, object]:
         args.vocab_size = 1
     with _as_on_a_gpu({}), _without_post_init():
         built = gpt_config_from_args(args)
-    # megatron-core 0.19 drops --rope-scaling-factor: the model would be built with 8.0, whatever was asked for.
+    # megatron-core 0.19 drops --rope-scaling-factor: the model would always be built with 8.0.
     built.rope_scaling_factor = args.rope_scaling_factor
     plain = (bool, int, float, str, tuple, list)
     usual = {item.name: item.default for kind in (built, built.transformer) for item in dataclasses.fields(kind)}

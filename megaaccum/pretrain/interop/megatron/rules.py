@@ -285,7 +285,7 @@ def _starting_over(given: ParsedFlags, reading: Reading) -> None:
     """Refuse --no-load-lr-state for a run that resumes: Megatron-DeepSpeed then ignores the checkpoint's schedule."""
     if given.has("no_load_lr_state") and not given.has("reset_iteration", "finetune"):
         reading.problems.append(
-            "--no-load-lr-state: a run that goes on takes up its schedule; write --override-opt_param-scheduler for"
+            "--no-load-lr-state: a run that resumes continues its schedule; write --override-opt_param-scheduler for"
             " another one, or --reset-iteration."
         )
 
@@ -356,4 +356,4 @@ RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (
     _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
     _data, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
-"""In the order in which they run: later ones look at what earlier ones put."""
+"""The rules in the order in which they run: later ones read keys that earlier ones set."""

@@ -26,11 +26,11 @@ COLOURS = (
     "#d98fb0", "#3d3d3d",
 )  # fmt: skip
 POINTS = 400
-"""Of a curve, at most: longer runs are averaged over as many steps as it takes."""
+"""Maximum points of a curve; longer runs are averaged over bins of steps."""
 MAX_ACTIONS = 1200
-"""Of a schedule's timeline; with more it is drawn for fewer micro-batches."""
+"""Maximum actions of a timeline; a longer schedule is drawn with fewer micro-batches."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "p2p", "host")
-"""Kinds that are shown; the others are parts of them."""
+"""The kinds of memory that are shown; other kinds are parts of these."""
 WIDTH, HEIGHT = 7.2, 2.9
 """Inches."""
 

@@ -18,7 +18,7 @@ MEASURED_AS = {
     "optimizer": ("optimizer",),
     "activations": ("activations", "loss", "workspace"),
 }
-"""Of each kind of memory that is measured the planner's kinds."""
+"""The planner's kinds of memory in each measured kind."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Run:
 
 
 _BETWEEN_RANKS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-"""Collectives of data-parallel ranks; the last one where sums are made in one order."""
+"""Collectives of data-parallel ranks; all_to_all is used if sums are made in one order."""
 PASSING = ("environment: MEGAACCUM_LAUNCHED", "environment: MASTER_PORT")
 """Facts that differ between any two starts."""
 
