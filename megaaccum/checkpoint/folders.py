@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
-from megaaccum.platform.files import sync
+from megaaccum.platform.files import replace_text, sync
 
 FORMAT = 2
 
@@ -99,7 +99,7 @@ def write_progress(aside: Path, progress: Progress) -> None:
     """Write the record of the checkpoint whose tensors are in `aside`, with the SHA-256 of their list and its own."""
     digest = hashlib.sha256((aside / ".metadata").read_bytes()).hexdigest()
     state = {"format": FORMAT} | asdict(replace(progress, metadata_sha256=digest))
-    write_text(aside / "state.json", json.dumps(state | {"sha256": _seal(state)}, indent=1))
+    replace_text(aside / "state.json", json.dumps(state | {"sha256": _seal(state)}, indent=1))
 
 
 def _seal(state: dict[str, Any]) -> str:
@@ -159,7 +159,7 @@ class Files:
         write_progress(self.aside, self._progress)
         self.aside.rename(self.target)
         sync(self._folder)  # so that after a power failure `latest` never names a folder that is missing
-        write_text(self._folder / "latest", self.target.name + "\n")
+        replace_text(self._folder / "latest", self.target.name + "\n")
         others = [p for p in self._folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp" and p != self.target]
         same_step = [p for p in others if p.name.partition("-")[0] == self.target.name.partition("-")[0]]
         older = sorted((p for p in others if p not in same_step and not self._is_retained(p)), key=_written_at)
@@ -177,16 +177,6 @@ def _written_at(checkpoint: Path) -> int:
     """Modification time in ns; 0 for a folder without state.json, which is no checkpoint."""
     state = checkpoint / "state.json"
     return state.stat().st_mtime_ns if state.exists() else 0
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file atomically: after a crash the path holds the old text or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def cause(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaaccum.errors import MegaaccumError
-from megaaccum.pretrain.metrics.journal import replace_text
+from megaaccum.platform.files import replace_text
 
 _DESCRIPTION = """\
 Write one HTML page of a run of `megaaccum train`: losses, norms, memory, bytes, seconds, goodput, the schedule, and the

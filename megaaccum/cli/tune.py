@@ -32,9 +32,9 @@ from megaaccum.lab.planner.space import Limits
 from megaaccum.lab.planner.trial import STEPS, Trials
 from megaaccum.lab.planner.why_not import parse_axes
 from megaaccum.lab.planner.workload import make_workload
+from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
-from megaaccum.pretrain.metrics.journal import replace_text
 from megaaccum.units import GIB
 
 if TYPE_CHECKING:

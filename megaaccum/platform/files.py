@@ -1,4 +1,4 @@
-"""Files and folders that have to be there, or on the disk, before a run goes on."""
+"""Files and folders that have to exist, or be on the disk, before a run continues."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of `path` atomically: a reader, even after a crash, finds the old file or the new one
+    whole."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
 
 
 def folder_problems(key: str, folder: str) -> list[str]:

@@ -118,17 +118,6 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of `path` atomically: a reader, even after a crash, finds the old file or the new one
-    whole."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 def _cut_torn_end(path: Path) -> None:
     """Truncate the file after its last good line."""
     lines(path)  # raises where it is damaged in the middle

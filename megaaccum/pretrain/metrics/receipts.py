@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import megaaccum
 from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.errors import MegaaccumError
-from megaaccum.pretrain.metrics.journal import Record, replace_text, set_aside, unwritable
+from megaaccum.platform.files import replace_text
+from megaaccum.pretrain.metrics.journal import Record, set_aside, unwritable
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
