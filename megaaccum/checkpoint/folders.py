@@ -169,8 +169,7 @@ class Files:
 
     def _is_retained(self, checkpoint: Path) -> bool:
         """Whether the checkpoint is never removed (save_retain_interval)."""
-        step = checkpoint.name.removeprefix("step_").partition("-")[0]
-        return self._retain is not None and int(step) % self._retain == 0
+        return self._retain is not None and _step(checkpoint) % self._retain == 0
 
 
 def _written_at(checkpoint: Path) -> int:

@@ -117,10 +117,7 @@ class _Refused(Exception):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in pytorch.CHECKPOINT_METADATA_CLASSES or _is_dtype(module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in pytorch.CHECKPOINT_METADATA_CLASSES:
             return super().find_class(module, name)
         raise _Refused(f"{module}.{name}")
-
-
-def _is_dtype(module: str, name: str) -> bool:
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -86,18 +86,14 @@ class LoopStep:
 
     def before_forward(self) -> None:
         """Gather the parameters; the first forward of a flush begins the flush."""
-        if not torch.is_grad_enabled():
-            self._gather()
-        elif not self._in_flush:
+        if not torch.is_grad_enabled() and not self._gathered:
+            self.backend.gather()
+            self._gathered = True
+        elif torch.is_grad_enabled() and not self._in_flush:
             self._show()
             self._in_flush = True
             expected = None if self._per_token else 1.0 / self.plan.batch.num_microbatches
             self._factor = self.train_steps.begin_flush(self.transaction.step + 1, expected)
-            self._gathered = True
-
-    def _gather(self) -> None:
-        if not self._gathered:
-            self.backend.gather()
             self._gathered = True
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -105,18 +101,14 @@ class LoopStep:
         ranks."""
         return self.backend.grad_scale_func(loss) * self._factor
 
-    def finalize(self, models: Any = None, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
-        """`config.finalize_model_grads_func`: end a flush. num_tokens: on this rank, if losses are per token."""
-        self._end_flush(num_tokens)
-
-    def _end_flush(self, weight: torch.Tensor | float | None) -> None:
-        """End a flush. weight: of the flush on this rank; None if its losses are means, which weigh 1 on each
-        data-parallel rank however many flushes a step has, because Megatron adds them up."""
+    def finalize(self, models: Any = None, num_tokens: torch.Tensor | float | None = None, **unused: Any) -> None:
+        """`config.finalize_model_grads_func`: end a flush. num_tokens: on this rank; None if losses are means, which
+        weigh 1 on each data-parallel rank however many flushes a step has, because Megatron adds them up."""
         self._in_flush = False
         self.backend.finalize_model_grads_func(self.chunks)
-        if weight is None:
-            weight = float(self._flushes == 0 and self.groups.pp.rank() == 0)
-        self.train_steps.end_flush(weight)
+        if num_tokens is None:
+            num_tokens = float(self._flushes == 0 and self.groups.pp.rank() == 0)
+        self.train_steps.end_flush(num_tokens)
         self._flushes += 1
 
     # --- Megatron's own finalize_model_grads ---
@@ -128,7 +120,7 @@ class LoopStep:
             return
         if self._per_token and self.plan.layout.placement == "v":
             raise printed_once(ConfigError(_V_AND_THEIRS.format(self.plan.layout.schedule)))
-        self._end_flush(0.0 if self._per_token else None)
+        self.finalize(num_tokens=0.0 if self._per_token else None)
         for chunk in self.chunks:
             for param in chunk.parameters():
                 for name in ("grad", "main_grad"):
@@ -139,8 +131,7 @@ class LoopStep:
     def note_scaling(self, factor: torch.Tensor | float) -> None:
         """Record `factor`, 1 / N, by which Megatron's finalize_model_grads would multiply the gradient now: the commit
         does."""
-        first = dist.get_rank() == 0
-        self.train_steps.end_flush(float(round(1.0 / float(factor))) if first else 0.0)
+        self.train_steps.end_flush(float(round(1.0 / float(factor))) if dist.get_rank() == 0 else 0.0)
 
     def _show(self) -> None:
         """Restore the gradients that were hidden."""
@@ -164,8 +155,8 @@ class LoopStep:
         lr = float(self.backend.param_groups[0]["lr"])
         result = self.train_steps.optim_step(step=self.transaction.step + 1)
         self._gathered = False
-        if result.note:
-            self._print(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}")
+        if result.note and dist.get_rank() == 0:
+            print(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}", flush=True)
         result = self.transaction.commit(result, lr=lr)
         return not result.skipped, result.grad_norm
 
@@ -180,10 +171,6 @@ class LoopStep:
         """Make the weights those that were written into the backend's state."""
         self._gathered = False
         self.backend.adopt_state(self.transaction.num_updates)
-
-    def _print(self, text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
 
 
 _V_AND_THEIRS = (
@@ -453,25 +440,20 @@ def wrap(
 
 def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
     """Refuse what needs an Engine, which has the step's micro-batches before they run. Raises ConfigError."""
-    problems = []
-    if plan.config.step.nonfinite == "drop_microbatch":
-        problems.append(
-            "nonfinite drop_microbatch runs the step's micro-batches again, which Megatron's loop does not"
-            " hand over: set nonfinite to skip, zero or raise"
-        )
-    if any(getattr(getattr(chunk, "config", None), "fp8", None) for chunk in chunks):
-        problems.append(
-            "fp8: scales are to follow micro-batches, which Megatron's loop does not hand over: leave fp8_format out,"
-            " or train with megaaccum.initialize"
-        )
-    if plan.config.step.skipped_samples == "retried":
-        problems.append("skipped_samples retried: Megatron's loop has moved on in its data: set it to consumed")
-    if plan.config.step.speculative_step:
-        problems.append(
-            "speculative_step: the next step's micro-batches come after this one's verdict in Megatron's loop: leave it"
-            " out, or train with megaaccum.initialize"
-        )
-    if problems:
+    step = plan.config.step
+    refused = {
+        "nonfinite drop_microbatch runs the step's micro-batches again, which Megatron's loop does not"
+        " hand over: set nonfinite to skip, zero or raise": step.nonfinite == "drop_microbatch",
+        "fp8: scales are to follow micro-batches, which Megatron's loop does not hand over: leave fp8_format out,"
+        " or train with megaaccum.initialize": any(
+            getattr(getattr(chunk, "config", None), "fp8", None) for chunk in chunks
+        ),
+        "skipped_samples retried: Megatron's loop has moved on in its data: set it to consumed": step.skipped_samples
+        == "retried",
+        "speculative_step: the next step's micro-batches come after this one's verdict in Megatron's loop: leave it"
+        " out, or train with megaaccum.initialize": step.speculative_step,
+    }
+    if problems := [text for text, applies in refused.items() if applies]:
         raise ConfigError(problems)
 
 
