@@ -15,7 +15,7 @@ from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import Journal, Record
-from megaaccum.pretrain.metrics.progress import Progress, evaluation_line
+from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step
 from megaaccum.pretrain.metrics.services import Services, missing_packages
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.pretrain.metrics.summary import summarize
@@ -69,7 +69,7 @@ class RunLog:
             sequences_per_step=plan.batch.global_batch_size,
         )
         self._first_step, self._last_seen = start_step + 1, start_step
-        self._last_step = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
+        self._last_step = last_step(run, start_step)
         self._progress = Progress(
             self._speed, start_step=start_step, last_step=self._last_step, total_steps=run.train_iters, clock=clock
         )

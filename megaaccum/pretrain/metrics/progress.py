@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megaaccum.config.schema import RunConfig
 from megaaccum.pretrain.metrics.journal import Record
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.units import duration
 
 SHOWN_WAIT = 0.05
 """Share of the time from which the wait for data is shown."""
+
+
+def last_step(run: RunConfig, start_step: int) -> int:
+    """The step after which a start that continues after `start_step` ends."""
+    return run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
 
 
 class Progress:

@@ -23,6 +23,7 @@ from megaaccum.observe.phases import between_steps, by_phase
 from megaaccum.observe.traffic import bytes_by_collective
 from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.launch.watchdog import Watchdog
+from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
@@ -80,7 +81,7 @@ class TrainingRun:
             self.log.note(note)
         self.watchdog = watchdog_of(self.engine)
         run = plan.config.run
-        self.last_step = run.train_iters if run.max_steps is None else min(run.train_iters, step + run.max_steps)
+        self.last_step = last_step(run, step)
         self.outcome = "Done" if step < self.last_step else f"Nothing left to do after step {step} of {run.train_iters}"
 
     @contextmanager
