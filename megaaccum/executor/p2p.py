@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,7 +149,7 @@ class _Outbox:
     def __init__(self, *, polls: bool):
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._nbytes = 0  # of what the thread has not been given
-        self._queue: queue.SimpleQueue | None = None if polls else queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] | None = None if polls else queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
