@@ -15,6 +15,7 @@ from megaaccum.pretrain.launch import local
 
 
 def launch_here(worker, argv, nproc, options):
+    local.GRACE_SECONDS = options.pop("grace", local.GRACE_SECONDS)
     try:
         code = local.launch_local(argv, nproc=nproc, worker=f"{__name__}:{worker}", **{"fork": True, **options})
     except local.LaunchError as error:

@@ -71,7 +71,8 @@ def _train(argv: list[str], worker: str, max_bytes: int) -> None:
     for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
         os.environ.pop(name, None)
     if worker:
-        local.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}", grace=1.0)
+        local.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}")
+        local.GRACE_SECONDS = 1.0
     if max_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
     code = cli.main(["train", *argv])

@@ -6,7 +6,7 @@ writes to the terminal. The other ranks write to files, whose last lines are sho
 
 torch.distributed.elastic is not used. Its MultiprocessContext could fork a warm process, but it reports the one failed
 rank that it polls first, which need not be the cause, and sends SIGTERM to all others at once. Here the others have
-`grace` seconds to report and end, every distinct failure is printed once, and a second signal ends the ranks.
+GRACE_SECONDS to report and end, every distinct failure is printed once, and a second signal ends the ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def launch_local(
     num_threads: int | None = None,
     master_port: int = 0,
     worker: str = WORKER,
-    grace: float = GRACE_SECONDS,
     fork: bool | None = None,
     imports: Sequence[str] = (),
     resume_hint: Callable[[], str] = lambda: "",
@@ -62,7 +61,7 @@ def launch_local(
     forked. `resume_hint` returns how to resume a run of which a rank was killed.
 
     SIGINT, SIGTERM and SIGHUP are passed on to the ranks once; a second one ends them. After a rank fails the others
-    have `grace` seconds to end before they are ended, what failed is printed once to stderr, and the exit code is that
+    have GRACE_SECONDS to end before they are ended, what failed is printed once to stderr, and the exit code is that
     of the first rank that failed (128 + n after signal n). 0 means that every rank ended with 0.
 
     Raises LaunchError if the port is in use or nproc is not positive. Call it on the main thread.
@@ -78,7 +77,7 @@ def launch_local(
         with _Forwarding(job):
             job.start(body)
             store = processes.serve_store(sock)
-            code = job.wait(grace)
+            code = job.wait(GRACE_SECONDS)
             del store
         return code
 
