@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-def place(groups: Groups, chunks: list[torch.nn.Module]) -> None:
+def assign_groups(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up."""
     experts = [param for chunk in chunks for param in chunk.parameters() if names.is_expert(param)]
     if experts:
