@@ -209,7 +209,7 @@ class _Run:
         from megaaccum.distributed import groups
         from megaaccum.model import gpt, names
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-        from megaaccum.step import optimizer
+        from megaaccum.optim import adamw
         from megaaccum.step.train_step import TrainStep
 
         self.cell, self.plan = cell, plan_of(cell, layout)
@@ -217,7 +217,7 @@ class _Run:
         self.groups = groups.build(self.plan.layout, timeout_minutes=1)
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
         _freeze(cell, names.named_parameters(self.chunks))
-        self.backend = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
+        self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _Spoiled(GptForwardStep(self.groups, self.plan.batch.loss_norm))
         self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
         self.buffers = dict(names.named_buffers(self.chunks))

@@ -46,6 +46,14 @@ class Trace:
             self._launched.append((text, event))
             self._advance()
 
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        """Note that a forward begins."""
+        self.action = f"F chunk {chunk} micro-batch {microbatch}"
+
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Note that a backward begins."""
+        self.action = f"B chunk {chunk} micro-batch {microbatch}"
+
     def _advance(self) -> None:
         while self._launched and self._launched[0][1].query():
             self._begun = self._launched.popleft()[0]

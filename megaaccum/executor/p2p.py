@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,11 +95,13 @@ def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | Non
 
 
 def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> dist.ProcessGroup:
-    if not on_nccl:
-        return dist.new_group(ranks, timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MAX_CTAS
-    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+    keys: dict[str, Any] = {}
+    if on_nccl:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = _MAX_CTAS
+        keys = {"backend": "nccl", "pg_options": options}
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, **keys)
+    return group
 
 
 def in_turn(channels: Iterable[Channel]) -> list[Channel]:
@@ -241,7 +244,7 @@ class _Outbox:
     def __init__(self, *, polls: bool):
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._nbytes = 0  # of what the thread has not been given
-        self._queue: queue.SimpleQueue | None = None if polls else queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] | None = None if polls else queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 

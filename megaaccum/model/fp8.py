@@ -18,8 +18,7 @@ Megatron's chunks have no types: `Any`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,36 +115,32 @@ class Fp8:
 
     # --- histories ---
 
-    def forward(self, chunk: int, microbatch: int) -> AbstractContextManager[None]:
-        """Context of the forward of micro-batch `microbatch` through chunk `chunk`; collective over the amax group."""
-        return self._with_history(chunk, microbatch) if self._histories else nullcontext()
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        """Put the chunk's own histories in place; collective over the amax group."""
+        if self._histories:
+            self._end_backward()
+            self._histories[chunk].use()
+            te.begin_recompute(self._queues[chunk])
 
-    @contextmanager
-    def _with_history(self, chunk: int, microbatch: int) -> Iterator[None]:
-        self._end_backward()
-        self._histories[chunk].use()
-        te.begin_recompute(self._queues[chunk])
-        yield
-        self._queues[chunk] = te.recompute_queues()
-        if torch.is_grad_enabled():
-            self._recompute[chunk, microbatch] = self._queues[chunk]
-            self._update(True)
+    def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
+        """Keep what a recomputation of this forward will read, and take its largest values into the histories."""
+        if self._histories:
+            self._queues[chunk] = te.recompute_queues()
+            if torch.is_grad_enabled():
+                self._recompute[chunk, microbatch] = self._queues[chunk]
+                self._update(True)
 
-    def watch_backward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
-        """Notice when the backward of that forward begins, by a hook on its output."""
-        if self._histories and output.requires_grad:
-            output.register_hook(lambda _grad: self._begin_backward(chunk, microbatch))
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Put back what the forward of this micro-batch read. A chunk's backward has ended when the next pass begins,
+        which is soon enough: nothing reads its scales before the chunk's own next backward."""
+        if self._histories:
+            self._end_backward()
+            self._backward_of = chunk
+            te.use_recompute(self._recompute.pop((chunk, microbatch)))
 
     def end_flush(self) -> None:
         """End the last backward of a flush."""
         self._end_backward()
-
-    def _begin_backward(self, chunk: int, microbatch: int) -> None:
-        """Begin a backward, and end the one before it. That is soon enough: nothing reads a chunk's scales before its
-        own next backward."""
-        self._end_backward()
-        self._backward_of = chunk
-        te.use_recompute(self._recompute.pop((chunk, microbatch)))
 
     def _end_backward(self) -> None:
         if self._backward_of is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,8 +42,11 @@ class Observer:
         self._activations = Activations(chunks)
         self._traffic: Traffic = {}
         self._ended: Measured | None = None
-        self.forward = _Forwards(lambda: self.stopwatch.clock())
-        """Context of one forward of this rank, timed on a GPU by the GPU's clock."""
+        self.last_microbatch = 0
+        """Index in the step of the last micro-batch of the flush that runs."""
+        self._forward_seconds, self._forward_began = 0.0, 0.0
+        self._events: list[torch.cuda.Event] = []
+        """Begin and end of each forward on a GPU, in turns."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -71,9 +74,37 @@ class Observer:
         """Context of an attempt's flushes; measures what they hold beside the backend's tensors."""
         return self._activations.watching(self._backend.memory)
 
-    def measure_memory(self) -> None:
-        """Measure the backend's tensors at this moment."""
-        self._backend.memory.measure(self._backend.tensors)
+    # --- single passes, on a GPU by its own clock ---
+
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        if cpu.has_accelerator():
+            self._record()
+        else:
+            self._forward_began = self.stopwatch.clock()
+
+    def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
+        if cpu.has_accelerator():
+            self._record()
+        else:
+            self._forward_seconds += self.stopwatch.clock() - self._forward_began
+
+    def _record(self) -> None:
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Measure the backend's tensors when a chunk's last backward begins: its gradients are all there."""
+        if microbatch == self.last_microbatch:
+            self._backend.memory.measure(self._backend.tensors)
+
+    def _seconds_in_forwards(self) -> float:
+        """Seconds of the forwards since the last call. All have ended: the step's norm comes after them."""
+        pairs = zip(self._events[::2], self._events[1::2], strict=False)
+        seconds = self._forward_seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
+        self._forward_seconds, self._events = 0.0, []
+        return seconds
+
+    # --- measurements of a step ---
 
     def end_early(self) -> None:
         """Count from here on for the next step, before `pop` is called for this one."""
@@ -85,7 +116,7 @@ class Observer:
         ended, self._ended = self._ended, None
         assert ended is not None
         self._add(ended.traffic)
-        self.forward.seconds += ended.forward_seconds
+        self._forward_seconds += ended.forward_seconds
         self.stopwatch.add(ended.seconds)
         for kind, num_bytes in ended.memory.items():
             self._backend.memory.raise_to(kind, num_bytes)
@@ -96,37 +127,4 @@ class Observer:
             ended, self._ended = self._ended, None
             return ended
         traffic, self._traffic = self._traffic, {}
-        return Measured(self.stopwatch.pop(), self.forward.pop(), traffic, self._backend.memory.pop())
-
-
-class _Forwards:
-    """Context of one forward at a time, which adds up their seconds. clock: used without a GPU."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self.seconds = 0.0
-        self._clock, self._start = clock, 0.0
-        self._events: list[torch.cuda.Event] = []
-        """Begin and end of each forward on a GPU, in turns."""
-
-    def __enter__(self) -> None:
-        if cpu.has_accelerator():
-            self._record()
-        else:
-            self._start = self._clock()
-
-    def __exit__(self, *_error: object) -> None:
-        if cpu.has_accelerator():
-            self._record()
-        else:
-            self.seconds += self._clock() - self._start
-
-    def _record(self) -> None:
-        self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[-1].record()
-
-    def pop(self) -> float:
-        """Seconds of the forwards since the last call. All have ended: the step's norm comes after them."""
-        pairs = zip(self._events[::2], self._events[1::2], strict=False)
-        seconds = self.seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
-        self.seconds, self._events = 0.0, []
-        return seconds
+        return Measured(self.stopwatch.pop(), self._seconds_in_forwards(), traffic, self._backend.memory.pop())

@@ -35,10 +35,8 @@ def global_norm(
     along: float64 scalars of this rank that are summed in the same all-reduce. overflow: 0, or inf where this rank
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
-    if backend.sums is None:
-        square = own_square(backend, groups)
-    else:
-        square = _square_in_any_order(_counted(backend, groups))
+    counted = _counted(backend, groups)
+    square = _square_in_any_order(counted) if backend.sums.in_one_order else _square(counted)
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.

@@ -278,11 +278,11 @@ def _bare(rig: Rig) -> Any:
     from benchmarks.bare import BareLoop
     from megaaccum.config.deepspeed_config import deepspeed_config
     from megaaccum.model import gpt
-    from megaaccum.step import optimizer
+    from megaaccum.optim import adamw
 
     chunks = gpt.build_chunks(rig.plan, rig.groups, vocab_size=61)
     tokens = rig.plan.batch.global_batch_size * rig.plan.batch.seq_length
-    made = optimizer.build(rig.plan, chunks)
+    made = adamw.build(rig.plan, chunks)
     return BareLoop(chunks, rig.groups, deepspeed_config(rig.plan), made, num_tokens=tokens, clip_grad=1.0)
 
 

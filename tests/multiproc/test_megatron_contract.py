@@ -81,10 +81,10 @@ def _theirs(bare: Any, collection: Any, plan: Any) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
+    from megaaccum.optim import adamw
     from megaaccum.platform import cpu
-    from megaaccum.step import optimizer
 
-    inner = optimizer.build(plan, [bare])
+    inner = adamw.build(plan, [bare])
     ddp = DistributedDataParallel(
         bare.config, DistributedDataParallelConfig(overlap_grad_reduce=True), bare, pg_collection=collection
     )

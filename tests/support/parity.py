@@ -145,14 +145,14 @@ class Rig:
         from megaaccum.distributed import groups
         from megaaccum.model import gpt
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-        from megaaccum.step import optimizer
+        from megaaccum.optim import adamw
         from megaaccum.step.train_step import TrainStep
 
         plan = case.plan()
         groups.destroy()
         built = groups.build(plan.layout, timeout_minutes=1)
         chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
-        backend = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
+        backend = sharding.build(plan, built, chunks, adamw.build(plan, chunks))
         forward_step = GptForwardStep(built, plan.batch.loss_norm)
         return cls(
             case, plan, built, chunks, backend, TrainStep(plan, built, chunks, backend, forward_step, reports=REPORTS)

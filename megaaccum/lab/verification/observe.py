@@ -52,7 +52,7 @@ class Run:
             optimizer=None if case.own is None else case.own.optimizer,
             reports=self.subject.reports,
         )
-        self.engine.train_steps.attempts.before_update = self._note_gradient
+        self.engine.train_steps.before_update = self._note_gradient
         self._gradient: list[Piece] = []
 
     def place(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from megaaccum.lab.verification import subject as subjects
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, MODEL, TrueStep, Truth
 from megaaccum.model import names
-from megaaccum.step import lr_schedule
+from megaaccum.optim import lr_schedule
 from megaaccum.step.seeds import SampleSeeds
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -99,7 +99,7 @@ class OneProcess:
             yield
             return
         with self._seeds.flush(step):
-            self._seeds.begin_forward(microbatch)
+            self._seeds.begin_forward(0, microbatch)
             yield
 
     def _what_differs_between_two_forwards(self) -> str:

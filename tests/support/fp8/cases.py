@@ -40,7 +40,7 @@ class Run(Rig):
     gradients: list[Tensors] = field(default_factory=list)
 
     def __post_init__(self):
-        self.fp8 = self.train_step.attempts.fp8
+        self.fp8 = self.train_step.fp8
         optimizer_step = self.backend.step
 
         def step() -> None:
@@ -439,7 +439,7 @@ def split_backward() -> dict:
         linears = 4 * 2  # of each of two layers
         told[name] = equal(run, serial(model)) | {
             "products": products[0] / (linears * MICROBATCHES),
-            "deferred": run.train_step.attempts.schedule.record.peak_deferred,
+            "deferred": run.train_step.schedule.record.peak_deferred,
         }
     return told
 

@@ -10,8 +10,8 @@ from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.model import gpt, layers, machine
 from megaaccum.model.local_norm import Norm
+from megaaccum.optim import adamw, lr_schedule
 from megaaccum.pretrain.interop.load import load
-from megaaccum.step import lr_schedule, optimizer
 from tests.support.configs import make
 
 
@@ -58,8 +58,8 @@ def groups_of(plan: Plan) -> dict[str, dict]:
     groups = lr_schedule.param_groups(
         params,
         0.1,
-        decoupled=optimizer._decoupled(plan),
-        hidden=optimizer._hidden(plan),
+        decoupled=adamw._decoupled(plan),
+        hidden=adamw._hidden(plan),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
     )
     schedule = lr_schedule.build(groups, plan.config)

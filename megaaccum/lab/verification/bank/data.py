@@ -22,8 +22,8 @@ from megaaccum.step.train_step import TrainStep
 )  # fmt: skip
 def ranks_read_the_same(plan: Plan) -> Iterator[None]:
     def train(original: Any, self: TrainStep, microbatches: Any, **keys: Any) -> Any:
-        everyone: list[Any] = [None] * self._groups.dp.size()
-        torch.distributed.all_gather_object(everyone, microbatches, group=self._groups.dp)
+        everyone: list[Any] = [None] * self.groups.dp.size()
+        torch.distributed.all_gather_object(everyone, microbatches, group=self.groups.dp)
         return original(self, everyone[0], **keys)
 
     with wrapped(TrainStep, "train", train):
@@ -50,8 +50,8 @@ def microbatches_are_the_same(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def ranks_overlap(plan: Plan) -> Iterator[None]:
     def train(original: Any, self: TrainStep, microbatches: Any, **keys: Any) -> Any:
-        everyone: list[Any] = [None] * self._groups.dp.size()
-        torch.distributed.all_gather_object(everyone, microbatches, group=self._groups.dp)
+        everyone: list[Any] = [None] * self.groups.dp.size()
+        torch.distributed.all_gather_object(everyone, microbatches, group=self.groups.dp)
         return original(self, [everyone[0][0], *microbatches[1:]], **keys)
 
     with wrapped(TrainStep, "train", train):

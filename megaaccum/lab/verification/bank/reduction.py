@@ -29,7 +29,7 @@ def _changed_in_every_backward(change: Callable[[torch.Tensor], Any]) -> Iterato
 
     def watching(original: Any, self: Any, *args: Any, **keys: Any) -> None:
         original(self, *args, **keys)
-        for param in self.parts.params:
+        for param in self.driver.params:
             pytorch.on_gradient(param, after)
 
     with wrapped(DeepSpeedBackend, "__init__", watching):
@@ -81,7 +81,7 @@ def running_sum_doubled(plan: Plan) -> Iterator[None]:
 def cleared_between_rounds(plan: Plan) -> Iterator[None]:
     def clearing(original: Any, self: Any, last: bool) -> None:
         original(self, last)
-        for param in self.parts.params:
+        for param in self.driver.params:
             param.grad = None
 
     with wrapped(DeepSpeedBackend, "set_last_flush", clearing):
