@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.distributed.device_mesh import DeviceMesh
 
-    from megaaccum.config import Layout
+    from megaaccum.config import RankLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Groups:
     made later.
     """
 
-    layout: Layout
+    layout: RankLayout
     collection: ProcessGroupCollection
     timeout_minutes: float
 
@@ -123,7 +123,7 @@ class Seat:
         return self._size
 
 
-def build(layout: Layout, *, timeout_minutes: float) -> Groups:
+def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
     """Build all process groups of `layout` (collective over the world; torch.distributed has to be initialised).
 
     tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost.

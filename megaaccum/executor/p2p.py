@@ -95,13 +95,13 @@ def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | Non
 
 
 def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> dist.ProcessGroup:
-    keys: dict[str, Any] = {}
-    if on_nccl:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = _MAX_CTAS
-        keys = {"backend": "nccl", "pg_options": options}
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, **keys)
-    return group
+    if not on_nccl:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+        return group
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_CTAS
+    lane: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+    return lane
 
 
 def in_turn(channels: Iterable[Channel]) -> list[Channel]:

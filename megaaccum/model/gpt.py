@@ -19,7 +19,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
-from megaaccum.config.keys import all_keys, that_need, value
+from megaaccum.config.keys import all_keys, keys_that_need, value
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
 from megaaccum.model import layer_specs, names, recompute
@@ -114,7 +114,7 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
 def _core_keys(plan: Plan) -> dict[str, object]:
     """Megatron's name and the value of every key that a TransformerConfig has (`Facts.core`)."""
     model, quantization = plan.config.model, plan.config.quantization
-    left_out = set() if model.multi_latent_attention else set(that_need("multi_latent_attention"))
+    left_out = set() if model.multi_latent_attention else set(keys_that_need("multi_latent_attention"))
     if quantization.fp8_format is None:
         left_out |= {field.name for field in fields(quantization)}
     return {

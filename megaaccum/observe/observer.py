@@ -104,7 +104,7 @@ class Observer:
         self._forward_seconds, self._events = 0.0, []
         return seconds
 
-    # --- measurements of a step ---
+    # --- what a step came to ---
 
     def end_early(self) -> None:
         """Count from here on for the next step, before `pop` is called for this one."""

@@ -60,7 +60,7 @@ class DeepSpeedBackend:
         self._groups = groups
         self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         self._chunks = chunks
-        experts.place(groups, chunks)
+        experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
         _set_tied_apart(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)

@@ -111,7 +111,7 @@ class Fsdp2Backend:
     def _scatter(self, plan: Plan, module: FSDPModule) -> ReduceScatter:
         """The reduce-scatter of the unit of `module`."""
         if self.sums.in_one_order and self._streaming:
-            self._trees.append(StreamedReduceScatter(self.sums, partial(plan.batch.place, in_runs=False)))
+            self._trees.append(StreamedReduceScatter(self.sums, partial(plan.batch.sample_index, in_runs=False)))
             return self._trees[-1]
         order = order_of(plan)
         assert order is not None

@@ -138,11 +138,11 @@ class Run:
     """A model in training; its gradients are noted before the optimizer reads them."""
 
     def __init__(self, case, *, split: str = ""):
-        from megaaccum.config.plan import Layout
+        from megaaccum.config.plan import RankLayout
         from megaaccum.executor.entry import get_forward_backward_func
         from tests.support.parity import Rig
 
-        with patch.object(Layout, "splits_backward", bool(split)):
+        with patch.object(RankLayout, "splits_backward", bool(split)):
             self.rig = Rig.of(case)
         if split:
             self.rig.train_step.schedule = get_forward_backward_func(split, own=True)

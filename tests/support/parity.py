@@ -119,7 +119,7 @@ def stack(indices: Iterable[int]) -> dict[str, torch.Tensor]:
 def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one data-parallel rank, of the global batch that starts at sample `first`."""
     size, batch = plan.batch.micro_batch_size, plan.batch
-    places = [batch.place(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
+    places = [batch.sample_index(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
     starts = [first + place * size for place in places]
     return [stack(range(start, start + size)) for start in starts]
 

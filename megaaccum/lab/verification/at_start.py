@@ -89,7 +89,7 @@ def _otherwise(
     with closing(loader_of(engine, data.train, data, consumed_samples=after, batch=other, in_runs=in_runs)) as loader:
         found = _read(loader, other)[::-1]
     last, rank = len(found) - 1, engine.groups.dp.rank()
-    return found, lambda index: planned.place(last - index, rank, in_runs=in_runs)
+    return found, lambda index: planned.sample_index(last - index, rank, in_runs=in_runs)
 
 
 def _read(loader: SharedLoader, batch: BatchPlan) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaaccum.config import Layout, Plan, resolve
+from megaaccum.config import Plan, RankLayout, resolve
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
 from megaaccum.lab.planner.weights import rank_parameters, with_input_grad
 from megaaccum.pretrain.interop.load import load
@@ -189,7 +189,7 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     return chunks
 
 
-def collection(layout: Layout, rank: int) -> Any:
+def collection(layout: RankLayout, rank: int) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     one = Group(0, 1)
