@@ -101,7 +101,7 @@ def start(words: list[str]) -> int:
 
 def run(path: str) -> int:
     """`megaaccum train` with the fault of its turn."""
-    from megaaccum.pretrain.launch import launch
+    from megaaccum.pretrain.launch import local
 
     rows = Path(os.environ[ROWS])
     with rows.open("a") as file:
@@ -110,7 +110,7 @@ def run(path: str) -> int:
     if turn == KILLED:
         os.kill(os.getppid(), signal.SIGKILL)
     worker = FAULTS.get(turn, "begins_slowly")
-    launch.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}")
+    local.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}")
     return cli.main(["train", path])
 
 

@@ -23,7 +23,7 @@ from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.data.sources import check_files
-from megaaccum.pretrain.launch import launch
+from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
 
@@ -78,19 +78,19 @@ def _train(plan: Plan) -> int:
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan and what it reads, then start this machine's ranks."""
     check_files(config)  # first: to count GPUs imports torch
-    nproc = config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
+    nproc = config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
-    return launch.launch_local(
+    return local.launch_local(
         list(argv),
         nproc=nproc,
         num_threads=config.run.num_threads,
         master_port=port,
         imports=("megaaccum.pretrain.training.loop", "megaaccum.lab.advisor"),
-        go_on=lambda: _go_on(argv, config),
+        resume_hint=lambda: _resume_hint(argv, config),
     )
 
 
-def _go_on(argv: Sequence[str], config: Config) -> str:
+def _resume_hint(argv: Sequence[str], config: Config) -> str:
     """How the run of this command line goes on."""
     pointer = checkpoint_folder(config) / "latest"
     if not pointer.exists():

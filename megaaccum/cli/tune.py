@@ -23,7 +23,7 @@ from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.trial import STEPS, Results, Trials, candidates_of
 from megaaccum.lab.planner.why_not import parse_axes
 from megaaccum.lab.planner.workload import make_workload
-from megaaccum.pretrain.launch import launch
+from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ def _words(value: str) -> list[str]:
 def _world_size(args: argparse.Namespace, config: Config) -> int:
     if args.hostfile is not None:
         return sum(read_hostfile(args.hostfile).values())
-    return args.gpus or config.run.nproc_per_node or launch.num_gpus() or smallest_world(config)
+    return args.gpus or config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
     name = args.gpu
-    if name is None and launch.num_gpus():
+    if name is None and local.num_gpus():
         import torch
 
         device = torch.cuda.get_device_properties(0)

@@ -33,9 +33,10 @@ from megaaccum.lab.planner.fallbacks import (
 )
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.lab.planner.workload import Workload
+from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.metrics import journal, receipts
-from megaaccum.pretrain.metrics.journal import Record, replace_text
+from megaaccum.pretrain.metrics.journal import Record
 
 STEPS = 4
 """Steps of a candidate. The first one allocates, compiles and warms up, and counts for nothing."""
@@ -91,7 +92,7 @@ class Trials:
         config = layout_config.planned_config(self.workload, dict(candidate.axes))
         keys: dict[str, Any] = dict(
             max_steps=self.steps, output_dir=str(folder / "run"), save_interval=0, save_at_end=False, eval_interval=0,
-            sample_every=0, core_metric_every=0, verify_at_start=False, no_load=True, log_interval=1,
+            sample_every=0, text_comparisons_every=0, verify_at_start=False, no_load=True, log_interval=1,
             transformer_impl=self.workload.config.model.transformer_impl,
             data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
             nproc_per_node=self.workload.world_size,

@@ -7,18 +7,18 @@ import socket
 import pytest
 
 from megaaccum.errors import ConfigError, LaunchError
-from megaaccum.pretrain.launch import launch, processes
+from megaaccum.pretrain.launch import local, processes
 
 
 @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 4, 2), (8, 3, 2), (2, 4, 1), (1, 1, 1)])
 def test_cores_are_shared_out(monkeypatch, cores, nproc, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert launch.threads_per_rank(nproc) == threads
+    assert local.threads_per_rank(nproc) == threads
 
 
 def test_no_rank_is_an_error():
     with pytest.raises(LaunchError, match="nproc_per_node: 0 ranks"):
-        launch.launch_local([], nproc=0)
+        local.launch_local([], nproc=0)
 
 
 def test_a_port_in_use_names_the_option():

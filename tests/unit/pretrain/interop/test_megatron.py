@@ -11,12 +11,12 @@ import pytest
 
 from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
-from megaaccum.pretrain.interop.launch import Launch
+from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
-from megaaccum.pretrain.interop.megatron_args import defaults, model_fields, parser
-from megaaccum.pretrain.interop.megatron_keys import OWNED_FIELDS, read_flags, verdict_of
-from megaaccum.pretrain.interop.megatron_lists import listed, lists
-from megaaccum.pretrain.interop.megatron_page import as_markdown
+from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS, read_flags, verdict_of
+from megaaccum.pretrain.interop.megatron.page import as_markdown
+from megaaccum.pretrain.interop.megatron.parser import defaults, model_fields, parser
+from megaaccum.pretrain.interop.megatron.verdicts import listed, lists
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[4] / "docs"
@@ -73,7 +73,7 @@ def test_what_reaches_the_builder_is_a_field_of_the_installed_version():
 def test_the_page_of_the_documentation_is_the_tables():
     page = (DOCS / "reference" / "megatron-flags.md").read_text(encoding="utf-8")
     assert page == as_markdown(), (
-        "run: python -m megaaccum.pretrain.interop.megatron_page > docs/reference/megatron-flags.md"
+        "run: python -m megaaccum.pretrain.interop.megatron.page > docs/reference/megatron-flags.md"
     )
 
 

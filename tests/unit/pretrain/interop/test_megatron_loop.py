@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.loop.megatron_pretrain import REFUSED, plan_of
-from megaaccum.pretrain.interop import megatron_args
+from megaaccum.loop.pretrain import REFUSED, plan_of
+from megaaccum.pretrain.interop.megatron import parser
 
 
 def args(**changed: Any) -> SimpleNamespace:
     """As Megatron's parser and its check leave them."""
     given = dict(seq_length=16, micro_batch_size=1, global_batch_size=8, hidden_size=32, lr=1e-3)
     given |= dict(ckpt_format="torch_dist", virtual_pipeline_model_parallel_size=None)
-    return SimpleNamespace(**megatron_args.defaults() | given | changed)
+    return SimpleNamespace(**parser.defaults() | given | changed)
 
 
 def test_the_default_is_zero3():

@@ -7,8 +7,8 @@ import pytest
 from megaaccum.config.schema import Config
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.sources import read_run_tokenizer
-from megaaccum.pretrain.training import core_metric
-from megaaccum.pretrain.training.core_metric import Row, comparisons
+from megaaccum.pretrain.training import text_comparisons
+from megaaccum.pretrain.training.text_comparisons import Row, comparisons
 
 
 def encode(text: str) -> list[int]:
@@ -24,10 +24,10 @@ def test_the_package_has_two_dozen_comparisons() -> None:
 
 
 def test_only_the_choice_is_scored() -> None:
-    assert core_metric._row("ab", " cd", encode, 16) == Row(encode("ab cd"), 3)
-    long = core_metric._row("a" * 30, " cd", encode, 8)
+    assert text_comparisons._row("ab", " cd", encode, 16) == Row(encode("ab cd"), 3)
+    long = text_comparisons._row("a" * 30, " cd", encode, 8)
     assert (len(long.tokens), long.scored) == (9, 3)
-    batch = core_metric._microbatch([Row(encode("ab cd"), 3)], 2, 8)
+    batch = text_comparisons._microbatch([Row(encode("ab cd"), 3)], 2, 8)
     assert batch["loss_mask"].tolist() == [[0, 1, 1, 1, 0, 0, 0, 0], [0] * 8]
     assert batch["labels"][0, 1:4].tolist() == encode(" cd")
     assert batch["tokens"][0, 1:4].tolist() == encode("b c")
@@ -41,15 +41,15 @@ def test_one_is_all_right_and_zero_is_chance(monkeypatch, wins, value) -> None:
             found += [1.0 if index == wins else 0.0 for index in range(len(choices))]
         return found
 
-    monkeypatch.setattr(core_metric, "mean_log_likelihoods", scores)
+    monkeypatch.setattr(text_comparisons, "mean_log_likelihoods", scores)
 
     class Engine:
         class batch:
             seq_length = 128
 
-    found = core_metric.core_metric(Engine(), encode)
+    found = text_comparisons.compare_texts(Engine(), encode)
     chance = sum(1 / len(choices) for _, choices in comparisons()) / 24
-    assert found["core_metric"] == pytest.approx(-chance / (1 - chance) if value is None else value)
+    assert found["centered_accuracy"] == pytest.approx(-chance / (1 - chance) if value is None else value)
     assert found["accuracy"] == (1.0 if value else 0.0)
 
 

@@ -1,4 +1,5 @@
-"""Megatron's arguments in megaaccum's keys. Most have the same name; the rest have a rule here each."""
+"""The correspondence of Megatron's arguments and megaaccum's keys. Most have the same name; `rules` has those that are
+not one key each."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
-from megaaccum.pretrain.interop.megatron_args import Given, built_fields, model_fields, parse, sort_into_lists
-from megaaccum.pretrain.interop.megatron_lists import listed
-from megaaccum.pretrain.interop.megatron_rules import RULES, Reading
+from megaaccum.pretrain.interop.megatron.parser import ParsedFlags, built_fields, model_fields, parse, sort_into_lists
+from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
+from megaaccum.pretrain.interop.megatron.verdicts import listed
 
 LEFT_TO_RULES = frozenset(
     {
@@ -53,7 +54,7 @@ RULED = frozenset(
         "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
     }
 )  # fmt: skip
-"""Arguments that a rule reads (`megatron_rules`)."""
+"""Arguments that a rule reads (`rules`)."""
 
 CONVERTED = frozenset(
     {
@@ -61,20 +62,20 @@ CONVERTED = frozenset(
         "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings",
     }
 )  # fmt: skip
-"""Arguments that Megatron's conversion makes into fields of the model's configuration under other names."""
+"""Arguments that Megatron's conversion turns into fields of the model configuration under other names."""
 
 
 ALONE = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""The fields of some of those."""
+"""The fields of those arguments that can be given beside a file."""
 
 
 def read_flags(
     argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
 ) -> Reading:
-    """The keys that a list of Megatron flags sets, with notes and problems. See `megatron_args.parse`."""
+    """The keys that a list of Megatron flags sets, with notes and problems. Arguments as those of `parser.parse`."""
     given = parse(argv, locate=locate, world_size=world_size, whole=whole)
     sort_into_lists(given)
     reading = Reading(notes=given.notes, problems=given.problems + given.own.problems)
@@ -90,13 +91,13 @@ def read_flags(
     return reading
 
 
-def _put_own(key: str, value: object, given: Given, reading: Reading) -> None:
+def _put_own(key: str, value: object, given: ParsedFlags, reading: Reading) -> None:
     place = given.own.places[key]
     given.written.setdefault(place, place)
     reading.put(key, value, given, place)
 
 
-def _put_same_names(given: Given, reading: Reading) -> None:
+def _put_same_names(given: ParsedFlags, reading: Reading) -> None:
     for name in given.written:
         value = getattr(given.args, name, None)
         if name in RULED or name in LEFT_TO_RULES or value is None:
@@ -114,8 +115,8 @@ def _put_same_names(given: Given, reading: Reading) -> None:
             reading.put(RENAMED[name], value, given, name)
 
 
-def _put_defaults(given: Given, reading: Reading) -> None:
-    """Megatron's defaults where megaaccum's differ."""
+def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
+    """Set Megatron's defaults where megaaccum's differ."""
     args, values = given.args, reading.values
     theirs: dict[str, object] = {"loss_norm": "microbatch", "log_interval": args.log_interval, "nonfinite": "skip"}
     if not precision.KEYS & values.keys() and reading.deepspeed is None:
@@ -138,8 +139,9 @@ def _put_defaults(given: Given, reading: Reading) -> None:
             reading.put(key, value, given)
 
 
-def _put_model_fields(given: Given, reading: Reading) -> None:
-    """The fields of Megatron's model configuration that are no keys: by Megatron's own conversion for a whole run."""
+def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
+    """Set the fields of Megatron's model configuration that are no keys; for a whole run by Megatron's own
+    conversion."""
     if given.checked is not None:
         asked = {name for name in given.written if name in model_fields() or name in CONVERTED}
         if not asked - all_keys().keys() - listed().keys() and not given.args.multi_latent_attention:
@@ -170,11 +172,12 @@ OWNED_FIELDS = frozenset(
         "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
     }
 )  # fmt: skip
-"""Fields that megaaccum fills in itself, or that only repeat another."""
+"""Fields that megaaccum sets itself, or that only repeat another."""
 
 
 def verdict_of(name: str) -> str:
-    """Which of the ways an argument of Megatron's goes: key, rule, model, or the list that it is in."""
+    """How an argument of Megatron's is treated: key, rule, model, or the verdict of its list. Raises KeyError if it is
+    unknown."""
     if name in RULED or name in LEFT_TO_RULES:
         return "rule"
     if name in all_keys() or name in RENAMED or name in CONSTANTS:

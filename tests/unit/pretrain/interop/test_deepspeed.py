@@ -10,8 +10,8 @@ from megaaccum.config import resolve
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop import deepspeed_keys as keys
-from megaaccum.pretrain.interop.deepspeed_json import ORIGIN
+from megaaccum.pretrain.interop.deepspeed import keys
+from megaaccum.pretrain.interop.deepspeed.reconcile import ORIGIN
 from megaaccum.pretrain.interop.load import load
 from tests.support.configs import SMALL, plan
 

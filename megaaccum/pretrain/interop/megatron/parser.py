@@ -1,8 +1,8 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed, read by Megatron's own parser into megaaccum's keys.
+"""Parsing flags of Megatron-LM and Megatron-DeepSpeed with Megatron's own parser.
 
-`megatron.training.arguments` parses and checks the list, and its own conversion gives the model's configuration; what
-remains is in the tables of `megatron_keys` and `megatron_lists`. Importing Megatron takes seconds, so this module does
-it when it is first asked to read a flag.
+`megatron.training.arguments` parses and checks the list, and Megatron's own conversion gives the model's configuration;
+the tables of `keys` and `verdicts` have the rest. Importing Megatron takes seconds, so it is imported when the first
+flag is read.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.source import Source, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
-from megaaccum.pretrain.interop.megatron_lists import fork_flags, listed
+from megaaccum.pretrain.interop.megatron.verdicts import fork_flags, listed
 
 _ABSENT: Any = object()
 
 
 @dataclass(slots=True)
-class Given:
-    """A list of flags after Megatron's parser: what it was given, and everything with Megatron's defaults."""
+class ParsedFlags:
+    """A list of flags after Megatron's parser: the arguments that were given, and all of them with Megatron's
+    defaults."""
 
     args: argparse.Namespace
     """Every argument, as parsed."""
@@ -56,13 +57,13 @@ class Given:
         return any(name in self.written for name in names)
 
     def shown(self, *names: str) -> str:
-        """Those of these destinations that were given, as they were written."""
+        """Those of the destinations `names` that were given, as written."""
         return ", ".join(self.written[name] for name in names if name in self.written)
 
 
 @cache
 def _arguments() -> ModuleType:
-    """Megatron's module of arguments, which on a machine without a GPU needs the CPU lane's stand-ins."""
+    """Megatron's module of arguments. On a machine without a GPU it needs the CPU lane's stand-ins."""
     quiet.install()
     cpu.install()
     with warnings.catch_warnings(), quiet.root_logger_kept():
@@ -78,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
 
 @cache
 def parser() -> argparse.ArgumentParser:
-    """Megatron's parser with the flags of the fork that it lacks."""
+    """Megatron's parser, with the flags of Megatron-DeepSpeed added."""
     made = _Parser(allow_abbrev=False, add_help=False, prog="")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,13 +99,14 @@ def parser() -> argparse.ArgumentParser:
 
 @cache
 def defaults() -> dict[str, object]:
-    """Megatron's value of every destination that is not given."""
+    """Megatron's default of every destination."""
     return vars(parser().parse_args([]))
 
 
 @cache
 def model_fields() -> dict[str, dataclasses.Field]:
-    """The fields of Megatron's model configuration (TransformerConfig, that of MLA, GPTModelConfig)."""
+    """The fields of Megatron's model configuration (TransformerConfig, MLATransformerConfig, GPTModelConfig), by
+    name."""
     _arguments()
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.training.models.gpt import GPTModelConfig
@@ -114,7 +116,7 @@ def model_fields() -> dict[str, dataclasses.Field]:
 
 
 def is_flag(name: str) -> bool:
-    """Whether a name that is no key of megaaccum's is an argument of Megatron's, such as disable_bias_linear."""
+    """Whether a name that is not one of our keys is an argument of Megatron's, such as disable_bias_linear."""
     return _dashed(name) in _spellings()
 
 
@@ -124,7 +126,8 @@ def _dashed(name: str) -> str:
 
 @cache
 def _spellings() -> dict[str, str]:
-    """Every flag as the parser spells it, by its name with dashes (--override-opt_param-scheduler has both)."""
+    """The parser's spelling of every flag, by its name with dashes (--override-opt_param-scheduler has dashes and
+    underscores)."""
     return {_dashed(option): option for action in parser()._actions for option in action.option_strings}
 
 
@@ -133,26 +136,26 @@ def _spellings() -> dict[str, str]:
 
 def parse(
     argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
-) -> Given:
+) -> ParsedFlags:
     """Read a list of flags with Megatron's parser and, for a whole run, check it with Megatron's own rules.
 
     argv: flags and values; megaaccum's own keys may be among them. world_size: ranks of the run; default the smallest
     that the layout allows. whole: False for a few flags beside a configuration file.
     """
-    given = Given(argparse.Namespace(**defaults()), None, {}, Source(""), locate)
+    given = ParsedFlags(argparse.Namespace(**defaults()), None, {}, Source(""), locate)
     own_words: list[str] = []
     for flag, values in _groups(argv, given):
         own_words += _parse_group(flag, values, given)
     given.own = read_command_line(own_words)
     if given.has("yaml_cfg"):
-        _read_megatrons_yaml(given)
+        _read_yaml(given)
     if whole:
         _check(given, world_size)
     return given
 
 
-def _groups(argv: Sequence[str], given: Given) -> Iterator[tuple[str, list[str]]]:
-    """The words in groups of a flag and its values, in today's names."""
+def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list[str]]]:
+    """The words in groups of a flag and its values, under Megatron-LM's names."""
     groups: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -177,11 +180,11 @@ _RENAMED = {
     "--override-lr-scheduler": "--override-opt_param-scheduler",
     "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
 }
-"""Flags of the fork that Megatron-LM has under another name."""
+"""Flags of Megatron-DeepSpeed that Megatron-LM has under another name."""
 
 
 def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
-    """Today's name of a flag of the fork, as groups; None for a group that is unchanged."""
+    """Megatron-LM's name of a flag of Megatron-DeepSpeed, as groups; None for a group that is unchanged."""
     if flag in _RENAMED:
         return [(_RENAMED[flag], values)]
     if flag == "--num-key-value-heads":
@@ -201,16 +204,16 @@ def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]]
     return [None]
 
 
-def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
+def _parse_group(flag: str, values: list[str], given: ParsedFlags) -> list[str]:
     """Put one flag into `given.args`. Returns its words if it is one of megaaccum's own keys."""
-    seen = argparse.Namespace(**dict.fromkeys(defaults(), _ABSENT))
+    parsed = argparse.Namespace(**dict.fromkeys(defaults(), _ABSENT))
     shown = " ".join((flag, *values))
     try:
-        _, rest = parser().parse_known_args([flag, *values], namespace=seen)
+        _, rest = parser().parse_known_args([flag, *values], namespace=parsed)
     except ConfigError as error:
         given.problems.append(f"{shown}: {error}.")
         return []
-    except KeyError as error:  # a name that an enumeration of Megatron's lacks, which argparse does not catch
+    except KeyError as error:  # an unknown member of one of Megatron's enumerations, which argparse does not catch
         given.problems.append(f"{shown}: Megatron has no {error}.")
         return []
     if rest[:1] == [flag]:
@@ -221,7 +224,7 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
         return []
     if rest:
         given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
-    for name, value in vars(seen).items():
+    for name, value in vars(parsed).items():
         if value is not _ABSENT:
             if name in given.written and getattr(given.args, name) != value:
                 given.notes.append(f"{given.written[name]} and {shown}: the last one holds, as in Megatron.")
@@ -233,9 +236,9 @@ def _parse_group(flag: str, values: list[str], given: Given) -> list[str]:
 _ACTIVATIONS = {"swiglu": {"swiglu": True}, "squaredrelu": {"squared_relu": True}, "gelu": {}}
 
 
-def _read_megatrons_yaml(given: Given) -> None:
-    """Take over Megatron's own YAML (--yaml-cfg): its keys are the arguments' names, in blocks or not. Flags beside it,
-    which Megatron leaves out, outrank it."""
+def _read_yaml(given: ParsedFlags) -> None:
+    """Read Megatron's own YAML (--yaml-cfg): its keys are the arguments' names, in blocks or not. Flags beside it
+    outrank it here; Megatron ignores them."""
     shown = given.written["yaml_cfg"]
     try:
         tree = yaml.safe_load(given.locate(given.args.yaml_cfg).read_text(encoding="utf-8"))
@@ -255,10 +258,10 @@ def _read_megatrons_yaml(given: Given) -> None:
     flat["num_experts"] = flat.pop("num_moe_experts", None) or flat.get("num_experts")
     flat["group_query_attention"] = flat.get("num_query_groups") is not None
     for name, value in flat.items():
-        _take_key(name, value, given)
+        _read_yaml_key(name, value, given)
 
 
-def _take_key(name: str, value: object, given: Given) -> None:
+def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
     """Put one key of Megatron's YAML into `given.args`."""
     if name not in defaults():
         field = model_fields().get(name)
@@ -281,8 +284,8 @@ def _nearest(flag: str) -> str:
 # --- Megatron's own check ------------------------------------------------------------------------------------------
 
 
-def _check(given: Given, world_size: int | None) -> None:
-    """Run Megatron's `validate_args` on a copy; its refusal is a problem."""
+def _check(given: ParsedFlags, world_size: int | None) -> None:
+    """Run Megatron's `validate_args` on a copy; if it refuses the list, that is a problem."""
     args = copy.deepcopy(given.args)
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size]
     smallest = layout[0] * layout[1] * layout[2]
@@ -311,7 +314,7 @@ def _check(given: Given, world_size: int | None) -> None:
 
 @contextlib.contextmanager
 def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
-    """Answers for what `validate_args` asks of the machine: Hopper, with a new Transformer Engine. In silence."""
+    """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
     import torch
 
     arguments, before = _arguments(), dict(os.environ)
@@ -340,8 +343,8 @@ def is_default(name: str, value: object) -> bool:
     return value == defaults()[name] or (name, value) == ("dataloader_type", "single")
 
 
-def sort_into_lists(given: Given) -> None:
-    """Note and refuse what the lists hold, one text per reason."""
+def sort_into_lists(given: ParsedFlags) -> None:
+    """Note and refuse the listed arguments, one text per reason."""
     rows: dict[str, list[str]] = {}
     for name in given.written:
         row = None if name in all_keys() else listed().get(name)
@@ -355,9 +358,9 @@ def sort_into_lists(given: Given) -> None:
             given.problems.append(f"{shown}: {row.why}; {row.instead}.")
 
 
-def built_fields(given: Given) -> dict[str, object]:
-    """The fields in which Megatron's own conversion of the checked arguments differs from the model configuration's
-    defaults; plain values only."""
+def built_fields(given: ParsedFlags) -> dict[str, object]:
+    """The plain fields of the model configuration that Megatron's own conversion of the checked arguments sets to other
+    values than the defaults."""
     assert given.checked is not None
     from megatron.training.argument_utils import gpt_config_from_args
 
@@ -367,7 +370,7 @@ def built_fields(given: Given) -> dict[str, object]:
         args.vocab_size = 1
     with _as_on_a_gpu({}), _without_post_init():
         built = gpt_config_from_args(args)
-    # megatron-core 0.19 drops --rope-scaling-factor: the model would be built with 8.0, whatever was asked for.
+    # megatron-core 0.19 drops --rope-scaling-factor: the model would always be built with 8.0.
     built.rope_scaling_factor = args.rope_scaling_factor
     plain = (bool, int, float, str, tuple, list)
     usual = {item.name: item.default for kind in (built, built.transformer) for item in dataclasses.fields(kind)}
@@ -377,8 +380,8 @@ def built_fields(given: Given) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _without_post_init() -> Iterator[None]:
-    """Configurations of Megatron's as they are given: what is derived from them, and what they need of the machine, is
-    for the ranks that build the model."""
+    """Context in which Megatron's configurations keep the values given: derived values and requirements on the machine
+    concern the ranks that build the model."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 

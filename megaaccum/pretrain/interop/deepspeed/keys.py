@@ -13,7 +13,7 @@ DROPPED = {
     "optimizer": "megaaccum builds the optimizer",
     "use_data_before_expert_parallelism": "Megatron lays out the ranks",
 }
-"""Left out of what DeepSpeed is given, with the reason. Some were reconciled first, or are refused when switched on."""
+"""Not passed to DeepSpeed, with the reason. Some are reconciled first, or refused if switched on."""
 
 REFUSED = {
     "amp": "write bf16: true instead",
@@ -41,7 +41,7 @@ REFUSED = {
     "weight_quantization": "leave it out",
     "zenflow": "leave it out",
 }
-"""Not honoured when switched on, and what to write instead."""
+"""Refused if switched on, with what to write instead."""
 
 RECONCILED = frozenset(
     {
@@ -51,7 +51,7 @@ RECONCILED = frozenset(
         "managed_gradient_accumulation",
     }
 )  # fmt: skip
-"""Held against megaaccum's own keys."""
+"""Reconciled with megaaccum's own keys."""
 
 _BY_STAGE3 = (
     "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
@@ -74,7 +74,7 @@ ZERO_DROPPED = {
         "it has no effect here",
     ),
 }  # fmt: skip
-"""Keys of zero_optimization left out of what DeepSpeed is given, with the reason."""
+"""Keys of zero_optimization that are not passed to DeepSpeed, with the reason."""
 
 ZERO_REFUSED = {
     "cpu_offload": "write offload_optimizer: cpu instead",
@@ -90,12 +90,12 @@ ZERO_REFUSED = {
     "zero_quantized_weights": "quantized parameters would not be exact; leave it out",
     "zeropp_loco_param": "leave it out",
 }
-"""Keys of zero_optimization not honoured when switched on, and what to write instead."""
+"""Keys of zero_optimization that are refused if switched on, with what to write instead."""
 
 ZERO_RECONCILED = frozenset(
     {"stage", "reduce_bucket_size", "offload_optimizer", "reduce_scatter", "zero_hpz_partition_size"}
 )
-"""Keys of zero_optimization held against megaaccum's own."""
+"""Keys of zero_optimization that are reconciled with megaaccum's own."""
 
 TOP_LEVEL = PASSED | DROPPED.keys() | REFUSED.keys() | RECONCILED
 ZERO = ZERO_PASSED | ZERO_DROPPED.keys() | ZERO_REFUSED.keys() | ZERO_RECONCILED

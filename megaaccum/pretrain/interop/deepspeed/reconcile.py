@@ -1,4 +1,4 @@
-"""A user's DeepSpeed JSON held against megaaccum's keys."""
+"""Reconciling a user's DeepSpeed JSON with megaaccum's keys."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from megaaccum.config.load import given
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import did_you_mean
-from megaaccum.pretrain.interop import deepspeed_keys as keys
-from megaaccum.pretrain.interop.deepspeed_training import read_optimizer, read_scheduler
+from megaaccum.pretrain.interop.deepspeed import keys
 
 ORIGIN = "deepspeed block"
-"""The origin of a key whose value was taken over from the JSON."""
+"""The origin of a key that the JSON sets."""
 
 
 @dataclass(slots=True)
 class Reconciler:
-    """Holds values of the JSON against keys: takes over what was not written, names what disagrees."""
+    """Compares values of the JSON with keys: adopts those whose key was not written, reports those that disagree."""
 
     config: Config
     notes: list[str]
     problems: list[str]
 
     def same(self, path: str, value: object, key: str) -> None:
-        """`path` of the JSON and `key` mean the same thing. 'auto' leaves it to the key."""
+        """Reconcile `path` of the JSON with `key`, which means the same. 'auto' leaves the value to the key."""
         if value is None or value == "auto":
             return
         item = all_keys()[key]
@@ -42,7 +41,7 @@ class Reconciler:
         try:
             typed = coerce(value, item.annotation)
         except NotOfType as error:
-            self.problems.append(f"deepspeed.{path} is {value!r}: it stands for {key}, which must be {error}.")
+            self.problems.append(f"deepspeed.{path} is {value!r}: it sets {key}, which must be {error}.")
             return
         ours = getattr(section, key)
         if not given(self.config, key):
@@ -58,18 +57,18 @@ class Reconciler:
             )
 
     def outranked(self, key: str) -> bool:
-        """Whether `key` is from the command line and the JSON is not."""
+        """Whether `key` is from the command line but the JSON is not."""
         origin = self.config.origin
         return origin.get(key) == COMMAND_LINE != origin.get("deepspeed")
 
     def refuse(self, path: str, value: object, instead: str) -> None:
-        """`path` is something that megaaccum does not do."""
+        """Report that `path` of the JSON is not supported, with what to write instead."""
         self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
 
     def sort(
         self, path: str, value: object, refused: dict[str, str], dropped: dict[str, str], known: Iterable[str]
     ) -> None:
-        """Refuse or note a key that no key of megaaccum's stands for, by its list; name one that DeepSpeed lacks."""
+        """Refuse or note a key that has no counterpart here, by its list; report one that DeepSpeed does not have."""
         name = path.rsplit(".", 1)[-1]
         if name in refused:
             if keys.is_on(value):
@@ -107,12 +106,12 @@ def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> 
     return block
 
 
-def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
-    """Make `block` the DeepSpeed block of `config`, and take over, in place, what it says and no key of megaaccum's
-    does; notes go to the configuration's.
+def reconcile(config: Config, block: dict[str, object], origin: str) -> list[str]:
+    """Make `block` the DeepSpeed block of `config`, and set, in place, the keys that it gives and that were not
+    written. Adds notes to the configuration's.
 
-    Returns one text per key that disagrees with a key of megaaccum's, is unknown, or cannot be honoured. Batch sizes
-    that both give are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
+    Returns one text per key that disagrees with one of megaaccum's, is unknown, or is not supported. Batch sizes given
+    by both are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
     """
     config.deepspeed = block
     config.origin["deepspeed"] = origin
@@ -122,7 +121,7 @@ def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
             handler(reconciler, name, value)
         else:
             reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
-    _adopt_batch(reconciler)
+    _reconcile_batch(reconciler)
     if not precision.is_given(config) and not {"bf16", "bfloat16", "fp16"} & block.keys():
         config.sharding.params_dtype = "fp32"
         config.origin["params_dtype"] = ORIGIN
@@ -130,8 +129,8 @@ def adopt(config: Config, block: dict[str, object], origin: str) -> list[str]:
     return reconciler.problems
 
 
-def _adopt_batch(reconciler: Reconciler) -> None:
-    """Batch sizes of the JSON where the keys leave them open; DeepSpeed's micro-batch is a pipeline's micro-batch."""
+def _reconcile_batch(reconciler: Reconciler) -> None:
+    """Set batch sizes that the keys leave open. DeepSpeed's micro-batch is a pipeline's micro-batch."""
     config, block = reconciler.config, reconciler.config.deepspeed
     written = {name for name in SIZES if getattr(config.batch, name) is not None}
     if not written & {"global_batch_size", "grad_accum_steps"}:
@@ -174,7 +173,7 @@ _LOSS_SCALE_KEYS = {
 
 
 def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
-    """DeepSpeed's loss scale in megaaccum's keys: loss_scale 0 is a dynamic one, that starts at a power of two."""
+    """Set the keys of the loss scale. DeepSpeed's loss_scale 0 is a dynamic scale that starts at a power of two."""
     if block.get("loss_scale") not in (None, "auto", 0):
         reconciler.same("fp16.loss_scale", block["loss_scale"], "loss_scale")
     power = block.get("initial_scale_power")
@@ -265,6 +264,86 @@ _MONITORS = {
     "wandb": ("project", "wandb_project"),
 }
 
+# --- optimizer and scheduler (deepspeed.ops.adam.FusedAdam, deepspeed.runtime.lr_schedules) --------------------------
+
+_DECAY_STYLES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+_NO_SCHEDULER = "write lr_decay_style, lr_warmup_iters and min_lr instead"
+_SCHEDULER_KEYS = {
+    "warmup_min_lr": "lr_warmup_init",
+    "warmup_max_lr": "lr",
+    "warmup_num_steps": "lr_warmup_iters",
+    "total_num_steps": "lr_decay_iters",
+}
+_OPTIMIZER_KEYS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
+_IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_states", "set_grad_none"})
+
+
+def _optimizer(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """Reconcile the optimizer: Adam and AdamW both are the decoupled AdamW here, which DeepSpeed's Adam is by
+    default."""
+    kind = str(block.get("type", ""))
+    if kind.lower() not in ("adam", "adamw"):
+        reconciler.refuse("optimizer.type", kind or "(missing)", "the optimizer is AdamW; set it to AdamW")
+        return
+    params = block.get("params") or {}
+    for name, value in params.items():
+        path = f"optimizer.params.{name}"
+        if name in _OPTIMIZER_KEYS:
+            reconciler.same(path, value, _OPTIMIZER_KEYS[name])
+        elif name == "betas":
+            _betas(reconciler, path, value)
+        elif name in _ONLY_VALUE:
+            if value != _ONLY_VALUE[name]:
+                reconciler.refuse(path, value, f"the optimizer is AdamW; set it to {str(_ONLY_VALUE[name]).lower()}")
+        elif name not in _IMPLEMENTATION:
+            reconciler.refuse(path, value, "AdamW takes lr, betas, eps and weight_decay; leave it out")
+
+
+def _betas(reconciler: Reconciler, path: str, value: object) -> None:
+    if value == "auto":
+        return
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        reconciler.refuse(path, value, "write two numbers, or adam_beta1 and adam_beta2 instead")
+        return
+    for index, key in enumerate(("adam_beta1", "adam_beta2")):
+        reconciler.same(f"{path}[{index}]", value[index], key)
+
+
+def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """Reconcile the scheduler: DeepSpeed's schedulers with a linear warm-up are Megatron's constant, linear and cosine
+    decay."""
+    kind = str(block.get("type", ""))
+    style = _DECAY_STYLES.get(kind.lower())
+    if style is None:
+        reconciler.refuse(
+            "scheduler.type", kind or "(missing)", "write lr_decay_style, lr_warmup_iters and min_lr instead"
+        )
+        return
+    reconciler.same("scheduler.type", style, "lr_decay_style")
+    params = block.get("params") or {}
+    if params.get("warmup_type", "log") not in ("linear", "auto"):
+        reconciler.refuse(
+            "scheduler.params.warmup_type",
+            params.get("warmup_type", "log (its default)"),
+            "Megatron's warm-up is linear; set it to linear",
+        )
+    for name, value in params.items():
+        __scheduler_param(reconciler, name, value)
+
+
+def __scheduler_param(reconciler: Reconciler, name: str, value: object) -> None:
+    path = f"scheduler.params.{name}"
+    if name in _SCHEDULER_KEYS:
+        reconciler.same(path, value, _SCHEDULER_KEYS[name])
+    elif name in ("cos_min_ratio", "warmup_min_ratio"):
+        if value not in (0, "auto"):
+            key = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}[name]
+            reconciler.refuse(path, value, f"it is a share of lr; write {key} as a learning rate instead")
+    elif name != "warmup_type":
+        reconciler.refuse(path, value, _NO_SCHEDULER)
+
+
 _HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
     "gradient_clipping": lambda r, name, value: r.same(name, value, "clip_grad"),
     "communication_data_type": lambda r, name, value: r.same(name, value, "grad_reduce_dtype"),
@@ -275,7 +354,7 @@ _HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
     "data_types": _data_types,
     **dict.fromkeys(_DIVISOR_DEFAULTS, _divisor),
     "activation_checkpointing": _activation_checkpointing,
-    "optimizer": lambda r, name, value: read_optimizer(r, _mapping(r, name, value)),
-    "scheduler": lambda r, name, value: read_scheduler(r, _mapping(r, name, value)),
+    "optimizer": lambda r, name, value: _optimizer(r, _mapping(r, name, value)),
+    "scheduler": lambda r, name, value: _scheduler(r, _mapping(r, name, value)),
     **dict.fromkeys(_MONITORS, _monitor),
 }

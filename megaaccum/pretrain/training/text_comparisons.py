@@ -1,4 +1,4 @@
-"""The core metric: how often a model finds the right one of a few ways to go on with a text, better than by chance."""
+"""24 likelihood comparisons: whether the model finds the right continuation of a text likelier than the wrong ones."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A text as token ids, of which the last `scored` are the choice that is looked at."""
+    """A text as token ids; the last `scored` are the choice."""
 
     tokens: list[int]
     scored: int
 
 
 def comparisons() -> list[tuple[str, list[str]]]:
-    """(text, choices) of those in the package; the first choice is the right one."""
+    """(text, choices) of the comparisons in the package; the first choice is the right one."""
     found = yaml.safe_load(files("megaaccum.pretrain.data").joinpath("comparisons.yaml").read_text(encoding="utf-8"))
     return [(each["text"], each["choices"]) for each in found]
 
 
-def core_metric(engine: Engine, encode: Encode) -> dict[str, float]:
-    """`accuracy` over the comparisons (a choice is right when its mean log-likelihood per token is the largest), and
-    `core_metric`, where 0 is chance and 1 is all of them. Collective over the world, the same on every rank."""
+def compare_texts(engine: Engine, encode: Encode) -> dict[str, float]:
+    """`accuracy` over the comparisons (a model is right if the first choice has the largest mean log-likelihood per
+    token), and `centered_accuracy`: 0 is chance, 1 is all right. Collective over the world, the same on every rank."""
     every = comparisons()
     rows = [_row(text, choice, encode, engine.batch.seq_length) for text, choices in every for choice in choices]
     scores = iter(mean_log_likelihoods(engine, rows))
@@ -45,18 +45,18 @@ def core_metric(engine: Engine, encode: Encode) -> dict[str, float]:
         right += mine[0] > max(mine[1:])
         chance += 1 / len(choices)
     accuracy, chance = right / len(every), chance / len(every)
-    return {"core_metric": (accuracy - chance) / (1 - chance), "accuracy": accuracy}
+    return {"centered_accuracy": (accuracy - chance) / (1 - chance), "accuracy": accuracy}
 
 
 def _row(text: str, choice: str, encode: Encode, seq_length: int) -> Row:
-    """Without the beginning of a text that is longer than a sequence."""
+    """The tokens of text and choice; if they exceed a sequence, their last ones."""
     context, whole = encode(text), encode(text + choice)
     shared = next((i for i, (a, b) in enumerate(zip(context, whole, strict=False)) if a != b), len(context))
     return Row(whole[-(seq_length + 1) :], min(len(whole) - shared, seq_length))
 
 
 def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
-    """Nats per scored token of each row, negative; under any layout. Collective, the same on every rank."""
+    """Mean log-likelihood of each row's scored tokens, in nats. Collective over the world, the same on every rank."""
     groups, batch = engine.groups, engine.plan.batch
     dp, per_call = groups.dp.size(), batch.microbatches_per_flush
     size, mine = batch.micro_batch_size, range(groups.dp.rank(), len(rows), dp)
@@ -68,7 +68,7 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
         reports = engine.forward(data, forward_step_func=_RowLosses(groups, "token"))
         for indices, report in zip(at, reports, strict=False):  # empty but on the last stage
             totals[indices] -= report["rows"].double().cpu()[: len(indices)]
-    if groups.tp.rank() > 0:  # the ranks of a tp group have the same, those of a cp group have parts
+    if groups.tp.rank() > 0:  # ranks of a tp group hold the same sums, ranks of a cp group hold parts
         totals.zero_()
     summed = totals.to(cpu.device())
     torch.distributed.all_reduce(summed)
@@ -80,7 +80,7 @@ def _starts(call: int, per_call: int, size: int) -> range:
 
 
 def _microbatch(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch:
-    """Rows and, up to `size` of them, empty ones."""
+    """A micro-batch of `rows`, filled up with empty rows to `size`."""
     tokens, labels = torch.zeros(2, size, seq_length, dtype=torch.int64)
     mask = torch.zeros(size, seq_length)
     for index, row in enumerate(rows):

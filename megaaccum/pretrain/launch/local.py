@@ -1,13 +1,12 @@
 """Starting the ranks of this machine, and ending them.
 
-The ranks are children of the launching process. Where there is no GPU they are forks of it, after it has imported
-torch, DeepSpeed and Megatron once; with GPUs each is a fresh interpreter, since a CUDA context does not survive a fork.
-Rank 0 writes to the terminal; the other ranks write to files, whose last lines are shown when such a rank fails.
+The ranks are children of the launching process. Without a GPU they are forks of it, made after it has imported torch,
+DeepSpeed and Megatron once; with GPUs each is a fresh interpreter, since a CUDA context does not survive a fork. Rank 0
+writes to the terminal. The other ranks write to files, whose last lines are shown if such a rank fails.
 
-torch.distributed.elastic is not used: it ends all other ranks as soon as it sees one that failed (PContext.wait), so
-of ranks that fail together it reports the one that it polls first, not the cause; and after a signal a rank that is
-writing a checkpoint has 30 seconds. Here the others have `grace` seconds to report and end, what all of
-them report is printed once, and a second signal ends them.
+torch.distributed.elastic is not used. Its MultiprocessContext could fork a warm process, but it reports the one failed
+rank that it polls first, which need not be the cause, and sends SIGTERM to all others at once. Here the others have
+GRACE_SECONDS to report and end, every distinct failure is printed once, and a second signal ends the ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.launch.processes import RankError, RankProcess, describe_status
 
 GRACE_SECONDS = 10.0
-"""After one rank failed: time for the others to end before they are ended."""
+"""Time for the other ranks to end after one rank failed."""
 TAIL_LINES = 20
-"""Lines of a failed rank's output that are shown."""
+"""Last lines of a failed rank's output that are shown."""
 WORKER = "megaaccum.cli.train:main"
 _ERROR_FILE = "MEGAACCUM_ERROR_FILE"
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""What gloo and NCCL write of a rank that is no longer there."""
+"""Texts of gloo and NCCL about a rank that has ended."""
 _KILLED = (
     "a rank that ends with SIGKILL was most likely killed by the system for want of memory (`dmesg` names it: Out of"
     " memory): take a smaller micro_batch_size, fewer ranks on this machine, or recompute."
@@ -50,42 +49,41 @@ def launch_local(
     num_threads: int | None = None,
     master_port: int = 0,
     worker: str = WORKER,
-    grace: float = GRACE_SECONDS,
     fork: bool | None = None,
     imports: Sequence[str] = (),
-    go_on: Callable[[], str] = lambda: "",
+    resume_hint: Callable[[], str] = lambda: "",
 ) -> int:
-    """Runs `worker` ("module:function", called with `argv`) on `nproc` ranks of this machine; returns an exit code.
+    """Run `worker` ("module:function", called with `argv`) on `nproc` ranks of this machine. Returns an exit code.
 
     Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its
-    environment. `num_threads` per rank defaults to cores // nproc, at least 1. `master_port` 0 takes a free port.
-    `fork` None forks where there is no GPU; True and False insist. `imports`: modules that forked ranks find imported.
-    `go_on` words how a run whose rank was killed goes on.
+    environment. `num_threads` per rank defaults to cores // nproc, at least 1. `master_port` 0 chooses a free port.
+    `fork` None forks if there is no GPU; True and False decide. `imports`: modules that are imported before ranks are
+    forked. `resume_hint` returns how to resume a run of which a rank was killed.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to the ranks once; a second one ends them. When a rank fails the others
-    have `grace` seconds to end before they are ended, what failed is printed once to stderr, and the exit code is that
+    SIGINT, SIGTERM and SIGHUP are passed on to the ranks once; a second one ends them. After a rank fails the others
+    have GRACE_SECONDS to end before they are ended, what failed is printed once to stderr, and the exit code is that
     of the first rank that failed (128 + n after signal n). 0 means that every rank ended with 0.
 
-    Raises LaunchError when the port is in use or nproc is not positive. Call it on the main thread.
+    Raises LaunchError if the port is in use or nproc is not positive. Call it on the main thread.
     """
     if nproc < 1:
         raise LaunchError(f"nproc_per_node: {nproc} ranks cannot be started; the least is 1")
     threads = num_threads or threads_per_rank(nproc)
     with processes.listen(master_port) as sock, tempfile.TemporaryDirectory(prefix="megaaccum-") as folder:
-        # Before torch is imported here: its pool of threads takes this size when it is first used.
+        # Before torch is imported: its thread pool gets this size at its first use.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         body = _body(argv, worker, threads, fork, imports)
-        job = _Job(nproc, sock.getsockname()[1], threads, Path(folder), go_on)
+        job = _Job(nproc, sock.getsockname()[1], threads, Path(folder), resume_hint)
         with _Forwarding(job):
             job.start(body)
             store = processes.serve_store(sock)
-            code = job.wait(grace)
+            code = job.wait(GRACE_SECONDS)
             del store
         return code
 
 
 def threads_per_rank(nproc: int) -> int:
-    """Cores that this process may use, shared out over `nproc` ranks; at least 1."""
+    """Cores that this process may use, divided by `nproc` ranks; at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // nproc)
 
 
@@ -104,7 +102,7 @@ def _body(
 
 
 def _has_gpu() -> bool:
-    """Asks the driver's management library, which starts no CUDA context."""
+    """Whether there is a GPU, by the driver's management library, which starts no CUDA context."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     preload.import_torch()
     import torch
@@ -113,7 +111,7 @@ def _has_gpu() -> bool:
 
 
 def num_gpus() -> int:
-    """GPUs of this machine, 0 where there is none."""
+    """GPUs of this machine; 0 if there is none."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     preload.import_torch()
     import torch
@@ -129,7 +127,7 @@ def _refuse_cuda() -> None:
 
 
 def _call(worker: str, argv: Sequence[str], threads: int) -> None:
-    """Runs in a forked rank. The worker's return value, if it is a number, is the exit code."""
+    """Run the worker in a forked rank. Its return value, if a number, is the exit code."""
     import torch
 
     torch.set_num_threads(threads)
@@ -145,16 +143,16 @@ def _run(worker: str, argv: Sequence[str]) -> None:
 
 
 def _exec(argv: Sequence[str], worker: str, error: Path) -> None:
-    """Replaces a forked rank by a fresh interpreter that does the same."""
+    """Replace a forked rank by a fresh interpreter that runs the worker."""
     os.environ[_ERROR_FILE] = str(error)
-    os.execv(sys.executable, [sys.executable, "-m", "megaaccum.pretrain.launch.launch", worker, *argv])
+    os.execv(sys.executable, [sys.executable, "-m", "megaaccum.pretrain.launch.local", worker, *argv])
 
 
 class _Job:
-    """The ranks of one launch, and the files through which they speak."""
+    """The ranks of one launch, and the files to which they write."""
 
-    def __init__(self, nproc: int, port: int, threads: int, folder: Path, go_on: Callable[[], str]):
-        self.go_on = go_on
+    def __init__(self, nproc: int, port: int, threads: int, folder: Path, resume_hint: Callable[[], str]):
+        self.resume_hint = resume_hint
         self.nproc, self.port, self.threads, self.folder = nproc, port, threads, folder
         self.ranks: list[RankProcess] = []
         self.failed: list[RankProcess] = []
@@ -167,7 +165,8 @@ class _Job:
         return self.folder / f"rank{rank}.error"
 
     def output_file(self, rank: int) -> Path | None:
-        """Rank 0 keeps the terminal, so that its progress line can rewrite itself."""
+        """The file of a rank's output; None for rank 0, which keeps the terminal so that its progress line can be
+        rewritten."""
         return None if rank == 0 else self.folder / f"rank{rank}.output"
 
     def start(self, body: Callable[[Path], None]) -> None:
@@ -180,24 +179,25 @@ class _Job:
             self.ranks.append(process)
 
     def wait(self, grace: float) -> int:
-        """Waits for the ranks, reports failures, and returns the exit code."""
+        """Wait for the ranks, report failures, and return the exit code."""
         deadline: float | None = None
         while any(process.status is None for process in self.ranks) and not self.kill:
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 break
-            # Forwarded signals interrupt no poll (PEP 475), so it is short: a second signal sets self.kill.
+            # Signals do not interrupt a poll (PEP 475), so it is short: a second signal sets self.kill.
             ended = processes.wait(self.ranks, min(left, 1.0))
             self.failed += sorted((process for process in ended if process.status != 0), key=self._time_of_error)
             if self.failed and deadline is None:
                 deadline = time.monotonic() + grace
         self.ended_by_us = processes.end(self.ranks, grace=0)
-        self.failed.sort(key=self._lost_a_peer)  # what was first, not who noticed first: a killed rank wrote no time
+        # The cause first, not the rank that noticed it first: a killed rank wrote no time.
+        self.failed.sort(key=self._lost_a_peer)
         self._report(sys.stderr)
         return self._exit_code()
 
     def _time_of_error(self, process: RankProcess) -> float:
-        """When the rank wrote its error, for ranks whose ends are seen together; those that wrote none come last."""
+        """When the rank wrote its error; infinity if it wrote none. Orders ranks whose ends are seen together."""
         path = self.error_file(process.rank)
         return path.stat().st_mtime if path.exists() else float("inf")
 
@@ -209,7 +209,7 @@ class _Job:
         return 128 + (self.forwarded or 0) if self.ended_by_us else 0
 
     def _report(self, stream: TextIO) -> None:
-        """Prints each different failure once, in the order in which ranks failed, then what became of the others."""
+        """Print each distinct failure once, in the order in which ranks failed, then what became of the others."""
         seen: set[str] = set()
         lost = [process for process in self.failed[1:] if self._lost_a_peer(process)]
         for process in self.failed:
@@ -228,18 +228,19 @@ class _Job:
             names = ", ".join(str(process.rank) for process in self.ended_by_us)
             print(f"megaaccum: ranks that were still waiting were ended: {names}", file=stream)
         if any(process.status == -signal.SIGKILL for process in self.failed):
-            print(f"megaaccum: {_KILLED} {self.go_on()}".rstrip(), file=stream)
+            print(f"megaaccum: {_KILLED} {self.resume_hint()}".rstrip(), file=stream)
         stream.flush()
 
     def _lost_a_peer(self, process: RankProcess) -> bool:
-        """Whether all that it reports is that another rank has gone."""
+        """Whether the rank reports only that another rank has gone."""
         error = RankError.read(self.error_file(process.rank))
         return error is not None and error.traceback is not None and any(word in error.text for word in _PEER_GONE)
 
     def _failure(self, process: RankProcess, *, detailed: bool) -> str | None:
-        """The text to print about a rank that failed; None when there is nothing to add.
+        """The text to print about a rank that failed; None if there is nothing to add.
 
-        A text without a traceback is for the user and does not name the rank: ranks that failed alike share one line.
+        A text without a traceback is for the user and does not name the rank: ranks with the same failure share one
+        line.
         """
         error = RankError.read(self.error_file(process.rank))
         if error is not None and error.kind == "KeyboardInterrupt":
@@ -249,7 +250,7 @@ class _Job:
             return "megaaccum: interrupted"
         if error is not None and error.traceback is None:
             return f"megaaccum: error: {error.text}"
-        if not detailed:  # what follows the first failure is mostly its echo
+        if not detailed:  # later failures mostly follow from the first
             why = f" ({error.text})" if error is not None else ""
             return f"megaaccum: rank {process.rank} then ended with {describe_status(process.status)}{why}"
         head = f"megaaccum: rank {process.rank} ended with {describe_status(process.status)}"
@@ -264,7 +265,7 @@ class _Job:
 
 
 class _Forwarding:
-    """While it is entered, signals for this process go to the ranks: the first as it is, a second one ends them."""
+    """Context in which signals to this process go to the ranks: the first as it is; a second one ends them."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -293,7 +294,7 @@ class _Forwarding:
 
 
 def main() -> int:
-    """A rank in a fresh interpreter: `python -m megaaccum.pretrain.launch.launch module:function ARGS`."""
+    """A rank in a fresh interpreter: `python -m megaaccum.pretrain.launch.local module:function ARGS`."""
     preload.prepare()
     worker, *argv = sys.argv[1:]
     return processes.run_and_report(partial(_run, worker, argv), Path(os.environ[_ERROR_FILE]))

@@ -1,4 +1,4 @@
-"""Fields of Megatron's model configuration that a configuration may carry, checked against the installed version."""
+"""Fields of Megatron's model configuration in a configuration file, checked against the installed version."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import cache
 
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.source import Unknown
-from megaaccum.pretrain.interop.megatron_args import model_fields
-from megaaccum.pretrain.interop.megatron_keys import OWNED_FIELDS
-from megaaccum.pretrain.interop.megatron_lists import listed
+from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS
+from megaaccum.pretrain.interop.megatron.parser import model_fields
+from megaaccum.pretrain.interop.megatron.verdicts import listed
 
 
 @cache
@@ -21,9 +21,9 @@ def _types() -> dict[str, object]:
     return {**typing.get_type_hints(GPTModelConfig), **typing.get_type_hints(MLATransformerConfig)}
 
 
-def take(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> bool:
-    """Whether an unknown name is a field of Megatron's model configuration; its value is then put into `fields`, or a
-    text into `problems`."""
+def accept_model_field(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> bool:
+    """Put the value of an unknown name into `fields`, or a text into `problems`, if it is a field of Megatron's model
+    configuration. Returns whether it is."""
     name = unknown.written
     if unknown.section not in (None, "model") or name not in model_fields():
         return False

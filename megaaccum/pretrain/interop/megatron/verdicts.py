@@ -1,4 +1,5 @@
-"""The three lists of Megatron's arguments that are neither a key of megaaccum's nor a field of Megatron's model."""
+"""Verdicts on Megatron's arguments that are neither a key of megaaccum's nor a field of Megatron's model
+configuration."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ class Listed:
 
 @cache
 def _tables() -> dict:
-    text = resources.files("megaaccum.pretrain.interop").joinpath("megatron_lists.yaml").read_text(encoding="utf-8")
+    text = resources.files("megaaccum.pretrain.interop.megatron").joinpath("verdicts.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 @cache
 def lists() -> tuple[Listed, ...]:
-    """Every list, in the file's order."""
+    """Every list, in the order of verdicts.yaml."""
     return tuple(
         Listed(row["title"], verdict, row["why"], row.get("instead", ""), tuple(row["names"].split()))
         for verdict in VERDICTS
@@ -45,7 +46,7 @@ def lists() -> tuple[Listed, ...]:
 
 @cache
 def listed() -> dict[str, Listed]:
-    """The list of each argument that is in one."""
+    """The list of each listed argument, by destination."""
     return {name: row for row in lists() for name in row.names}
 
 

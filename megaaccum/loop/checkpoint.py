@@ -1,7 +1,7 @@
-"""Weights and optimizer state of a sharding backend in the form that Megatron's checkpoints take.
+"""Weights and optimizer state of a sharding backend in the form of Megatron's checkpoints.
 
-A model's weights are written as Megatron writes them: whole, by its own `sharded_state_dict`. Masters and moments are
-flat pieces of each parameter, by its name in the whole model.
+Weights are written as Megatron writes them: whole, by the model's own `sharded_state_dict`. Masters and moments are
+flat pieces of each parameter, keyed by its name in the whole model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; one of fully_shard's is gathered."""
+    """The whole tensor, in host memory; a DTensor of fully_shard's is gathered."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().to("cpu", copy=True)
 
 
 def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have `chunk.sharded_state_dict`, which Megatron's saver calls on the chunk without its wrappers, give copies of
-    whole weights in host memory."""
+    """Make `chunk.sharded_state_dict`, which Megatron's saver calls on the unwrapped chunk, return copies of whole
+    weights in host memory."""
     theirs: Callable[..., dict[str, Any]] = chunk.sharded_state_dict  # type: ignore[assignment]
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -56,22 +56,22 @@ def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManag
 
 
 def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[str, Any], *, strict: bool) -> None:
-    """Take the whole weights of `chunk`, named as in its state_dict: parameters into the backend's state, whose masters
-    they become, and the rest into the chunk. Raises CheckpointError where a parameter is missing."""
-    param_names = [name for name, _ in chunk.named_parameters()]
-    if strict and (missing := [name for name in param_names if name not in state]):
+    """Load whole weights of `chunk`, named as in its state_dict: parameters into the backend's masters, everything else
+    into the chunk. Raises CheckpointError if a parameter is missing."""
+    own = [name for name, _ in chunk.named_parameters()]
+    if strict and (missing := [name for name in own if name not in state]):
         raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
-    _take(backend, {names.global_name(chunk, name): state[name] for name in param_names if name in state})
-    chunk.load_state_dict({name: each for name, each in state.items() if name not in param_names}, strict=False)
+    _copy_in(backend, {names.global_name(chunk, name): state[name] for name in own if name in state})
+    chunk.load_state_dict({name: each for name, each in state.items() if name not in own}, strict=False)
 
 
 def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
-    """Make the weights of `chunks`, which are whole now, the masters."""
-    _take(backend, dict(names.named_parameters(chunks)))
+    """Copy the weights of `chunks`, which are whole at this moment, into the masters."""
+    _copy_in(backend, dict(names.named_parameters(chunks)))
 
 
 @torch.no_grad()
-def _take(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
+def _copy_in(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's parts of whole `weights`, by their names in the model, into the backend's state."""
     for piece in backend.state():
         if piece.name in weights:
@@ -80,11 +80,21 @@ def _take(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None
 
 
 def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
-    """Masters and moments as ShardedTensors of one dimension: an element's offset is its place in the flattened
-    parameter. (Cut by no grid: this rank's share of ZeRO-1 ends anywhere.)"""
-    return {
-        STATE: {key: _sharded(key, piece, tensor, backend, groups) for key, piece, tensor in _parts(backend, groups)}
-    }
+    """Masters and moments as ShardedTensors of one dimension: an element's offset is its index in the flattened
+    parameter. (`axis_fragmentations` is None because this rank's share of ZeRO-1 may end anywhere.)"""
+    state = {}
+    for key, piece, tensor in _parts(backend, groups):
+        state[key] = ShardedTensor(
+            key="optimizer/" + key.removesuffix("copy"),
+            data=_copy(tensor),
+            dtype=tensor.dtype,
+            local_shape=tuple(tensor.shape),
+            global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
+            global_offset=(piece.start,),
+            axis_fragmentations=None,
+            replica_id=int(pieces.is_elsewhere(piece, backend, groups)),
+        )
+    return {STATE: state}
 
 
 def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
@@ -93,8 +103,8 @@ def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def take_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) -> None:
-    """Copy what was read into the backend's state. Raises CheckpointError where something of this rank is not there."""
+def load_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) -> None:
+    """Copy `state` into the backend's state. Raises CheckpointError if a tensor of this rank is missing."""
     read = state[STATE]
     parts = {key: tensor for key, _, tensor in _parts(backend, groups)}
     if missing := sorted(parts.keys() - read.keys()):
@@ -104,26 +114,10 @@ def take_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) 
 
 
 def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, StatePiece, torch.Tensor]]:
-    """(key, piece, flat view) of every tensor that this rank holds a part of."""
+    """(key, piece, flat view) for every tensor that is not empty on this rank."""
     for piece in backend.state():
         copy = "copy" if names.is_tied_copy(piece.param) else ""  # a V has both on one rank
         rank = groups.tp.rank() if names.is_sharded_over_tp(piece.param) else 0
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 yield f"{piece.name}/{kind}/tp{rank}/{copy}", piece, tensor
-
-
-def _sharded(
-    key: str, piece: StatePiece, tensor: torch.Tensor, backend: ShardingBackend, groups: Groups
-) -> ShardedTensor:
-    data = _copy(tensor)
-    return ShardedTensor(
-        key="optimizer/" + key.removesuffix("copy"),
-        data=data,
-        dtype=data.dtype,
-        local_shape=tuple(data.shape),
-        global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
-        global_offset=(piece.start,),
-        axis_fragmentations=None,
-        replica_id=int(pieces.is_elsewhere(piece, backend, groups)),
-    )

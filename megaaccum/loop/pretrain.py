@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,13 @@ from megaaccum.config import Plan
 from megaaccum.distributed.agreement import printed_once
 from megaaccum.engine import groups_of
 from megaaccum.errors import ConfigError
-from megaaccum.loop.megatron_contract import get_forward_backward_func, wrap
+from megaaccum.loop.contract import get_forward_backward_func, wrap
 from megaaccum.model.names import tied_pair
 from megaaccum.upstream import megatron_training
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
-    from megaaccum.loop.megatron_contract import LoopOptimizer
+    from megaaccum.loop.contract import LoopOptimizer
 
 
 def pretrain(
@@ -42,18 +43,21 @@ def pretrain(
     """
     args = megatron_training.args_of_run()
     plan = plan_of(args, keys or {})
-    _settle(args, cfg_container)
+    # A sharding backend overlaps reductions and gathers in its own way, and owns the gradient buffers.
+    args.overlap_grad_reduce = args.overlap_param_gather = args.gradient_accumulation_fusion = False
     objects = _Objects(plan, megatron_training.function("get_model"))
-    places = {"is_pipeline_first_stage": objects.is_first, "is_pipeline_last_stage": objects.is_last}
-    names: dict[str, Callable] = {
+    stages = {"is_pipeline_first_stage": 0, "is_pipeline_last_stage": plan.layout.num_stages - 1}
+    in_v = {name: partial(objects.is_stage, stage) for name, stage in stages.items()}
+    names: dict[str, Callable[..., Any]] = {
         "get_model": objects.get_model,
         "get_megatron_optimizer": lambda *_, **__: objects.optimizer,
         "get_forward_backward_func": lambda *_, **__: get_forward_backward_func(plan),
     }
     if getattr(cfg_container, "model", None) is not None:
+        cfg_container.model.gradient_accumulation_fusion = False
         builder = cfg_container.model.get_builder_cls()
         cfg_container.model.get_builder_cls = lambda: objects.builder(builder)
-    with megatron_training.in_place_of(**names, **(places if plan.layout.placement == "v" else {})):
+    with megatron_training.in_place_of(**names, **(in_v if plan.layout.placement == "v" else {})):
         megatron_training.function("pretrain")(
             cfg_container,
             train_valid_test_dataset_provider,
@@ -112,17 +116,8 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     )
 
 
-def _settle(args: Any, cfg_container: Any) -> None:
-    """Switch off what a sharding backend does in its own way, whatever the arguments say: overlapped reductions and
-    gathers, and weight gradients that are added to Megatron's buffers."""
-    args.overlap_grad_reduce = args.overlap_param_gather = args.gradient_accumulation_fusion = False
-    model = getattr(cfg_container, "model", None)
-    if model is not None:
-        model.gradient_accumulation_fusion = False
-
-
 class _Objects:
-    """Stand-ins for what Megatron's loop makes itself: the model, the optimizer, and the places of a V."""
+    """Stand-ins for the functions by which Megatron's loop makes model and optimizer and finds the ends of a V."""
 
     optimizer: LoopOptimizer
 
@@ -132,20 +127,20 @@ class _Objects:
 
     @property
     def groups(self) -> Groups:
-        """Those that Megatron has initialised by then."""
+        """The process groups that Megatron has initialised."""
         if self._built is None:
             self._built = groups_of(self._plan, None)
         return self._built
 
     def get_model(self, model_provider_func: Any, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
-        """Megatron's, of a model_provider, its chunks wrapped by `wrap`."""
+        """Megatron's get_model of a model_provider, its chunks wrapped by `wrap`."""
         return self._wrapped(self._get_model, model_provider_func, *args, **kwargs)
 
     def builder(self, theirs: type) -> type:
         """Megatron's builder of a model configuration, its models wrapped by `wrap`."""
         objects = self
 
-        class Builder(theirs):  # type: ignore[misc, valid-type]
+        class Builder(theirs):  # type: ignore[misc]
             def build_model(self, pg_collection: Any, *args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
                 build = super().build_model
                 return objects.seated(build, *args, vp_stage=vp_stage, pg_collection=pg_collection, **kwargs)
@@ -160,16 +155,16 @@ class _Objects:
         return lambda *args, **kwargs: self.seated(theirs, *args, **kwargs)
 
     def seated(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A chunk built by `build`; in a V, as the stage that it is there."""
+        """A chunk built by `build`; in a V, with the stage that it has there."""
         if self._plan.layout.placement != "v":
             return build(*args, **kwargs)
         chunk = kwargs["vp_stage"]
         stage, last = self.groups.stage(chunk), self._plan.layout.num_stages - 1
-        place = {"pre_process": stage == 0, "post_process": stage == last}
+        ends = {"pre_process": stage == 0, "post_process": stage == last}
         with self.groups.seated(chunk):
-            return build(*args, **(kwargs | place | {"pg_collection": self.groups.collection_of(chunk)}))
+            return build(*args, **(kwargs | ends | {"pg_collection": self.groups.collection_of(chunk)}))
 
-    def _wrapped(self, build: Callable[..., list], *args: Any, **kwargs: Any) -> list:
+    def _wrapped(self, build: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
         """The chunks that `build` builds, without Megatron's own wrapper and in that of `wrap`."""
         if not kwargs.get("wrap_with_ddp", True):
             return build(*args, **kwargs)
@@ -180,16 +175,9 @@ class _Objects:
         wrapped, self.optimizer = wrap(chunks, self.groups, self._plan)
         return list(wrapped)
 
-    def is_first(self, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        """Whether this rank has the first stage of a V: as its chunk `vp_stage`, or at all."""
-        return self._is_stage(0, ignore_virtual, vp_stage)
-
-    def is_last(self, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        """Whether this rank's chunk `vp_stage` is the last stage of a V. Without a chunk, whether this is the last rank
-        of the pipeline, where reports come to."""
-        return self._is_stage(self._plan.layout.num_stages - 1, ignore_virtual, vp_stage)
-
-    def _is_stage(self, stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    def is_stage(self, stage: int, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        """Whether this rank's chunk `vp_stage` is stage `stage` of a V, its first or last. Without a chunk: whether
+        this is the first or last rank of the pipeline; the last rank receives the reports."""
         pp = self.groups.pp
         if ignore_virtual or vp_stage is None:
             return pp.rank() == (0 if stage == 0 else pp.size() - 1)

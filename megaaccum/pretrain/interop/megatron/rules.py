@@ -1,21 +1,24 @@
-"""Rules for Megatron's arguments that are not one key each, one rule per subject."""
+"""Rules for Megatron's arguments that are not one key each, one function per subject."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from megaaccum.config.batch_ramp import BatchRamp, parse_schedule, requested_intervals
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
-from megaaccum.pretrain.interop.deepspeed_json import read_json
-from megaaccum.pretrain.interop.megatron_args import Given
-from megaaccum.pretrain.interop.megatron_lengths import lengths
+from megaaccum.config.schema import BatchConfig
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
+from megaaccum.pretrain.interop.megatron.parser import ParsedFlags
 
 
 @dataclass(slots=True)
 class Reading:
-    """A list of flags in megaaccum's terms."""
+    """A list of flags as megaaccum's keys."""
 
     values: dict[str, object] = field(default_factory=dict)
     """Typed values by key."""
@@ -30,8 +33,8 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def put(self, key: str, value: object, given: Given, name: str = "") -> None:
-        """Set a key to a value of its type, on behalf of the argument `name`, or of Megatron's default."""
+    def put(self, key: str, value: object, given: ParsedFlags, name: str = "") -> None:
+        """Set a key to a value of its type, because of the argument `name` or, if empty, of Megatron's default."""
         writer = given.written.get(name, "Megatron's default")
         try:
             value = coerce(value, all_keys()[key].annotation)
@@ -47,8 +50,8 @@ class Reading:
             self.sources[key] = name
 
 
-def _shape(given: Given, reading: Reading) -> None:
-    """Layers, key/value heads and positions, which Megatron gives more than one name each."""
+def _shape(given: ParsedFlags, reading: Reading) -> None:
+    """Set layers, key/value heads and positions, which have more than one flag each."""
     args, checked = given.args, given.checked
     layers = checked.num_layers if checked is not None else args.num_layers or args.encoder_num_layers
     if given.has("num_layers", "encoder_num_layers", "hybrid_layer_pattern"):
@@ -74,8 +77,8 @@ def _shape(given: Given, reading: Reading) -> None:
         reading.values["recompute_num_layers"] = args.checkpoint_num_layers
 
 
-def _uneven_stages(given: Given, reading: Reading) -> None:
-    """Embedding and loss that count as a layer each are a layout by hand."""
+def _uneven_stages(given: ParsedFlags, reading: Reading) -> None:
+    """Set the pipeline layout if embedding and loss count as a layer each."""
     args = given.args
     first, last = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
     if given.checked is None or not (first or last) or args.pipeline_model_parallel_size == 1:
@@ -94,8 +97,8 @@ def _uneven_stages(given: Given, reading: Reading) -> None:
         reading.values.pop(key, None)
 
 
-def _precision(given: Given, reading: Reading) -> None:
-    """Sums of gradients are FP32 unless Megatron is asked for BF16; loss scaling belongs to FP16."""
+def _precision(given: ParsedFlags, reading: Reading) -> None:
+    """Set the precision of gradient sums, FP32 unless BF16 is requested, and for FP16 the loss scale."""
     if given.args.grad_reduce_in_bf16:
         reading.put("grad_reduce_dtype", "bf16", given, "grad_reduce_in_bf16")
     for name in ("hysteresis", "initial_loss_scale", "loss_scale", "loss_scale_window", "min_loss_scale"):
@@ -105,8 +108,9 @@ def _precision(given: Given, reading: Reading) -> None:
             reading.notes.append(f"{given.written[name]}: only FP16 needs its loss scaled.")
 
 
-def _experts(given: Given, reading: Reading) -> None:
-    """--num-experts is Megatron-core's MoE, unless the rest of the list says that DeepSpeed's own is meant."""
+def _experts(given: ParsedFlags, reading: Reading) -> None:
+    """Set the number of experts: --num-experts is Megatron-core's MoE, unless other flags show that DeepSpeed's is
+    meant."""
     args = given.args
     theirs = ("mlp_type", "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor", "moe_min_capacity",
               "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling")  # fmt: skip
@@ -136,15 +140,15 @@ def _experts(given: Given, reading: Reading) -> None:
         reading.put("expert_tensor_parallel_size", asked, given, "expert_tensor_parallel_size")
 
 
-def _spread(given: Given) -> bool:
+def _spread(given: ParsedFlags) -> bool:
     """Whether experts have data-parallel ranks of their own."""
     args = given.args
     asked, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
     return bool(args.num_experts) and (args.expert_model_parallel_size > 1 or (asked or tp) != tp)
 
 
-def _deepspeed(given: Given, reading: Reading) -> None:
-    """DeepSpeed's JSON and the stage of ZeRO."""
+def _deepspeed(given: ParsedFlags, reading: Reading) -> None:
+    """Read DeepSpeed's JSON and set the ZeRO stage."""
     args = given.args
     if given.has("deepspeed_config"):
         path = given.locate(args.deepspeed_config)
@@ -164,8 +168,8 @@ def _deepspeed(given: Given, reading: Reading) -> None:
 _STAGES = {"no_shard": 1, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def _sharding(given: Given, reading: Reading) -> None:
-    """Megatron's own ways to shard: each has a backend here with the same result."""
+def _sharding(given: ParsedFlags, reading: Reading) -> None:
+    """Set the backend or ZeRO stage that gives the same result as Megatron's own sharding."""
     args, values = given.args, reading.values
     chosen = {"backend", "zero_stage"} & values.keys() or reading.deepspeed is not None
     only_deepspeed = _spread(given) or "offload_optimizer" in values
@@ -192,7 +196,7 @@ def _sharding(given: Given, reading: Reading) -> None:
         reading.put("backend", "megatron", given, "use_distributed_optimizer")
 
 
-def _deterministic(given: Given, reading: Reading) -> None:
+def _deterministic(given: ParsedFlags, reading: Reading) -> None:
     if not given.args.deterministic_mode:
         return
     by_deepspeed = reading.values.get("backend", "deepspeed") == "deepspeed"
@@ -205,7 +209,7 @@ def _deterministic(given: Given, reading: Reading) -> None:
         reading.put("deterministic", True, given, "deterministic_mode")
 
 
-def _tokenizer(given: Given, reading: Reading) -> None:
+def _tokenizer(given: ParsedFlags, reading: Reading) -> None:
     kind, model = given.args.tokenizer_type, given.args.tokenizer_model
     if model is not None:
         reading.put("tokenizer_model", model, given, "tokenizer_model")
@@ -226,8 +230,8 @@ TOKENIZERS = (
 """Kinds of tokenizers whose vocabulary megaaccum can read."""
 
 
-def _data(given: Given, reading: Reading) -> None:
-    """Data paths that are in a file are read at once, as Megatron-LM does."""
+def _data(given: ParsedFlags, reading: Reading) -> None:
+    """Set data paths, of which files of paths are read at once, as Megatron-LM does."""
     if given.args.fim_data:
         reading.notes.append(
             "--fim-data: where a sample is cut is drawn from the seed and the sample's number, so that layouts and"
@@ -248,7 +252,7 @@ def _data(given: Given, reading: Reading) -> None:
             reading.problems.append(f"{given.written['per_split_data_args_path']}: the file must be JSON: {expected}.")
 
 
-def _read(given: Given, reading: Reading, name: str, path: str) -> str | None:
+def _read(given: ParsedFlags, reading: Reading, name: str, path: str) -> str | None:
     try:
         return given.locate(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -257,8 +261,8 @@ def _read(given: Given, reading: Reading, name: str, path: str) -> str | None:
         return None
 
 
-def _hybrid(given: Given, reading: Reading) -> None:
-    """Models with other layers than attention and MLP are Megatron's HybridModel, whose kernels need a GPU."""
+def _hybrid(given: ParsedFlags, reading: Reading) -> None:
+    """Pass on the layer pattern of a HybridModel, whose kernels need a GPU, and refuse layers of a user's own."""
     pattern = given.args.hybrid_layer_pattern or given.args.hybrid_override_pattern
     if pattern is not None:
         reading.megatron["hybrid_layer_pattern"] = pattern
@@ -277,17 +281,17 @@ def _hybrid(given: Given, reading: Reading) -> None:
         )
 
 
-def _starting_over(given: Given, reading: Reading) -> None:
-    """The fork leaves the schedule of a checkpoint out also where the run goes on, which is not done here."""
+def _starting_over(given: ParsedFlags, reading: Reading) -> None:
+    """Refuse --no-load-lr-state for a run that resumes: Megatron-DeepSpeed then ignores the checkpoint's schedule."""
     if given.has("no_load_lr_state") and not given.has("reset_iteration", "finetune"):
         reading.problems.append(
-            "--no-load-lr-state: a run that goes on takes up its schedule; write --override-opt_param-scheduler for"
+            "--no-load-lr-state: a run that resumes continues its schedule; write --override-opt_param-scheduler for"
             " another one, or --reset-iteration."
         )
 
 
-def _overlap(given: Given, reading: Reading) -> None:
-    """Leave out what only hides traffic, where it cannot be had."""
+def _overlap(given: ParsedFlags, reading: Reading) -> None:
+    """Switch off overlapped communication where it is not supported; only time changes."""
     if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
         if reading.values.get("loss_norm") != "token":
             reading.values["overlap_moe_expert_parallel_comm"] = False
@@ -296,8 +300,63 @@ def _overlap(given: Given, reading: Reading) -> None:
             )
 
 
-RULES: tuple[Callable[[Given, Reading], None], ...] = (
-    _shape, _uneven_stages, lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
+_SAMPLES = {
+    "train_samples": "train_iters",
+    "lr_decay_samples": "lr_decay_iters",
+    "lr_warmup_samples": "lr_warmup_iters",
+    "lr_wsd_decay_samples": "lr_wsd_decay_iters",
+    "train_tokens": "train_iters",
+    "lr_decay_tokens": "lr_decay_iters",
+    "lr_warmup_tokens": "lr_warmup_iters",
+}
+
+
+def _batch_ramp(reading: Reading) -> BatchRamp | None:
+    """The batch of each step by the flags; None if they give none, or one that `resolve` will refuse."""
+    values: dict[str, Any] = reading.values
+    size, seq_length = values.get("global_batch_size"), values.get("seq_length") or 1
+    ramp, steps = values.get("rampup_batch_size"), values.get("step_batch_size_schedule")
+    try:
+        if size is None:
+            return BatchRamp(tuple(parse_schedule(steps, seq_length)), {}) if steps else None
+        if not ramp and not steps:
+            return BatchRamp(((0, size),), {})
+        keys = BatchConfig(rampup_batch_size=ramp, step_batch_size_schedule=steps)
+        return BatchRamp(tuple(requested_intervals(keys, seq_length=seq_length, global_batch_size=size)), {})
+    except ConfigError:
+        return None
+
+
+def _lengths(given: ParsedFlags, reading: Reading) -> None:
+    """Convert lengths in samples or tokens to whole optimizer steps."""
+    values: dict[str, Any] = reading.values
+    for name, key in _SAMPLES.items():
+        number = getattr(given.args, name)
+        if not given.has(name) or number is None:
+            continue
+        unit = values.get("seq_length") if name.endswith("tokens") else 1
+        ramp = _batch_ramp(reading)
+        if ramp is None or not unit:
+            needed = "--global-batch-size" + (" and --seq-length" if name.endswith("tokens") else "")
+            reading.problems.append(f"{given.written[name]}: {needed} must be given to make steps of it.")
+            continue
+        steps = ramp.steps_within(number // unit)
+        if ramp.samples_after(steps) * unit != number:
+            per_step = ramp.size_at(number // unit) * unit
+            reading.notes.append(
+                f"{given.written[name]}: {key} {steps}, whole batches of {per_step} {name.split('_')[-1]}."
+            )
+        if key in values:
+            values[key] = first = min(steps, values[key])
+            reading.notes.append(
+                f"{given.written[name]} beside {reading.writers[key]}: {key} {first}, the first to end."
+            )
+        else:
+            reading.put(key, steps, given, name)
+
+
+RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (
+    _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
     _data, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
-"""In the order in which they run: later ones look at what earlier ones put."""
+"""The rules in the order in which they run: later ones read keys that earlier ones set."""
