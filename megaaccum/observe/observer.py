@@ -93,12 +93,12 @@ class Observer:
         self._events[-1].record()
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
-        """Measure what the backend holds when a chunk's last backward begins: its gradients are all there."""
+        """Measure the backend's tensors when a chunk's last backward begins: its gradients are all there."""
         if microbatch == self.last_microbatch:
             self._backend.memory.measure(self._backend.tensors)
 
     def _seconds_in_forwards(self) -> float:
-        """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
+        """Seconds of the forwards since the last call. All have ended: the step's norm comes after them."""
         pairs = zip(self._events[::2], self._events[1::2], strict=False)
         seconds = self._forward_seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
         self._forward_seconds, self._events = 0.0, []

@@ -90,7 +90,7 @@ def traffic(cases: list[Case]) -> list[tuple[Counter[str], int, int]]:
         rig.train(step=0)
         with counted() as count:
             rig.train(step=1)
-        sizes = [param.ds_numel for param in rig.backend.parts.params]
+        sizes = [param.ds_numel for param in rig.backend.driver.params]
         results.append((count, sum(sizes), sum(-(-size // DP) * DP for size in sizes)))
     return results
 
@@ -145,7 +145,7 @@ def between_two_steps(case: Case) -> tuple[Counter[str], list[float], list[float
     written = [rig.train(step=0).grad_norm]
     rig.backend.gather_ahead()
     with rig.backend.whole(), torch.no_grad():
-        for param in rig.backend.parts.params:
+        for param in rig.backend.driver.params:
             assert param.numel() == param.ds_numel
             param.fill_(1.0)
     return count, norms, [*written, rig.train(step=1).grad_norm]

@@ -130,7 +130,7 @@ def dividing_again_in_every_microbatch() -> Iterator[None]:
 
     def with_division(self, *args, **kwargs):
         init(self, *args, **kwargs)
-        for param in self.parts.params:
+        for param in self.driver.params:
             pytorch.on_gradient(param, halve)
 
     with patch.object(DeepSpeedBackend, "__init__", with_division):
@@ -167,7 +167,7 @@ def last_round_only() -> Iterator[None]:
 
     def clearing(self, last):
         set_last_flush(self, last)
-        for param in self.parts.params:
+        for param in self.driver.params:
             param.grad = None
 
     with patch.object(DeepSpeedBackend, "set_last_flush", clearing):

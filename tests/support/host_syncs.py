@@ -79,7 +79,7 @@ def of_a_step(case: Case) -> dict[str, int]:
     rig = Rig.of(case)
     rig.train(0)
     batch = rig.microbatches()
-    rig.backend.parts.optimizer.reduce_and_partition_stream = cpu._Stream()  # type: ignore[attr-defined]
+    rig.backend.driver.optimizer.reduce_and_partition_stream = cpu._Stream()  # type: ignore[attr-defined]
     with patch.object(get_accelerator(), "resolves_data_dependency", lambda: False), counted() as found:
         rig.train_step.train(batch, step=1)
     return dict(found)

@@ -183,9 +183,10 @@ def _in_reverse(run: Run) -> Tensors:
     losses = []
     for index in (0, 1):
         batch = stack([50 + index])
-        with fp8.forward(0, index):
-            out = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        fp8.watch_backward(0, index, out)
+        fp8.begin_forward(0, index)
+        out = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        fp8.end_forward(0, index, out)
+        out.register_hook(lambda grad, index=index: fp8.begin_backward(0, index))
         losses.append((out.float() * batch["loss_mask"]).sum() * 10.0 ** (3 * index))  # scales that differ
     run.backend.set_last_flush(False)
     with run.backend.no_sync_func():
