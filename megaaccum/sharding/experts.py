@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.upstream import zero
 
 if TYPE_CHECKING:
@@ -23,6 +23,6 @@ if TYPE_CHECKING:
 
 def place(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up."""
-    experts = [param for chunk in chunks for param in chunk.parameters() if gpt.is_expert(param)]
+    experts = [param for chunk in chunks for param in chunk.parameters() if names.is_expert(param)]
     if experts:
-        zero.place_experts(experts, groups.collection.ep, groups.collection.expt_dp)
+        zero.set_expert_ranks(experts, groups.collection.ep, groups.collection.expt_dp)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.model.flops import peak_flops
 from megaaccum.platform import cpu
+from megaaccum.pretrain.metrics.flops import peak_flops
 from megaaccum.units import GIB
 
 SIDES = (256, 512, 1024, 2048, 4096, 8192)

@@ -16,7 +16,7 @@ from megaaccum.lab.planner.gather_units import Units, units_of
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
-from megaaccum.model.flops import padded_rows
+from megaaccum.model.sizes import padded_rows
 
 
 class PipelineRank(NamedTuple):

@@ -12,7 +12,7 @@ from megaaccum.lab.planner.fallbacks import Candidate, Fallbacks
 from megaaccum.lab.planner.layout_config import checked, planned_keys
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
-from megaaccum.model.flops import step_flops
+from megaaccum.pretrain.metrics.flops import step_flops
 from megaaccum.units import GIB
 
 _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.step.lr_schedule import build
+from megaaccum.optim.lr_schedule import build
 from tests.support.configs import plan
 
 RATES = dict(lr=1e-3, min_lr=1e-4, lr_warmup_init=1e-5, decoupled_lr=2e-3, decoupled_min_lr=2e-4)
