@@ -20,11 +20,6 @@ from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.search.profile import write_profile
 
-SIDES = (256, 512, 1024, 2048, 4096, 8192)
-"""Sides of the matrices of the sweep; on a CPU only those up to 1024."""
-MESSAGES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)
-"""Bytes of the collectives."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum calibrate` with these arguments; returns the exit code.
