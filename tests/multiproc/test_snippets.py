@@ -23,7 +23,7 @@ def names_of(page: str, folder: str) -> dict[str, Any]:
     """What the reader of a page brings: batches, and a model where the page builds none."""
     import torch
 
-    from examples.tiny_gpt import stages_of
+    from examples.tiny_gpt import build_stages
 
     embedding = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY))
 
@@ -46,7 +46,7 @@ def names_of(page: str, folder: str) -> dict[str, Any]:
         "batches": [[microbatch(MICROBATCHES * step + i) for i in range(MICROBATCHES)] for step in range(2)],
         "folder": folder,
         "model": Wrapped() if "huggingface" in page else embedding,
-        "stages_of": stages_of,
+        "stages_of": build_stages,
     }
 
 
