@@ -19,8 +19,16 @@ from megaaccum.lab.verification.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-LINES = {"megatron_gpt": 60, "hf_zero3": 40, "sft": 50, "grpo": 60, "megatron_loop": 60, "rl_worker": 80, "tiny_gpt": 80}
-"""The most lines that an example may have."""
+LINES = {
+    "hf_zero3": 40,
+    "sft": 50,
+    "grpo": 60,
+    "megatron_gpt": 60,
+    "megatron_loop": 60,
+    "rl_worker": 80,
+    "tiny_gpt": 80,
+}
+"""The most lines of each program; their model, tiny_gpt, may have 80."""
 LAYOUT, SHARDING = 'layout=dict(pp=2, schedule="zbv")', "sharding=dict(zero_stage=3)"
 FLOAT64 = {SHARDING: 'sharding=dict(backend="ddp", params_dtype="fp64")'}
 RECORDED = ("result = engine.train_step(microbatches)", "result = engine.optim_step()")
@@ -141,9 +149,7 @@ def test_megatrons_own_loop(lane):
     sharding = FLOAT64 if lane == "float64" else {}
     examples = ("megatron_loop", "rl_worker")
     alone = run_ranks(looped, 1, [(name, lane, sharding | layout_of("none")) for name in examples], timeout=60)[0]
-    cells = [
-        (name, lane, sharding | layout_of(schedule)) for name in examples for schedule in ("none", "1f1b", "zbv")
-    ]
+    cells = [(name, lane, sharding | layout_of(schedule)) for name in examples for schedule in ("none", "1f1b", "zbv")]
     for norms in run_ranks(looped, 4, cells, timeout=120):
         for (name, *cell), found in zip(cells, norms, strict=True):
             true = alone[examples.index(name)]
@@ -213,7 +219,7 @@ def test_megatron_gpt_trains_evaluates_saves_and_resumes(tmp_path):
 def test_an_example_is_short_and_stands_alone(path):
     """It imports no other example but the model."""
     source = path.read_text()
-    assert len(source.splitlines()) <= LINES[path.stem]
+    assert len(source.splitlines()) <= LINES.get(path.stem, 80)
     siblings = {other.stem for other in EXAMPLES.glob("*.py")} - {"tiny_gpt"}
     imported = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     assert not siblings & set(imported) and not any("examples" in (module or "") for module in imported)
