@@ -7,6 +7,7 @@ import ast
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -205,6 +206,7 @@ def test_megatron_gpt_trains_evaluates_saves_and_resumes(tmp_path):
     assert len(validation) == 2 and validation[1] < validation[0], validation
 
     checkpoints = tmp_path / "checkpoints"
+    shutil.rmtree(checkpoints / "step_0000020")
     (checkpoints / "latest").write_text("step_0000010\n")
     resumed = run_command(train, tmp_path)
     assert losses_of(resumed) == losses[10:]
