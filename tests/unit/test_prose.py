@@ -107,8 +107,8 @@ def name_of(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    """The folder that an allowance is for: megaaccum/step, megaaccum/pretrain/data, docs/guides, tests/unit. A page of the
-    root is its own room."""
+    """The folder that an allowance is for, as megaaccum/step, megaaccum/pretrain/data, docs/guides, tests/unit. A page
+    of the root is its own room."""
     parts = path.relative_to(ROOT).parts
     depth = 3 if parts[:2] in {("megaaccum", "pretrain"), ("megaaccum", "lab")} else 2
     return "/".join(parts[: min(depth, len(parts) - 1)]) or parts[0]
