@@ -77,12 +77,12 @@ def mean_of_means() -> Iterator[None]:
 
 def mean_over_own_tokens() -> Iterator[None]:
     """Each rank divides by the tokens that it has itself, and the ranks are averaged."""
-    from megaaccum.step import attempts
+    from megaaccum.step import train_step
 
     def own(weights, count, groups, places):
         return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
 
-    with patch.object(attempts, "post_total_weight", own):
+    with patch.object(train_step, "post_total_weight", own):
         yield
 
 
@@ -153,9 +153,9 @@ def sequence_parallel_norms_not_summed() -> Iterator[None]:
 
 
 def _without(predicate: str) -> Iterator[None]:
-    from megaaccum.model import gpt as model
+    from megaaccum.model import names
 
-    with patch.object(model, predicate, lambda *_: False):
+    with patch.object(names, predicate, lambda *_: False):
         yield
 
 

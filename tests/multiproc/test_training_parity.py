@@ -60,10 +60,10 @@ def train(cases: list[Case]) -> list[Training]:
 
 def train_in_one_process(model: str, global_batch: int, dtype: str) -> tuple[Training, dict[str, Cut]]:
     """The same steps with torch's own clipping and AdamW on the whole batch, and how tp would cut each parameter."""
-    from megaaccum.step import optimizer
+    from megaaccum.optim import adamw
 
     chunk, plan = one_process(model, dtype)
-    adam = optimizer.build(plan, [chunk])
+    adam = adamw.build(plan, [chunk])
     losses, norms = [], []
     for step in range(STEPS):
         adam.zero_grad()

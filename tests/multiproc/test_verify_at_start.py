@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megaaccum.errors import StepError
-from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.lab.verification import at_start
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.training.evaluation import loader_of
 from tests.support import whole_runs
 from tests.support.parity import VOCAB, Case
@@ -73,13 +73,13 @@ def made(name: str, case: Case) -> Iterator[None]:
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):
             yield
     elif name == "flushes divide":
-        divided = ForwardStep._divided
+        divided = ForwardStep._scaled
 
-        def again(self: Any, index: int, loss_func: Any) -> Any:
-            by = divided(self, index, loss_func)
+        def again(self: Any, index: int, at: Any, loss_func: Any) -> Any:
+            by = divided(self, index, at, loss_func)
             return lambda output: (by(output)[0] / len(self._batch), *by(output)[1:])
 
-        with patch.object(ForwardStep, "_divided", again):
+        with patch.object(ForwardStep, "_scaled", again):
             yield
     else:
         with bank.made(name, case.plan()):
