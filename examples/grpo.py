@@ -1,39 +1,56 @@
-"""Reinforcement learning in the manner of GRPO: old log-probabilities from the engine's own forward, a clipped ratio
-weighed by advantages, several steps of two calls per batch: `torchrun --nproc-per-node 4 -m examples.grpo zbv`."""
+"""Reinforcement learning in the manner of GRPO: a clipped ratio weighed by advantages, five updates on one batch.
 
-import sys
+torchrun --nproc-per-node 4 examples/grpo.py
+"""
 
 import torch
-
-from examples.sft import MOST, documents, engine_of
+from megaaccum import Plan, initialize
 from megaaccum.pretrain.data import pack
 
+from tiny_gpt import VOCABULARY, WIDTH, build_stages
 
-def old_logp(data_iterator, chunk):
-    return chunk(batch := next(data_iterator)), lambda logp: (logp.sum(), batch["loss_mask"].sum(), {"logp": logp})
+MAX_TOKENS = 72  # of a micro-batch
 
 
-def clipped(data_iterator, chunk):
+def old_logp_step(data_iterator, chunk):
+    """Reports the log-probabilities of the policy as it is before the first update."""
+    batch = next(data_iterator)
+    return chunk(batch), lambda logp: (logp.sum(), batch["loss_mask"].sum(), {"logp": logp})
+
+
+def clipped_step(data_iterator, chunk):
+    """The clipped objective, summed over unmasked tokens; every token of a document has the document's advantage."""
+    batch = next(data_iterator)
+
     def loss_func(logp):
-        ratio, mask = (logp - batch["old"]).exp(), batch["loss_mask"]
-        advantage = torch.repeat_interleave(batch["lengths"].cos(), batch["lengths"]).to(logp.dtype)
+        mask = batch["loss_mask"]
+        ratio = (logp - batch["old_logp"]).exp()
+        advantage = batch["lengths"].cos().repeat_interleave(batch["lengths"]).to(logp.dtype)
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         return -(gain * mask).sum(), mask.sum(), {"ratio": torch.stack([(ratio * mask).sum(), mask.sum()])}
 
-    return chunk(batch := next(data_iterator)), loss_func
+    return chunk(batch), loss_func
 
 
-def train(schedule="none", dtype=torch.float32, steps=3, **keys):
-    engine, dp, count = engine_of(schedule, dtype, **keys)
-    packed = pack(documents(0), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
-    for each, reports in zip(packed, engine.forward(packed, forward_step_func=old_logp), strict=False):
-        each["old"] = reports["logp"]  # on the ranks of the last stage, where the loss is
-    for _ in range(steps):
-        for half in (packed[: count // 2], packed[count // 2 :]):
-            engine.forward_backward(half, forward_step_func=clipped)
-        yield engine, engine.optim_step()
+plan = Plan.of(
+    layout=dict(pp=2, schedule="zbv"),
+    batch=dict(micro_batch_size=1, seq_length=MAX_TOKENS, variable_seq_lengths=True, global_batch_size=16),
+    sharding=dict(zero_stage=3),
+    hidden_size=WIDTH,
+)
+engine = initialize(plan, build_stages(plan), optimizer=torch.optim.AdamW)
+dp, count = engine.groups.dp, plan.batch.num_microbatches
+generator = torch.Generator().manual_seed(0)
+rollouts = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in range(5, 37)]
+microbatches = pack(rollouts, MAX_TOKENS, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
 
+# Reports are on the ranks of the last stage, where the loss is; elsewhere the list is empty.
+reports = engine.forward(microbatches, forward_step_func=old_logp_step)
+for batch, report in zip(microbatches, reports, strict=False):
+    batch["old_logp"] = report["logp"]
 
-if __name__ == "__main__":
-    for engine, result in train(*sys.argv[1:2]):
-        engine.print(f"step {result.step}: loss {result.loss:.4f}, mean ratio {result.reports['ratio']:.6f}")
+for _ in range(5):
+    engine.forward_backward(microbatches[: count // 2], forward_step_func=clipped_step)
+    engine.forward_backward(microbatches[count // 2 :], forward_step_func=clipped_step)
+    result = engine.optim_step()
+    engine.print(f"step {result.step}: loss {result.loss:.4f}, mean ratio {result.reports['ratio']:.6f}")

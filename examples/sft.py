@@ -1,41 +1,47 @@
-"""Supervised fine-tuning on packed documents. Also `torchrun --nproc-per-node 4 -m examples.sft dualpipev`."""
+"""Supervised fine-tuning on packed documents, on four ranks: two pipeline stages, two data-parallel ranks, ZB-V.
 
-import sys
+torchrun --nproc-per-node 4 examples/sft.py
+"""
 
 import torch
-
-from examples.tiny_gpt import WIDTH, stages_of
 from megaaccum import Plan, initialize
-from megaaccum.pretrain import data
+from megaaccum.pretrain.data import pack
 
-MOST = 72  # tokens of a micro-batch
-BATCH = dict(micro_batch_size=1, seq_length=MOST, variable_seq_lengths=True, global_batch_size=16)
+from tiny_gpt import VOCABULARY, WIDTH, build_stages
+
+MAX_TOKENS = 72  # of a micro-batch
 
 
 def forward_step(data_iterator, chunk):
+    """The negative log-likelihood of the unmasked tokens: its sum, and how many there are."""
     batch = next(data_iterator)
-    return chunk(batch), lambda logp: (-(logp * batch["loss_mask"]).sum(), batch["loss_mask"].sum(), {})
+
+    def loss_func(logp):
+        return -(logp * batch["loss_mask"]).sum(), batch["loss_mask"].sum(), {}
+
+    return chunk(batch), loss_func
 
 
-def documents(step):
-    made = torch.Generator().manual_seed(step)
-    return [torch.randint(0, 61, (length,), generator=made) for length in range(5, 37)]
+def read_documents(step):
+    """Token ids of the 32 documents of a step. Here they count upwards; read your tokenized conversations instead."""
+    return [torch.arange(step + length, step + 2 * length) % VOCABULARY for length in range(5, 37)]
 
 
-def engine_of(schedule, dtype, **keys):
-    layout = {} if schedule == "none" else dict(pp=2, schedule=schedule)
-    plan = Plan.of(layout=layout, batch=BATCH, hidden_size=WIDTH, **keys)
-    engine = initialize(plan, stages_of(plan, dtype), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
-    return engine, engine.groups.dp, plan.batch.num_microbatches
-
-
-def train(schedule="none", dtype=torch.float32, steps=3, **keys):
-    engine, dp, count = engine_of(schedule, dtype, **keys)
-    for step in range(steps):
-        packed = data.pack(documents(step), MOST, dp_rank=dp.rank(), dp_size=dp.size(), num_microbatches=count)
-        yield engine, engine.train_step(packed)
-
-
-if __name__ == "__main__":
-    for engine, result in train(*sys.argv[1:2]):
-        engine.print(f"step {result.step}: loss {result.loss:.4f} over {result.weight:.0f} tokens")
+plan = Plan.of(
+    layout=dict(pp=2, schedule="zbv"),
+    batch=dict(micro_batch_size=1, seq_length=MAX_TOKENS, variable_seq_lengths=True, global_batch_size=16),
+    sharding=dict(zero_stage=3),
+    hidden_size=WIDTH,
+)
+engine = initialize(plan, build_stages(plan), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+dp = engine.groups.dp
+for step in range(5):
+    microbatches = pack(
+        read_documents(step),
+        MAX_TOKENS,
+        dp_rank=dp.rank(),
+        dp_size=dp.size(),
+        num_microbatches=plan.batch.num_microbatches,
+    )
+    result = engine.train_step(microbatches)
+    engine.print(f"step {result.step}: loss {result.loss:.4f} over {result.weight:.0f} tokens")

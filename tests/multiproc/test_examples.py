@@ -1,38 +1,85 @@
-"""The examples do what they promise: the same numbers on one process and on four ranks, under every schedule."""
+"""The examples keep their promises: losses fall under their own commands, and one process and four ranks agree on every
+number, under every schedule and backend."""
 
 from __future__ import annotations
 
-import importlib
-import subprocess
+import ast
+import re
+import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
+from tests.support.snippets import losses_of, run_command
 
 ROOT = Path(__file__).parents[2]
-EXACT = dict(sharding=dict(backend="ddp", params_dtype="fp64"))
-Cell = tuple[str, dict[str, Any]]
+EXAMPLES = ROOT / "examples"
+LINES = {
+    "hf_zero3": 40,
+    "sft": 50,
+    "grpo": 60,
+    "megatron_gpt": 60,
+    "megatron_loop": 60,
+    "rl_worker": 80,
+    "tiny_gpt": 80,
+}
+"""The most lines of each program; their model, tiny_gpt, may have 80."""
+LAYOUT, SHARDING = 'layout=dict(pp=2, schedule="zbv")', "sharding=dict(zero_stage=3)"
+FLOAT64 = {SHARDING: 'sharding=dict(backend="ddp", params_dtype="fp64")'}
+RECORDED = ("result = engine.train_step(microbatches)", "result = engine.optim_step()")
+RECORDED_NORM = "success, grad_norm, _ = optimizer.step()"
+Cell = tuple[str, str, Mapping[str, str]]
+"""An example, its lane (float64, float32), and texts of its source with what a cell has in their place."""
 
 
-def trained(cells: list[Cell]) -> list[tuple[list[tuple[float, float, float]], dict]]:
-    """([(loss, weight, norm) of each step], {name: master weights after the last}) of each cell, on this rank."""
+def layout_of(schedule: str) -> dict[str, str]:
+    return {LAYOUT: "layout={}" if schedule == "none" else f'layout=dict(pp=2, schedule="{schedule}")'}
+
+
+def run_example(name: str, lane: str, replaced: Mapping[str, str]) -> dict[str, Any]:
+    """Run an example on this rank, with other text in some places. Returns its global names and `recorded`, what each
+    of its steps returned."""
     import torch
 
     from megaaccum.distributed import groups
 
+    source = (EXAMPLES / f"{name}.py").read_text()
+    for text, other in replaced.items():
+        assert text in source, f"{name}: {text}"
+        source = source.replace(text, other)
+    calls = [call for call in (*RECORDED, RECORDED_NORM) if call in source]
+    assert len(calls) == 1 == source.count(calls[0]), name
+    source = source.replace(calls[0], f"{calls[0]}; recorded.append({calls[0].split()[0].strip(',')})")
+    if calls[0] is RECORDED_NORM:
+        source = source.replace("recorded.append(success)", "recorded.append((success, grad_norm))")
+    names: dict[str, Any] = {"recorded": [], "__name__": "__main__"}
+    groups.destroy()
+    sys.path.insert(0, str(EXAMPLES))  # as Python does for a program
+    torch.set_default_dtype(getattr(torch, lane))
+    try:
+        exec(compile(source, f"examples/{name}.py", "exec"), names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        sys.path.remove(str(EXAMPLES))
+    return names
+
+
+def trained(cells: list[Cell]) -> list[tuple[list[tuple[float, float, float]], dict]]:
+    """([(loss, weight, norm) of each step], {name: master weights after the last}) of each cell, on this rank."""
     found = []
-    for example, keys in cells:
-        groups.destroy()
-        keys = {name: getattr(torch, value) if name == "dtype" else value for name, value in keys.items()}
-        steps = [(engine, result) for engine, result in importlib.import_module(f"examples.{example}").train(**keys)]
-        engine = steps[-1][0]
-        weights = {(piece.name, piece.start): piece.tensors["param"].clone() for piece in engine.backend.state()}
-        ratios = [result.reports["ratio"] for _, result in steps if "ratio" in result.reports]
+    for cell in cells:
+        names = run_example(*cell)
+        steps = names["recorded"]
+        weights = {
+            (piece.name, piece.start): piece.tensors["param"].clone() for piece in names["engine"].backend.state()
+        }
+        ratios = [result.reports["ratio"] for result in steps if "ratio" in result.reports]
         assert not ratios or ratios[0] == 1.0 != ratios[1], "the packing of forward is not that of the steps"
-        found.append(([(result.loss, result.weight, result.grad_norm) for _, result in steps], weights))
+        found.append(([(result.loss, result.weight, result.grad_norm) for result in steps], weights))
     return found
 
 
@@ -55,72 +102,115 @@ def differences(one: list, other: list, tolerance: float) -> list[str]:
 @pytest.mark.parametrize("example", ["sft", "grpo"])
 @pytest.mark.parametrize("lane", ["float64", "float32"])
 def test_one_process_and_every_schedule(example, lane):
-    keys = dict(dtype=lane) | (EXACT if lane == "float64" else {})
-    cells = [(example, keys | dict(schedule=schedule)) for schedule in ("none", "1f1b", "zbv", "dualpipev")]
-    (alone,) = run_ranks(trained, 1, [(example, keys)], timeout=60)
+    sharding = FLOAT64 if lane == "float64" else {}
+    cells = [(example, lane, sharding | layout_of(schedule)) for schedule in ("none", "1f1b", "zbv", "dualpipev")]
+    (alone,) = run_ranks(trained, 1, cells[:1], timeout=60)
     by_rank = run_ranks(trained, 4, cells, timeout=120)
-    for index, (_, cell) in enumerate(cells):
+    for index, cell in enumerate(cells):
         found = differences(alone, [ranks[index] for ranks in by_rank], 1e-12 if lane == "float64" else 2e-5)
         assert not found, (cell, found[:6])
 
 
 BACKENDS = [
-    dict(zero_stage=1),
-    dict(zero_stage=3),
-    dict(sync="streaming"),
-    dict(backend="fsdp2"),
-    dict(backend="fsdp2", sync="streaming"),
-    dict(backend="megatron"),
-    dict(backend="ddp"),
+    "zero_stage=1",
+    "zero_stage=3",
+    'sync="streaming"',
+    'backend="fsdp2"',
+    'backend="fsdp2", sync="streaming"',
+    'backend="megatron"',
+    'backend="ddp"',
 ]
 
 
 def test_a_hugging_face_model_under_every_backend():
     pytest.importorskip("transformers", reason="not installed: transformers")
-    (alone,) = run_ranks(trained, 1, [("hf_zero3", {})], timeout=60)
-    cells = [("hf_zero3", dict(sharding=sharding)) for sharding in BACKENDS]
+    (alone,) = run_ranks(trained, 1, [("hf_zero3", "float32", {})], timeout=60)
+    cells = [("hf_zero3", "float32", {SHARDING: f"sharding=dict({sharding})"}) for sharding in BACKENDS]
     by_rank = run_ranks(trained, 4, cells, timeout=150)
     for index, sharding in enumerate(BACKENDS):
         found = differences(alone, [ranks[index] for ranks in by_rank], 2e-5)
         assert not found, (sharding, found[:6])
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("[a-s]*.py")), ids=lambda path: path.stem)
-def test_an_example_is_short(path):
-    assert len(path.read_text().splitlines()) <= 40
-
-
-def test_a_user_starts_one_by_hand():
-    command = [sys.executable, "-m", "examples.grpo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "step 1: loss 0.0487, mean ratio 1.000000" in done.stdout
-
-
 def looped(cells: list[Cell]) -> list[list[float]]:
     """The gradient norms of each cell's steps, of the examples around Megatron's own loop."""
-    import torch
-
-    from megaaccum.distributed import groups
-
     found = []
-    for example, keys in cells:
-        groups.destroy()
-        keys = {name: getattr(torch, value) if name == "dtype" else value for name, value in keys.items()}
-        results = [result for _, result in importlib.import_module(f"examples.{example}").train(**keys)]
-        assert all(success for success, _, _ in results)
-        found.append([norm for _, norm, _ in results])
+    for cell in cells:
+        steps = run_example(*cell)["recorded"]
+        assert all(success for success, _ in steps)
+        found.append([norm for _, norm in steps])
     return found
 
 
 @pytest.mark.parametrize("lane", ["float64", "float32"])
 def test_megatrons_own_loop(lane):
     """A step's norm depends on the weights that the steps before it have made."""
-    keys = dict(dtype=lane) | (EXACT if lane == "float64" else {})
+    sharding = FLOAT64 if lane == "float64" else {}
     examples = ("megatron_loop", "rl_worker")
-    alone = run_ranks(looped, 1, [(example, keys) for example in examples], timeout=60)[0]
-    cells = [(example, keys | dict(schedule=schedule)) for example in examples for schedule in ("none", "1f1b", "zbv")]
+    alone = run_ranks(looped, 1, [(name, lane, sharding | layout_of("none")) for name in examples], timeout=60)[0]
+    cells = [(name, lane, sharding | layout_of(schedule)) for name in examples for schedule in ("none", "1f1b", "zbv")]
     for norms in run_ranks(looped, 4, cells, timeout=120):
-        for (example, cell), found in zip(cells, norms, strict=True):
-            true = alone[examples.index(example)]
-            assert found == pytest.approx(true, rel=1e-12 if lane == "float64" else 2e-5), (example, cell)
+        for (name, *cell), found in zip(cells, norms, strict=True):
+            true = alone[examples.index(name)]
+            assert len(found) >= 5 and found == pytest.approx(true, rel=1e-12 if lane == "float64" else 2e-5), cell
+
+
+# --- the commands that the examples' first lines show ----------------------------------------------------------------
+
+
+def commands_of(name: str) -> list[str]:
+    shown = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+    assert shown, name
+    return re.findall(r"((?:torchrun|megaaccum) .*)", shown)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working folder in which the paths of the commands lead to the examples."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "fall"), [("sft", 0.4), ("grpo", 0.05), ("hf_zero3", 0.2), ("megatron_loop", 0.3), ("rl_worker", 0.1)]
+)
+def test_losses_fall_under_the_command_that_is_shown(name, fall, folder):
+    """Two steps are compared, because rl_worker takes the halves of its batch in turn."""
+    if name == "hf_zero3":
+        pytest.importorskip("transformers", reason="not installed: transformers")
+    (command,) = commands_of(name)
+    losses = losses_of(run_command(command, folder))
+    assert len(losses) == (6 if name == "rl_worker" else 5)
+    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - fall, losses
+
+
+def test_megatron_gpt_trains_evaluates_saves_and_resumes(folder):
+    text = (ROOT / "megaaccum" / "pretrain" / "data" / "text" / "emma.txt").read_text(encoding="utf-8")
+    (folder / "book.txt").write_text(text[:400_000], encoding="utf-8")
+    build, train = commands_of("megatron_gpt")
+    run_command(build, folder)
+    first = run_command(train, folder)
+    losses = losses_of(first)
+    validation = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", first)]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5, losses
+    assert len(validation) == 2 and validation[1] < validation[0], validation
+
+    checkpoints = folder / "checkpoints"
+    shutil.rmtree(checkpoints / "step_0000020")
+    (checkpoints / "latest").write_text("step_0000010\n")
+    resumed = run_command(train, folder)
+    assert losses_of(resumed) == losses[10:]
+    assert resumed.splitlines()[-1] == first.splitlines()[-1], "the last evaluation"
+
+
+# --- programs that a reader can follow -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_stands_alone(path):
+    """It imports no other example but the model."""
+    source = path.read_text()
+    assert len(source.splitlines()) <= LINES.get(path.stem, 80)
+    siblings = {other.stem for other in EXAMPLES.glob("*.py")} - {"tiny_gpt"}
+    imported = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    assert not siblings & set(imported) and not any("examples" in (module or "") for module in imported)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.snippets import ROOT, TOGETHER, blocks_of
+from tests.support.snippets import ROOT, TOGETHER, blocks_of, losses_of, run_command
 
 VOCABULARY, LENGTH, MICROBATCHES = 61, 24, 4
 SMALL = {
@@ -23,7 +24,7 @@ def names_of(page: str, folder: str) -> dict[str, Any]:
     """What the reader of a page brings: batches, and a model where the page builds none."""
     import torch
 
-    from examples.tiny_gpt import stages_of
+    from examples.tiny_gpt import build_stages
 
     embedding = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY))
 
@@ -46,7 +47,7 @@ def names_of(page: str, folder: str) -> dict[str, Any]:
         "batches": [[microbatch(MICROBATCHES * step + i) for i in range(MICROBATCHES)] for step in range(2)],
         "folder": folder,
         "model": Wrapped() if "huggingface" in page else embedding,
-        "stages_of": stages_of,
+        "stages_of": build_stages,
     }
 
 
@@ -78,3 +79,13 @@ def test_the_documentation_runs(tmp_path):
 def test_what_is_made_small_is_written_somewhere():
     written = "".join((ROOT / page).read_text() for pages in TOGETHER for page in pages)
     assert [large for large in SMALL if large not in written] == []
+
+
+def test_the_readme_shows_a_program_that_runs_by_the_command_beside_it(tmp_path):
+    page = ROOT / "README.md"
+    (program,) = blocks_of(page)
+    command = re.search(r"`(torchrun .* (\w+\.py))`", page.read_text())
+    assert command
+    (tmp_path / command[2]).write_text(program.source)
+    losses = losses_of(run_command(command[1], tmp_path))
+    assert len(losses) == 10 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.15, losses

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 TOGETHER = [
-    ("README.md",),
     ("docs/start/your-model.md", "docs/guides/checkpoints.md"),
     ("docs/guides/schedules.md",),
     ("docs/migrating/deepspeed.md",),
@@ -18,8 +21,8 @@ TOGETHER = [
 ]
 """Pages whose blocks are run, in order; those of one line share their names."""
 
-ON_THEIR_OWN = ("docs/concepts/found.md",)
-"""Pages whose blocks another test runs, each in a process of its own."""
+ON_THEIR_OWN = ("README.md", "docs/concepts/found.md")
+"""Pages whose blocks are whole programs, which other tests run in processes of their own."""
 
 NOT_RUN = "<!-- not run -->"
 """The line before a block that is compiled only: what a reader has before, or would have to fill in."""
@@ -45,3 +48,17 @@ def blocks_of(page: Path) -> list[Block]:
         )
         for each in found
     ]
+
+
+def run_command(command: str, folder: Path) -> str:
+    """Run a command as a reader would in `folder`, with this environment's programs. Returns its output. Fails if it
+    ends with an error."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PET_STANDALONE": "1"}
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=200, cwd=folder, env=env)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (-?[\d.]+)", output, re.MULTILINE)]
