@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megaaccum.errors import StepError
-from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.lab.verification import at_start
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.training.evaluation import loader_of
 from tests.support import whole_runs
 from tests.support.parity import VOCAB, Case
@@ -63,11 +63,11 @@ MISTAKES = {
 
 @contextmanager
 def made(name: str, case: Case) -> Iterator[None]:
-    """A mistake of the bank (megaaccum/lab/verification/bank), or one of these."""
+    """Make a mistake of the bank (tests/bank), or one of these."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from megaaccum.lab.verification import bank
     from megaaccum.step.forward_step import ForwardStep
+    from tests.bank import entries
 
     if name == "buffer left over":
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):
@@ -82,7 +82,7 @@ def made(name: str, case: Case) -> Iterator[None]:
         with patch.object(ForwardStep, "_divided", again):
             yield
     else:
-        with bank.made(name, case.plan()):
+        with entries.made(name, case.plan()):
             yield
 
 

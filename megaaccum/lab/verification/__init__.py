@@ -3,7 +3,7 @@
 | module | holds |
 | --- | --- |
 | `case` | a model, a layout and data, small enough to be handed to ranks |
-| `truth` | one process, the whole batch, float64 |
+| `reference` | one process, the whole batch, float64 |
 | `observe` | the accumulated step on a rank of a layout |
 | `compare` | every number of both, beside what rounding explains |
 | `verdict` | starts the ranks; pass, fail, or why nothing can be verified |
@@ -40,7 +40,7 @@ def verify(
 ) -> Verdict:
     """Prove that the accumulated step of a model of the user's own is the step of the one big batch.
 
-    Starts the plan's ranks (at most 8) on this machine and one process for the truth, under
+    Starts the plan's ranks (at most 8) on this machine and one process for the reference, under
     `if __name__ == "__main__":`; in a program that a launcher started (torchrun, deepspeed), its ranks are those of the
     plan, and each returns the verdict. `build`, `forward_step_func`, `data` and `optimizer` are functions at the top
     level of a module, or objects that can be pickled.
@@ -60,7 +60,7 @@ def verify(
 
     Returns the verdict: `ok`, `exit_code`, `comparisons`, `problem` (why it cannot be verified). Raises ConfigError
     where the plan has more than 8 ranks."""
-    api = importlib.import_module("megaaccum.lab.verification.own")
+    api = importlib.import_module("megaaccum.lab.verification.user_model")
     verdict: Verdict = api.verify(
         plan, build, forward_step_func, data, optimizer=optimizer, reports=reports, steps=steps, verbose=verbose
     )

@@ -69,7 +69,7 @@ def _microbatches(case: Case) -> Case | None:
         "micro_batch_size": plan.batch.micro_batch_size * count,
     }
     overflow = None if case.overflow is None else (case.overflow[0], 0)
-    return None if count == 1 or plan.layout.pp > 1 or case.own else _with(case, keys, overflow=overflow)
+    return None if count == 1 or plan.layout.pp > 1 or case.user_model else _with(case, keys, overflow=overflow)
 
 
 def _only(condition: str, **keys: object) -> Callable[[Case], Case | None]:
@@ -82,7 +82,7 @@ def _recompute(case: Case) -> Case | None:
 
 
 def _tied(case: Case) -> Case | None:
-    return _with(case, {"untie_embeddings_and_output_weights": True}) if case.own is None else None
+    return _with(case, {"untie_embeddings_and_output_weights": True}) if case.user_model is None else None
 
 
 def _backend(case: Case) -> Case | None:
@@ -99,7 +99,7 @@ def _overflow(case: Case) -> Case | None:
 
 
 def _masks(case: Case) -> Case | None:
-    return replace(case, masks="full") if case.masks != "full" and case.own is None else None
+    return replace(case, masks="full") if case.masks != "full" and case.user_model is None else None
 
 
 def _schedule(case: Case) -> Case | None:

@@ -22,7 +22,7 @@ from megaaccum.model.names import over_stages
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.lab.verification.records import Observed, Truth
+    from megaaccum.lab.verification.records import Observed, Reference
 
 SENT, RECEIVED = "sends", "receives"
 _LAYER = re.compile(r"(?:|.*\.)layers\.\d+")
@@ -163,13 +163,13 @@ def of_layers(model: torch.nn.Module, divided_by: float) -> Iterator[dict[str, l
 # --- the first that is wrong ------------------------------------------------------------------------------------------
 
 
-def first_wrong(ranks: list[Observed], truth: Truth, close: float) -> str:
+def first_wrong(ranks: list[Observed], reference: Reference, close: float) -> str:
     """In words, the first tensor at a border that is wrong, in the order of a step; empty where there is no border."""
-    crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(truth, crossing) is not None]
+    crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(reference, crossing) is not None]
     if not crossings:
         return ""
     for crossing in sorted(crossings, key=_order):
-        true = _true(truth, crossing)
+        true = _true(reference, crossing)
         assert true is not None
         distance = float((crossing.values - true).norm()) / max(float(true.norm()), 1e-300)
         if not distance <= close:
@@ -188,10 +188,10 @@ def _order(crossing: Crossing) -> tuple[Any, ...]:
     return crossing.is_gradient, at + 0.5 * (crossing.way == SENT), crossing.microbatch
 
 
-def _true(truth: Truth, crossing: Crossing) -> torch.Tensor | None:
-    if crossing.microbatch >= len(truth.layers):
+def _true(reference: Reference, crossing: Crossing) -> torch.Tensor | None:
+    if crossing.microbatch >= len(reference.layers):
         return None
-    tensors = truth.layers[crossing.microbatch].get(crossing.after, [])
+    tensors = reference.layers[crossing.microbatch].get(crossing.after, [])
     if len(tensors) <= crossing.is_gradient:
         return None
     true = tensors[crossing.is_gradient].chunk(crossing.parts)[crossing.part]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megaaccum.lab.verification.case import Lane
-from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Step, TrueStep, Truth
+from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Reference, ReferenceStep, Step
 
 EXACT = 1e-12
 """Float64: largest relative distance of a gradient."""
@@ -83,7 +83,7 @@ def _order(row: Row) -> float:
     return ratio if ratio == ratio else math.inf
 
 
-def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, summands: int) -> Comparison:
+def compare(lane: Lane, ranks: list[Observed], exact: Reference, near: Reference, *, summands: int) -> Comparison:
     """`ranks` beside `exact`, one process in float64, and `near`, one in the precision of the lane. summands:
     micro-batches of a step over all ranks."""
     compared = Comparison(lane, num_weights=sum(each.numel() for each in exact.before.values()))
@@ -110,7 +110,7 @@ def _from(
 class _Measure:
     """Compares one step."""
 
-    def __init__(self, lane: Lane, number: int, summands: int, true: TrueStep, like: TrueStep):
+    def __init__(self, lane: Lane, number: int, summands: int, true: ReferenceStep, like: ReferenceStep):
         self.lane, self.number, self.summands, self.true, self.like = lane, number, summands, true, like
 
     # --- numbers ---
@@ -209,8 +209,8 @@ def _by_part(pieces: list[tuple[int, Piece]]) -> dict[tuple[str, int, int], list
 def _distance_of(
     true: torch.Tensor, key: tuple[str, int, int], pieces: list[tuple[int, Piece]]
 ) -> tuple[float, int | None]:
-    """(distance of what ranks hold of one tp rank's part from the truth, the rank that is farthest away). Of elements
-    that several ranks hold, the farthest counts; one that no rank holds makes it nan."""
+    """(distance of one tp rank's part from the reference, the rank that is farthest away). Of an element that several
+    ranks hold, the farthest value counts; one that no rank holds makes the distance nan."""
     mine = cut(true, pieces[0][1])
     farthest = torch.full_like(mine, float("nan"))
     worst: tuple[float, int | None] = (-1.0, None)
@@ -233,7 +233,7 @@ def cut(true: torch.Tensor, piece: Piece) -> torch.Tensor:
     return true.chunk(piece.tp_size, dim=piece.axis)[piece.tp_rank].reshape(-1)
 
 
-def _initial_weights(ranks: list[Observed], near: Truth) -> Iterator[Row]:
+def _initial_weights(ranks: list[Observed], near: Reference) -> Iterator[Row]:
     """Every rank starts with the weights of one process in the same precision, to the bit."""
     pieces = _by_part([(rank.rank, piece) for rank in ranks for piece in rank.before])
     for name, true in near.before.items():

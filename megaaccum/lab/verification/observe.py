@@ -30,7 +30,7 @@ def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
         seen.steps.append(run.take(0))
     for number in range(1, steps):
         seen.steps.append(run.take(number))
-    if case.own is None:
+    if case.user_model is None:
         states = b"".join(bytes(state.tolist()) for _, state in sorted(rng.snapshot().items()))
         seen.random = hashlib.sha256(states).hexdigest()
     return seen
@@ -40,7 +40,7 @@ class Run:
     """An engine over the model of a case, on this rank."""
 
     def __init__(self, case: Case):
-        self.plan, self.subject = case.plan(), subjects.of(case)
+        self.plan, self.subject = case.plan(), subjects.subject_of(case)
         process_groups.destroy()
         self.groups = process_groups.build(self.plan.layout, timeout_minutes=5)
         self.chunks = self.subject.chunks(self.plan, self.groups)
@@ -49,7 +49,7 @@ class Run:
             self.chunks,
             groups=self.groups,
             forward_step_func=self.subject.forward_step(self.plan, self.groups),
-            optimizer=None if case.own is None else case.own.optimizer,
+            optimizer=None if case.user_model is None else case.user_model.optimizer,
             reports=self.subject.reports,
         )
         self.engine.train_steps.attempts.before_update = self._note_gradient

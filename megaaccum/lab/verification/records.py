@@ -62,7 +62,7 @@ class Observed:
 
 
 @dataclass(slots=True)
-class TrueStep:
+class ReferenceStep:
     """One step of one process. tensors: by kind and name, of whole parameters, float64. amplification: by name, how
     much larger the sum of the norms of the micro-batches' gradients is than the norm of their sum. rounding: the
     largest relative distance of that sum from the gradient of the whole batch, up to this step, where whole batches
@@ -81,7 +81,7 @@ class TrueStep:
 
 
 @dataclass(slots=True)
-class Truth:
+class Reference:
     """Steps of one process, without pipeline, sharding or accumulation.
 
     before: its initial weights by name, in the order of the model. whole: all samples of a step went through the model
@@ -92,7 +92,7 @@ class Truth:
     verdict should know."""
 
     before: dict[str, torch.Tensor]
-    steps: list[TrueStep] = field(default_factory=list)
+    steps: list[ReferenceStep] = field(default_factory=list)
     whole: bool = False
     parts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     layers: list[dict[str, list[torch.Tensor]]] = field(default_factory=list)

@@ -11,14 +11,14 @@ from megatron.core.tensor_parallel import random
 from megaaccum.config import Plan
 from megaaccum.executor.executor import Flush
 from megaaccum.executor.wgrad import WeightGrads
-from megaaccum.lab.verification.bank import models
-from megaaccum.lab.verification.bank.mistake import mistake, replaced, wrapped
 from megaaccum.model import gpt
 from megaaccum.step.attempts import Attempts
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.train_step import TrainStep
 from megaaccum.upstream import pytorch
+from tests.bank import models
+from tests.bank.mistake import mistake, replaced, wrapped
 
 MATRIX = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
 """The first matrix whose gradient a split backward puts off."""

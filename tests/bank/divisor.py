@@ -11,11 +11,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megaaccum.config import Plan
-from megaaccum.lab.verification.bank.mistake import mistake, replaced, wrapped
 from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.step import attempts
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor
+from tests.bank.mistake import mistake, replaced, wrapped
 
 
 def _times(factor: float) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 
-def with_own_data(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
+def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
     """The case with the first samples of `plan`'s training data in place of made-up ones, and a note on them; with a
     note alone where they cannot be read on this machine. Nothing is written into the run's folder."""
     case, batch = shrunk.case, shrunk.case.plan().batch
