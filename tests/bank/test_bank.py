@@ -57,7 +57,7 @@ def test_it_is_caught_by_its_number(name, compared):
     assert re.fullmatch(mistake.parameter, found.parameter), f"{found.first} {found.parameter}"
 
 
-@pytest.mark.parametrize("name", ["mean of means", "tied copy counted twice", "weight gradient twice"])
+@pytest.mark.parametrize("name", ["mean of means", "tied copy counted twice", "weight gradient left out"])
 def test_its_place_is_found(name):
     (outcome,) = outcomes.outcomes(Verifier(), [name])
     assert outcome.word == "localised", outcome.line()

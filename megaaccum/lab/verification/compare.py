@@ -233,6 +233,11 @@ def cut(true: torch.Tensor, piece: Piece) -> torch.Tensor:
     return true.chunk(piece.tp_size, dim=piece.axis)[piece.tp_rank].reshape(-1)
 
 
+def relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
+    """|got - true| / |true|, L2."""
+    return float((got - true).norm() / true.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
 def _initial_weights(ranks: list[Observed], near: Reference) -> Iterator[Row]:
     """Every rank starts with the weights of one process in the same precision, to the bit."""
     pieces = _by_part([(rank.rank, piece) for rank in ranks for piece in rank.before])

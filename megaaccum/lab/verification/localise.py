@@ -14,7 +14,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import borders, relations
 from megaaccum.lab.verification.axes import axes_of
 from megaaccum.lab.verification.case import Case, Lane
-from megaaccum.lab.verification.compare import Comparison, compare
+from megaaccum.lab.verification.compare import Comparison, compare, relative_error
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed
 from megaaccum.lab.verification.verdict import Progress, Verdict, Verifier
@@ -131,7 +131,7 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
     true = reference.steps[0].tensors[GRADIENT]
     got, right = relations.gather(ranks, true), relations.laid_out(ranks, true)
     close = relations.CLOSE[lane]
-    wrong = {name: each for name, each in got.items() if relations.distance(each, right[name]) > close}
+    wrong = {name: each for name, each in got.items() if relative_error(each, right[name]) > close}
     found.stages = sorted({rank.place["pp"] for rank in ranks for name in wrong if _holds(rank, name)})
     if not wrong:
         return

@@ -78,11 +78,6 @@ def laid_out(ranks: list[Observed], whole: dict[str, torch.Tensor]) -> dict[str,
     }
 
 
-def distance(got: torch.Tensor, true: torch.Tensor) -> float:
-    """|got - true| / |true|."""
-    return float((got - true).norm()) / max(float(true.norm()), 1e-300)
-
-
 def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
     """(r, relative distance of `got` from r * true)."""
     square = float(true.square().sum())

@@ -86,6 +86,15 @@ def whole_batch(batches: list[Any]) -> Any | None:
     return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
 
 
+def gpt_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, means: bool) -> tuple[torch.Tensor, float]:
+    """(sum of the losses of unmasked tokens, their number) of a GPT; means: (the mean over these tokens, 1)."""
+    mask = batch["loss_mask"]
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    losses = losses if losses.dtype is torch.float64 else losses.float()
+    total, tokens = (losses * mask.to(losses.dtype)).sum(), float(mask.sum())
+    return (total / max(tokens, 1.0), 1.0) if means else (total, tokens)
+
+
 class _Gpt:
     """Megatron's GPT of a configuration, its cross entropy, and made-up tokens."""
 
@@ -109,11 +118,7 @@ class _Gpt:
         return chunk
 
     def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        mask = batch["loss_mask"]
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
-        losses = losses if losses.dtype is torch.float64 else losses.float()
-        total, tokens = (losses * mask.to(losses.dtype)).sum(), float(mask.sum())
-        return (total, tokens) if plan.batch.loss_norm == "token" else (total / max(tokens, 1.0), 1.0)
+        return gpt_loss(model, batch, means=plan.batch.loss_norm != "token")
 
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
         return adamw(named, plan)
