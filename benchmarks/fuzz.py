@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import fuzz_cell
-from benchmarks.fuzz_cell import Cell, Flags, Part, Trained
+from benchmarks.fuzz_cell import Cell, Flags, Trained
 from megaaccum.errors import ConfigError
+from megaaccum.lab.verification.compare import cut
+from megaaccum.lab.verification.records import Piece
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.lab.verification.testing.ranks import RanksFailed
 
@@ -317,7 +319,7 @@ def _scalar(name: str, lane: str, mine: float, true: float, like: float) -> list
 
 def _weights(cell: Cell, ranks: list[Trained], exact: Trained, near: Trained) -> list[str]:
     """Each parameter's change over the steps, on every tp rank, and that none is missing."""
-    pieces: dict[tuple[str, int], list[Part]] = {}
+    pieces: dict[tuple[str, int], list[Piece]] = {}
     for got in ranks:
         for part in got.parts:
             pieces.setdefault((part.name, part.tp_rank), []).append(part)
@@ -326,7 +328,7 @@ def _weights(cell: Cell, ranks: list[Trained], exact: Trained, near: Trained) ->
     trues, likes, starts = ({part.name: part for part in of} for of in (exact.parts, near.parts, exact.before))
     total = sum(float((trues[n].values - starts[n].values).square().sum()) for n in names) / len(names)
     for (name, tp_rank), parts in pieces.items():
-        true, like, start = (fuzz_cell.cut(each[name], parts, tp_rank) for each in (trues, likes, starts))
+        true, like, start = (cut(each[name].values, parts[0]) for each in (trues, likes, starts))
         size = max(float((true - start).norm()), 0.03 * total**0.5)
         limit = FACTOR * float((like - true).norm()) / size + CHANGE[cell.lane]
         error = float((fuzz_cell.whole(parts, true) - true).norm()) / size
