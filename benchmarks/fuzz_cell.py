@@ -105,13 +105,13 @@ class Trained:
 
 
 def plan_of(cell: Cell, layout: Flags) -> Plan:
-    """Raises ConfigError."""
+    """The plan of a cell in a layout. Raises ConfigError if it is not legal."""
     keys = BASE | LANE[cell.lane] | cell.model | layout | cell.policies
     return config.resolve(load(None, _words(keys)), world_size=cell.world_size)
 
 
 def reference_plan(cell: Cell, lane: str) -> Plan:
-    """Of the model alone, in one process, in the precision `lane`. Raises ConfigError."""
+    """The plan of the model in one process, in the precision `lane`. Raises ConfigError if it is not legal."""
     keys = BASE | LANE[lane] | cell.model | {"pp_microbatches": cell.microbatches}
     return config.resolve(load(None, _words(keys | ({"backend": "ddp"} if lane == "fp64" else {}))), world_size=1)
 
@@ -149,7 +149,7 @@ def microbatch(cell: Cell, step: int, index: int, *, hollow: bool) -> dict[str, 
 
 
 def indices(cell: Cell, step: int, dp: int) -> list[list[int]]:
-    """Of each data-parallel rank, the indices of the micro-batches that it has in `step`."""
+    """The indices of the micro-batches that each data-parallel rank has in `step`."""
     by_rank = [list(range(rank, cell.microbatches, dp)) for rank in range(dp)]
     if step == SHORT_STEP and cell.short:
         by_rank[-1] = by_rank[-1][: max(len(by_rank[-1]) - cell.short, 0)]
@@ -171,7 +171,7 @@ def is_bad(cell: Cell, step: int, index: int) -> bool:
 
 
 def train_each(cells: list[Cell], folder: str) -> list[Trained]:
-    """What the package makes of each on this rank; folder: for checkpoints, empty."""
+    """Train each cell with the package on this rank; folder: for checkpoints, empty."""
     return [_train(cell, Path(folder, str(number))) for number, cell in enumerate(cells)]
 
 
@@ -226,7 +226,7 @@ class _Run:
         return self.step.optim_step(step=step + 1)
 
     def _total_weight(self, step: int) -> float:
-        """Of all micro-batches of all ranks."""
+        """N over all ranks."""
         dp = self.groups.dp.size()
         masks = [
             microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp))["loss_mask"]
@@ -235,7 +235,7 @@ class _Run:
         return float(sum(mask.sum() for mask in masks)) if self.plan.batch.loss_norm == "token" else float(len(masks))
 
     def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """Of this rank."""
+        """This rank's micro-batches."""
         dp, rank = self.groups.dp.size(), self.groups.dp.rank()
         found = []
         for index in indices(self.cell, step, dp)[rank]:

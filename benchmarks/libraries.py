@@ -37,7 +37,7 @@ from tests.bank.cases import CASES
 class Cell:
     """A way of using a library, and what one process has to be compared with.
 
-    expected: how it differs, or why it cannot be run, and where that is known from; empty where it agrees."""
+    expected: how it differs, or why it cannot be run, with a source; empty if it agrees."""
 
     case: Case
     options: Options = field(default_factory=Options)
@@ -364,7 +364,7 @@ CELLS = {f"Megatron: {name}": cell for name, cell in MEGATRON.items()} | {
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a cell."""
+    """The outcome of a cell."""
 
     name: str
     verdict: Verdict

@@ -176,7 +176,7 @@ class _Megatron:
                 self._gradient.append(self._piece(name, param, grad.view(-1)[start:stop], start))
 
     def _share(self, param: Any) -> tuple[int, int]:
-        """Of the flattened parameter, what this rank updates."""
+        """The run of the flattened parameter that this rank updates."""
         if not self.model[0].ddp_config.use_distributed_optimizer:
             return 0, param.numel()
         found = [megatron.share(each, param) for each in self._inner()]
@@ -190,7 +190,7 @@ class _Megatron:
 
 
 def of_deepspeed(case: Case, steps: int, options: Options) -> Observed:
-    """DeepSpeed's engine over a model of a user's own, whose optimizer is `library_models.sgd`."""
+    """Steps of DeepSpeed's engine over a user's model, whose optimizer is `library_models.sgd`."""
     run = DeepSpeed(case, options)
     seen = Observed(dist.get_rank(), place_in(run.groups), run.pieces(run.model()))
     seen.steps += [run.take(number) for number in range(steps)]

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def with_outcome(figures: dict[str, Any], outcome: outcomes.Outcome) -> dict[str, Any]:
-    """With the row of a mistake, in the order of the bank."""
+    """The figures with the row of a mistake, in the order of the bank."""
     mistake = outcome.mistake
     row = {
         "name": mistake.name, "text": mistake.text, "source": mistake.source, "case": mistake.base,
@@ -98,7 +98,7 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def as_written(figures: dict[str, Any]) -> dict[str, Any]:
-    """With what each mistake is and where it was reported as the bank has it now."""
+    """The figures, with the text and source that the bank has now for each mistake."""
     rows = [row for row in figures["mistakes"] if row["name"] in BANK]
     now = [row | {"text": BANK[row["name"]].text, "source": BANK[row["name"]].source} for row in rows]
     return figures | {"mistakes": now}

@@ -51,7 +51,7 @@ def problems(case: Case, ranks: list[Gradient], batch: tuple[int, ...] | None = 
 
 
 def problems_with(case: Case, ranks: list[Gradient], exact: Reference, near: Reference) -> list[str]:
-    """The same against given references: one process in float64, and in the precision of the case's lane."""
+    """Why `ranks` is not parity with given references: one process in float64, and in the precision of the lane."""
     found = _scalar_problems(case, ranks, exact.gradient)
     missing = exact.gradient.parts.keys() - {name for rank in ranks for name in rank.parts}
     found += [f"{name} is on no rank" for name in sorted(missing)]

@@ -90,7 +90,7 @@ def gradients(cases: list[Case], change: Change) -> list[Gradient]:
 
 
 def second_gradient(case: Case) -> Gradient:
-    """As parity.gradient, after a step whose gradient was thrown away."""
+    """`parity.gradient`, after a step whose gradient was discarded."""
     rig = Rig.of(case)
     rig.watched(step=0)
     rig.backend.discard()

@@ -1,6 +1,9 @@
-"""What parity tests run on ranks: the gradient of a layout, and that of one process on the whole batch.
+"""Functions that parity tests run on ranks: the gradient of a layout, and the reference's on the full batch.
 
 Every function here runs inside ranks and returns plain data; `distance.py` compares it. All sizes are tiny.
+
+`Case` is a layout in command-line words, of which a test has dozens; the reference's loop is that of
+`megaaccum verify` (lab/verification/reference).
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a step made on one rank: {global name: this tp rank's part of the gradient that the optimizer receives, in
-    float64 numbers}, and what the step reports."""
+    """A step on one rank: {global name: this tp rank's part of the gradient that the optimizer receives, in float64
+    numbers}, and what the step reports."""
 
     parts: dict[str, torch.Tensor]
     norm: float
@@ -209,7 +212,7 @@ def gradients(cases: list[Case]) -> list[Gradient]:
 
 
 def gradient(case: Case) -> Gradient:
-    """Of one whole step of `case`."""
+    """The gradient of one whole step of `case`."""
     return Rig.of(case).watched()[0]
 
 

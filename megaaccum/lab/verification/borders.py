@@ -48,8 +48,8 @@ class Crossing:
 
 @contextmanager
 def watching(plan: Plan, groups: Groups, chunks: list[Any], scale: Callable[[], float]) -> Iterator[list[Crossing]]:
-    """The list that is filled with what this rank's chunks send and receive inside, which is one step. scale: what a
-    gradient that arrives is multiplied by. Collective over the pipeline."""
+    """Record what this rank's chunks send and receive in one step, in the list that is entered. scale: the factor in
+    gradients that arrive. Collective over the pipeline."""
     watch, handles = _Watch(plan, groups, scale), []
     if plan.layout.num_stages > 1 and groups.collection.cp.size() == 1:
         after = _last_layers(plan, groups, chunks)
@@ -82,7 +82,7 @@ class _Watch:
         return hook
 
     def receiving(self, stage: int, after: str) -> Callable[[Any], None]:
-        """Called with what `set_input_tensor` is."""
+        """A function that takes the argument of `set_input_tensor`."""
         numbers = itertools.count()
 
         def note(given: Any) -> None:
@@ -103,7 +103,7 @@ class _Watch:
 
 
 class _Receiving:
-    """Calls `note` with what a chunk is given from another stage."""
+    """Calls `note` with the tensor that a chunk receives from another stage."""
 
     def __init__(self, chunk: Any, note: Any):
         self._chunk, taken = chunk, chunk.set_input_tensor
@@ -119,7 +119,7 @@ class _Receiving:
 
 
 def _last_layers(plan: Plan, groups: Groups, chunks: list[Any]) -> dict[int, str]:
-    """By stage, its last layer's name in the whole model; of stages that have layers, but the last stage. Collective
+    """Names in the whole model of each stage's last layer, without the last stage and stages without layers. Collective
     over the pipeline."""
     mine = {}
     for stage, chunk in zip(plan.layout.stages(torch.distributed.get_rank()), chunks, strict=True):
@@ -164,7 +164,7 @@ def of_layers(model: torch.nn.Module, divided_by: float) -> Iterator[dict[str, l
 
 
 def first_wrong(ranks: list[Observed], reference: Reference, close: float) -> str:
-    """In words, the first tensor at a border that is wrong, in the order of a step; empty where there is no border."""
+    """Describe the first wrong tensor at a border, in the order of a step; empty if there is no border."""
     crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(reference, crossing) is not None]
     if not crossings:
         return ""
@@ -183,7 +183,7 @@ def first_wrong(ranks: list[Observed], reference: Reference, close: float) -> st
 
 
 def _order(crossing: Crossing) -> tuple[Any, ...]:
-    """Of a step: forwards from the first stage on, then backwards from the last; a tensor is sent, then received."""
+    """Sort key of a step: forwards from the first stage, then backwards from the last; sent, then received."""
     at = crossing.stage if not crossing.is_gradient else -crossing.stage
     return crossing.is_gradient, at + 0.5 * (crossing.way == SENT), crossing.microbatch
 

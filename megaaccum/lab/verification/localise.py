@@ -1,8 +1,8 @@
-"""Where a step that is not the big batch's goes wrong: the axes that the failure needs, the first number and the first
-parameter that are wrong, and what the wrong gradient is of the right one.
+"""Diagnosis of a wrong step: the axes that the failure needs, the first wrong number and parameter, and the relation of
+the wrong gradient to the right one.
 
-Axes are taken away one after the other, from a case that fails; an axis without which it does not fail stays. What is
-left is a smallest layout that fails: each of its axes is needed.
+Axes are removed one at a time from a case that fails; an axis without which it does not fail stays. The result is a
+smallest layout that fails: each of its axes is needed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _KINDS = (
 
 @dataclass(slots=True)
 class Diagnosis:
-    """Where it goes wrong.
+    """The place of a failure.
 
-    lane: the precision in which it was looked for. axes: those that the failure needs; empty where one rank with one
-    micro-batch fails. first: the first kind of number that is wrong, in the order of a step. parameter: the first that
-    is wrong, in the order of the model. wrong, of: parameters with a wrong gradient (or, where gradients are right,
-    with a wrong update), of all. stages: pipeline ranks that hold wrong ones. border: the first activation or gradient
-    that is wrong at a border of stages, in words. relation: what the wrong gradient is of
-    the right one. smallest: keys of the smallest layout that fails."""
+    lane: the precision that was searched. axes: those that the failure needs; empty if one rank with one micro-batch
+    fails. first: the first kind of number that is wrong, in the order of a step. parameter: the first that
+    is wrong, in the order of the model. wrong, of: parameters with a wrong gradient (if gradients are right, with
+    a wrong update), of all. stages: pipeline ranks that hold wrong ones. border: the first activation or gradient
+    that is wrong at a border of stages, in words. relation: of the wrong gradient
+    to the right one. smallest: keys of the smallest layout that fails."""
 
     lane: Lane
     axes: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Diagnosis:
 
 
 def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagnosis | None:
-    """Of a verdict that failed; None where no precision was compared. Starts ranks several times."""
+    """Diagnose a verdict that failed; None if no precision was compared. Starts ranks several times."""
     failed = next((each for each in verdict.comparisons if not each.ok), None)
     if failed is None:
         return None
@@ -90,7 +90,7 @@ def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagno
 
 
 def _precision_axes(verdict: Verdict) -> list[str]:
-    """Where some precisions pass and another fails: its own name, or the backend that float64 does without."""
+    """The configured 16-bit precision, if it alone fails."""
     failing = [each.lane for each in verdict.comparisons if not each.ok]
     if failing == [verdict.case.lane] and failing[0] in ("bf16", "fp16"):
         return [f"precision {failing[0]}"]
@@ -118,7 +118,7 @@ def described(failed: Comparison) -> Diagnosis:
 
 
 def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
-    """Name what the wrong gradients of the first step are of the right ones."""
+    """Name the relation of the first step's wrong gradients to the right ones."""
     reference = verifier.references(case, ["fp64"], keep_parts=True)["fp64"]
     try:
         ranks = verifier.observe(case, at_borders=True)
@@ -183,7 +183,7 @@ def _of_factors(
 
 
 def _clip_of_norm(ranks: list[Observed], reference: Reference) -> float | None:
-    """The factor that follows where gradients were clipped by the ranks' norm and not by the right one."""
+    """The factor of gradients that were clipped by the ranks' norm and not by the right one."""
     got, true = ranks[0].steps[0].norm, reference.steps[0].norm
     return true / got if got and reference.clip < 1.0 and abs(got / true - 1) > 1e-12 else None
 
@@ -211,7 +211,7 @@ _IMPLIED_BY = {"micro-batches": "ga", "backend": "sync"}
 
 
 def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis, progress: Progress) -> Case:
-    """The case without every axis that the failure does not need; those that it needs go into `found`."""
+    """Remove every axis that the failure does not need; add those that it needs to `found`."""
     tried: set[str] = set()
     needed: list[str] = []
     while True:
@@ -232,7 +232,7 @@ def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis, prog
 
 
 def _fails(verifier: Verifier, case: Case, lane: Lane) -> bool:
-    """Whether the case still fails by its numbers. One whose ranks end early does not count."""
+    """Whether the case still fails by its numbers. A case whose ranks end early does not count."""
     try:
         plan = case.plan()
         references = verifier.references(case, ["fp64", lane])

@@ -40,8 +40,8 @@ class Sizes:
 
 
 def gather(ranks: list[Observed], true: dict[str, torch.Tensor], kind: str = "gradient") -> dict[str, torch.Tensor]:
-    """By name, what ranks hold of the first step, the tp ranks' parts one after the other; where ranks differ, the
-    value that is farthest from the reference. A parameter that lacks elements is left out."""
+    """The first step's tensors by name, the tp ranks' parts in a row. If ranks differ, the value farthest from the
+    reference counts. A parameter that lacks elements is left out."""
     pieces: dict[str, dict[int, list[Piece]]] = {}
     for rank in ranks:
         for piece in rank.steps[0].tensors.get(kind, []):
@@ -87,7 +87,7 @@ def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
 
 
 def name_of_factor(r: float, sizes: Sizes, close: float) -> str:
-    """`x2 (dp, pp)`, `1/4 (ga)`; a bare number where none fits; empty for 1."""
+    """Name a factor: `x 2 (dp)`, `x 0.25 (1 / ga)`; a bare number if no size fits; empty for 1."""
     if abs(r - 1) <= close:
         return ""
     if abs(r) <= close:
@@ -117,8 +117,8 @@ def shares_of(got: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]
 
 
 def name_of_shares(c: list[float], reference: Reference, dp: int, close: float) -> str:
-    """Words for the weights with which micro-batches enter; micro-batch i is number i // dp of data-parallel rank
-    i % dp. Empty where no words are known."""
+    """Describe the weights with which micro-batches enter; micro-batch i is number i // dp of data-parallel rank
+    i % dp. Empty if all are 1."""
     count, close = len(c), max(close, 1e-9)
     zero, one, two = ([abs(each - value) <= 10 * close for each in c] for value in (0.0, 1.0, 2.0))
     if all(one):
