@@ -1,4 +1,4 @@
-"""Every entry of the bank. Imports what the mistakes replace: DeepSpeed and Megatron, behind `preload.libraries()`."""
+"""Every entry of the bank. Imports the names that mistakes replace, so call `preload.libraries()` first."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Verifier:
 
     Args:
         steps: optimizer steps of each case.
-        progress: is told what starts.
+        progress: called with a line on each start of ranks.
         observe: takes a case's steps on its ranks; default: starts them on this machine.
         references: steps of one process that are known already, by what they depend on; new ones are added. Many
             layouts of a model share one.
