@@ -108,10 +108,10 @@ def stepper_of(plan, groups, chunks):
     """megaaccum's train_step over the backend of `plan`."""
     from megaaccum import sharding
     from megaaccum.model.gpt_forward import GptForwardStep
-    from megaaccum.step import optimizer
+    from megaaccum.optim import adamw
     from megaaccum.step.train_step import TrainStep
 
-    bound = sharding.build(plan, groups, chunks, optimizer.build(plan, chunks))
+    bound = sharding.build(plan, groups, chunks, adamw.build(plan, chunks))
     return TrainStep(plan, groups, chunks, bound, GptForwardStep(groups, plan.batch.loss_norm))
 
 

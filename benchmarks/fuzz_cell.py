@@ -196,20 +196,20 @@ class _Run:
     def __init__(self, cell: Cell, layout: Flags):
         from megaaccum import sharding
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt
+        from megaaccum.model import gpt, names
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-        from megaaccum.step import optimizer
+        from megaaccum.optim import adamw
         from megaaccum.step.train_step import TrainStep
 
         self.cell, self.plan = cell, plan_of(cell, layout)
         groups.destroy()
         self.groups = groups.build(self.plan.layout, timeout_minutes=1)
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
-        _freeze(cell, gpt.named_parameters(self.chunks))
-        self.backend = sharding.build(self.plan, self.groups, self.chunks, optimizer.build(self.plan, self.chunks))
+        _freeze(cell, names.named_parameters(self.chunks))
+        self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
         self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
-        self.buffers = dict(gpt.named_buffers(self.chunks))
+        self.buffers = dict(names.named_buffers(self.chunks))
 
     def take(self, step: int) -> StepResult:
         """One optimizer step. With several calls, an evaluation comes between the first two."""
@@ -316,13 +316,13 @@ class _Loop:
         from megaaccum.distributed import groups
         from megaaccum.lab.verification.reference import PlainLoop
         from megaaccum.lab.verification.subject import adamw, gpt_loss
-        from megaaccum.model import gpt
+        from megaaccum.model import gpt, names
 
         self.cell, self.plan = cell, reference_plan(cell, lane)
         groups.destroy()
         built = groups.build(self.plan.layout, timeout_minutes=1)
         (chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
-        _freeze(cell, gpt.named_parameters([chunk]))
+        _freeze(cell, names.named_parameters([chunk]))
         self.scale = LOSS_SCALE if lane == "fp16" else 1.0
         means = self.plan.batch.loss_norm != "token"
         self.loop = PlainLoop(

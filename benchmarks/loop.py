@@ -279,11 +279,11 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
 def bare_arm(plan, steps: int) -> Callable[[], float]:
     """One step of the bare loop."""
     from benchmarks.bare import BareLoop
-    from megaaccum.step import lr_schedule, optimizer
+    from megaaccum.optim import adamw, lr_schedule
 
     parts = _Parts(plan)
     microbatches = _plain_loader(plan, parts, steps)
-    adam = optimizer.build(plan, parts.chunks)
+    adam = adamw.build(plan, parts.chunks)
     rates = _learning_rates(plan, lr_schedule, steps)
     bare = BareLoop(
         parts.chunks,

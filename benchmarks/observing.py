@@ -138,7 +138,7 @@ def _loop(plan):
     observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.trace)}
 
     def step(observed: bool) -> StepResult:
-        engine.train_steps.observer = engine.train_steps.attempts.observer = observers[observed]
+        engine.train_steps.observer = engine.train_steps.observer = observers[observed]
         with observers[observed].stopwatch.during("data"):
             microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
         result = engine.train_step(microbatches, problem=problem)
@@ -177,8 +177,8 @@ class _NoObserver:
     def phase(self, name: str) -> None:
         self.trace.enter(name)  # the watchdog's
 
-    def note_held(self) -> None:
+    def measure_memory(self) -> None:
         pass
 
-    def take(self) -> Measured:
+    def pop(self) -> Measured:
         return Measured({}, 0.0, {}, {})

@@ -30,12 +30,14 @@ from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
-from megaaccum.model import fp8, gpt, router_state
+from megaaccum.model import fp8, names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.step import chunk_config, lr_schedule
-from megaaccum.step import optimizer as our_optimizer
+from megaaccum.optim import adamw as our_optimizer
+from megaaccum.optim import lr_schedule
+from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
 from megaaccum.step.result import StepResult
+from megaaccum.step.speculation import SpeculativeTrainStep
 from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
     from megaaccum.observe.observer import Observer
-    from megaaccum.step.lr_schedule import LrSchedule
+    from megaaccum.optim.lr_schedule import LrSchedule
     from megaaccum.step.recovery import Attempt
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -111,7 +113,25 @@ def _groups(plan: Plan, collection: ProcessGroupCollection) -> Groups:
 class Engine:
     """Takes exact accumulated optimizer steps. Made by `initialize`; every method is collective over the world.
 
-    plan: what it was made of. groups: this rank's process groups. chunks: the model, which the engine's schedules run.
+    plan: the plan it was made of. groups: this rank's process groups. chunks: the model, which the engine's schedules
+    run.
+
+    An engine is idle, has an open step (after `forward_backward`, until `optim_step`), or has failed:
+
+    | method | idle | open step | failed |
+    | --- | --- | --- | --- |
+    | `train_step` | takes a step | StepError | StepError |
+    | `forward_backward` | opens a step | adds to it | StepError |
+    | `optim_step` | StepError | ends it | StepError |
+    | `forward`, `evaluate` | run | run, and leave it open | StepError |
+    | `trial` | makes a gradient and drops it | StepError | StepError |
+    | `gather_ahead` | begins the gather of the next step | nothing: parameters are whole | StepError |
+    | `save` | writes a checkpoint | writes the state of before it, and leaves it open | writes |
+    | `load` | loads | drops its gradients, then loads | loads |
+
+    A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
+    leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places: the
+    engine has failed, and its methods name the error.
     """
 
     def __init__(
@@ -126,20 +146,20 @@ class Engine:
     ):
         self.groups, self.chunks = groups, chunks
         self.shape: dict[str, Any] = {}
-        """What a checkpoint has to have in common with this model, beside the names and sizes of its parameters."""
+        """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
         self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
-        self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
-        self.train_steps = TrainStep(
+        self.buffers = dict(names.named_buffers(chunks)) | low_precision.tensors
+        kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
+        self.train_steps = kind(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
         )
-        self._follow(plan)
-        self._microbatches = 0
+        self._begin_at_zero(plan)
         self.verified = ""
         """The layout in which this run's step was verified at its start (lab/verification/at_start.py)."""
         self._failed: BaseException | None = None
 
-    def _follow(self, plan: Plan) -> None:
+    def _begin_at_zero(self, plan: Plan) -> None:
         """Begin at step 0 of `plan`."""
         self.plan = plan
         has_schedule = plan.config.optimizer.lr and plan.config.run.train_iters
@@ -147,22 +167,22 @@ class Engine:
             lr_schedule.build(self.backend, plan.config, plan.ramp) if has_schedule else None
         )
         """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
-        self._transaction = Transaction(plan, self.lr_schedule)
+        self.train_steps.transaction = Transaction(plan, self.lr_schedule)
 
     @property
     def batch(self) -> BatchPlan:
         """The batch of the next step: how many micro-batches it takes. It changes with the plan's batch warm-up."""
-        return self._transaction.batch
+        return self.train_steps.transaction.batch
 
     @property
     def step(self) -> int:
         """Steps whose samples were consumed."""
-        return self._transaction.step
+        return self.train_steps.transaction.step
 
     @property
     def consumed_samples(self) -> int:
         """Sequences of those steps, over all ranks."""
-        return self._transaction.consumed_samples
+        return self.train_steps.transaction.consumed_samples
 
     @property
     def trace(self) -> Trace:
@@ -208,13 +228,7 @@ class Engine:
         back where it does not count. Raises StepError, RankDisagreement, or `problem`, on every rank.
         """
         with self._guarded():
-            lr = self._lr()
-            if self._transaction.next_batch != self.batch:
-                upcoming = None
-            result = self.train_steps.train(
-                microbatches, step=self.step + 1, stop=stop, problem=problem, upcoming=upcoming
-            )
-            return self._transaction.commit(result, lr=lr)
+            return self.train_steps.train(microbatches, stop=stop, problem=problem, upcoming=upcoming)
 
     def gather_ahead(self) -> None:
         """Begin the gather of parameters that the next step begins with (ZeRO-3, `sync: resident`), beside what comes
@@ -261,17 +275,12 @@ class Engine:
                     f"static_graph true: a call takes the {self.batch.num_microbatches} micro-batches of a step, not"
                     f" {len(batch)}: give it all of them, or set static_graph to false"
                 )
-            self._microbatches += len(batch)
-            last = self._microbatches == self.batch.num_microbatches
-            self.train_steps.forward_backward(batch, step=self.step + 1, last=last, total=total_weight)
+            self.train_steps.forward_backward(batch, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""
         with self._guarded():
-            self._microbatches = 0
-            lr = self._lr()
-            result = self.train_steps.optim_step(step=self.step + 1, stop=stop, problem=problem)
-            return self._transaction.commit(result, lr=lr)
+            return self.train_steps.optim_step(stop=stop, problem=problem)
 
     def forward(
         self,
@@ -294,7 +303,11 @@ class Engine:
 
     @contextmanager
     def trial(
-        self, microbatches: Sequence[Any], *, batch: BatchPlan | None = None, place: Callable[[int], int] | None = None
+        self,
+        microbatches: Sequence[Any],
+        *,
+        batch: BatchPlan | None = None,
+        sample_index: Callable[[int], int] | None = None,
     ) -> Iterator[Attempt]:
         """The next step's gradient, reduced over all ranks, which `backend.shards` show inside. At the end everything
         is as it was: weights, optimizer, random states, counters.
@@ -302,37 +315,29 @@ class Engine:
         Args:
             microbatches: this rank's, of the next step or of another cut of it.
             batch: how they are cut; default `engine.batch`.
-            place: the number in the global batch of each, where it is not the planned one.
+            sample_index: the number in the global batch of each, if it is not the planned one.
         """
         with self._guarded():
-            self.train_steps.attempts.batch = batch or self.batch
             before = rng.snapshot()
             with self.observer.watching():
-                attempt = self.train_steps.gradient(microbatches, step=self.step + 1, place=place)
+                attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
             yield attempt
             self.backend.discard()
             router_state.begin_step(self.chunks)
             rng.restore(before)
-            self.observer.forget()
-
-    def _lr(self) -> float:
-        return self.lr_schedule.lr if self.lr_schedule is not None else float(self.param_groups[0]["lr"])
+            self.observer.pop()  # no step's measurements
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """An error that left ranks at different places makes the engine unusable; what comes after it names it."""
+        """Refuse what a failed engine is asked for, and note an error that makes it one."""
         if self._failed is not None:
             raise StepError(
-                f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot go on:"
-                " start again"
-                " from a checkpoint"
+                f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot continue: start"
+                " again from a checkpoint"
             )
-        attempts = self.train_steps.attempts
-        attempts.batch, attempts.num_updates = self.batch, self._transaction.num_updates
         try:
             yield
         except _HARMLESS:
-            self._microbatches = 0
             raise
         except BaseException as error:
             self._failed = error
@@ -343,7 +348,7 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
         steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
-        return self._transaction.state_dict() | steps
+        return self.train_steps.transaction.state_dict() | steps
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
         """A checkpoint's record beside its tensors. data: which samples come in which order."""
@@ -365,10 +370,11 @@ class Engine:
         )
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Take up the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states. Returns
-        whether there is one. The layout may be another than that of the save. A damaged checkpoint is reported, and the
-        one before it taken. Raises CheckpointError on every rank, with the engine as it was."""
+        """Load the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states. Returns
+        whether there is one. The layout may differ from that of the save. A damaged checkpoint is reported, and the one
+        before it is loaded. Raises CheckpointError on every rank, with the engine as it was, without its open step."""
         self.train_steps.drop_begun()
+        self.train_steps.abandon()
         return resume.first_good(folder, self._load, self.print) is not None
 
     def _load(self, checkpoint: Path) -> Path:
@@ -382,25 +388,25 @@ class Engine:
 
     @property
     def override(self) -> set[str]:
-        """In what a checkpoint may differ from the configuration (the key of that name)."""
+        """Settings in which a checkpoint may differ from the configuration (the key of that name)."""
         run = self.plan.config.run
         return {*run.override, *(["lr_schedule"] if run.override_opt_param_scheduler else [])}
 
     def differences(self, progress: save_load.Progress) -> dict[str, dict[str, str]]:
-        """In what else than its layout a run that goes on after `progress` would be another: texts with what to set
-        back, by the name under which they may be asked for."""
+        """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
+        which `override` allows them."""
         schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
         return {"batch": self.plan.ramp_differences(progress.batch_ramp), "lr_schedule": schedule}
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
-        """Go on after `progress`, whose tensors have been loaded; with_optimizer: and whose LR schedule is taken up.
-        Raises ConfigError on every rank where these ranks cannot go on with its batch warm-up."""
+        """Continue after `progress`, whose tensors have been loaded. with_optimizer: its LR schedule is loaded too.
+        Raises ConfigError on every rank if these ranks cannot continue its batch warm-up."""
         plan = raise_on_all_ranks(self.plan.continued, progress.batch_ramp, progress.consumed_samples)
         if plan is not self.plan:
-            self._follow(plan)
+            self._begin_at_zero(plan)
         if self.lr_schedule is not None and with_optimizer:
             self.lr_schedule.load_state_dict(progress.lr_schedule)
-        self._transaction.load_state_dict(
+        self.train_steps.transaction.load_state_dict(
             progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples
         )
         self.train_steps.recovery.load_state_dict(progress.transaction.get("train_step", {}))
@@ -414,4 +420,4 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in gpt.named_parameters(chunks)])
+    return factory([param for _, param in names.named_parameters(chunks)])

@@ -23,7 +23,7 @@ import torch
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint
 from megaaccum.errors import CheckpointError
-from megaaccum.model import gpt
+from megaaccum.model import names
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -51,8 +51,8 @@ class Cut:
     @classmethod
     def of(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
         """This rank's part."""
-        shape = gpt.whole_shape(param, groups)
-        if groups.tp.size() == 1 or not gpt.is_sharded_over_tp(param):
+        shape = names.whole_shape(param, groups)
+        if groups.tp.size() == 1 or not names.is_sharded_over_tp(param):
             return cls(math.prod(shape))
         axis, stride = param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
         return cls(math.prod(shape), math.prod(shape[:axis]) * stride, groups.tp.rank(), groups.tp.size())
@@ -118,7 +118,7 @@ class Piece:
 
 def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
     """Whether another rank holds the same piece, and writes it."""
-    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+    twice = names.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and names.is_same_over_tp(piece.param))
     return twice or backend.replica > 0 or piece.replica > 0
 
 
@@ -127,7 +127,7 @@ def own(
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
     """(piece, its flat view, whether this rank is the one that writes it) of everything that this rank holds."""
     for state in backend.state():
-        shape, cut = gpt.whole_shape(state.param, groups), Cut.of(state.param, groups)
+        shape, cut = names.whole_shape(state.param, groups), Cut.of(state.param, groups)
         writes = not is_elsewhere(state, backend, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
@@ -223,7 +223,7 @@ def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: G
     trained there if they are here. Raises CheckpointError, naming what differs."""
     wrong = []
     for state in backend.state():
-        name, here, there = state.name, tuple(gpt.whole_shape(state.param, groups)), stored.shape(state.name)
+        name, here, there = state.name, tuple(names.whole_shape(state.param, groups)), stored.shape(state.name)
         if there is None:
             wrong.append(f"{current} has no {name}")
         elif there != here:

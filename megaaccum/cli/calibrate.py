@@ -23,7 +23,7 @@ from megaaccum.cli.arguments import asked, command_parser, smallest_world
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.search.profile import Profile, write_profile
-from megaaccum.model.flops import peak_flops
+from megaaccum.pretrain.metrics.flops import peak_flops
 from megaaccum.units import GIB, amount
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     from megaaccum.lab.planner import auto_schedule
     from megaaccum.lab.verification import shrink
     from megaaccum.lab.verification.launched import is_first, num_ranks
-    from megaaccum.model.param_count import count_parameters
+    from megaaccum.pretrain.metrics.param_count import count_parameters
 
     launched = num_ranks()
     world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))

@@ -1,4 +1,4 @@
-"""How the ranks of a run are cut."""
+"""The resolved layout of a run's ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megaaccum.schedule.simulate import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the ranks are cut: world_size = tp * cp * pp * dp. The same on every rank."""
+class RankLayout:
+    """The resolved layout of the ranks: world_size = tp * cp * pp * dp. The same on every rank."""
 
     world_size: int
     """Ranks of the run."""
@@ -32,7 +32,7 @@ class Layout:
     schedule: str
     """Pipeline schedule: none, a name that megaaccum.schedule.build knows, or the path of a .csv table."""
     placement: Literal["loop", "v"] = "loop"
-    """Which stages a rank's chunks are: dealt out in rounds, or (v) rank and 2 * pp - 1 - rank."""
+    """The stages of a rank's chunks: round-robin (loop), or rank and 2 * pp - 1 - rank (v)."""
 
     @property
     def edp(self) -> int:

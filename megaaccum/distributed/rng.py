@@ -1,6 +1,10 @@
-"""The random states of this process: taken before a step, put back when it did not count, and seeded."""
+"""Random states of this process: copied before a step, restored if it does not count, and seeded."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -8,8 +12,8 @@ from megaaccum.platform import cpu
 
 
 def snapshot() -> dict[str, torch.Tensor]:
-    """Copies of every state that dropout draws from, uint8 on the CPU: torch's ("cpu"), the device's ("cuda", where
-    there is one) and those of Megatron's tracker by their names. No kernel is waited for."""
+    """Copies of every state that dropout draws from, uint8 on the CPU: torch's ("cpu"), the device's ("cuda", if
+    there is one) and those of Megatron's tracker by their names. Waits for no kernel."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
@@ -19,7 +23,7 @@ def snapshot() -> dict[str, torch.Tensor]:
 
 
 def restore(states: dict[str, torch.Tensor]) -> None:
-    """Go back to what `snapshot` returned; an empty one leaves everything as it is."""
+    """Restore the states of `snapshot`; an empty one changes nothing."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     if not states:
@@ -38,3 +42,41 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if cpu.has_accelerator():
         torch.cuda.manual_seed(seed)
+
+
+def seed_streams(key: str, current: str, names: Sequence[str], *, tp_rank: int) -> None:
+    """Let torch's own generator draw from the stream `current`, and Megatron's tracker, which has these `names`, each
+    from its own. A stream begins as a generator that is seeded by `key` and the stream's name."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    if names:
+        get_cuda_rng_tracker().set_states(_Streams(names, key, tp_rank))
+    seed_generators(_number(key, current, tp_rank))
+
+
+class _Streams(dict[str, Any]):
+    """The states of Megatron's tracker by their names, each made when it is asked for: most layers draw from none."""
+
+    def __init__(self, names: Sequence[str], key: str, tp_rank: int):
+        super().__init__(dict.fromkeys(names))
+        self._key, self._tp_rank = key, tp_rank
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if super().__getitem__(name) is None:
+            self[name] = _state(_number(self._key, name, self._tp_rank))
+        state: torch.Tensor = super().__getitem__(name)
+        return state
+
+
+_SAME_OVER_TP = ("default", "data-parallel-rng")
+
+
+def _number(key: str, stream: str, tp_rank: int) -> int:
+    """A seed of 63 bits."""
+    text = f"{key}/{stream}/{0 if stream in _SAME_OVER_TP else tp_rank}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _state(seed: int) -> torch.Tensor:
+    """The state of a generator of this rank's device that has just been seeded."""
+    return torch.Generator(cpu.device()).manual_seed(seed).get_state()

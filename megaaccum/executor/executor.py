@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,9 +52,20 @@ class FlushRecord:
 class Flush:
     """One flush of a schedule on one rank, run from its first action to its last."""
 
-    def __init__(self, schedule: Schedule, rank: int, call: Call, mail: Mail, hooks: Hooks, fused: FusedPass):
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        call: Call,
+        mail: Mail,
+        fused: FusedPass | None = None,
+        splitting: Sequence[torch.nn.Module] = (),
+    ):
+        """fused: runs a fused pair, default: forward, then backward. splitting: layers that split their own
+        backward."""
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
-        self._hooks, self._fused, self._config = hooks, fused, call.config
+        self._fused, self._config, self._splitting = fused, call.config, splitting
+        self._hooks = Hooks(schedule, rank, call.config, call.chunks, call.backend)
         self._passes = _passes(call)
         self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
         self._saved: dict[tuple[int, int], Saved] = {}
@@ -67,24 +80,40 @@ class Flush:
     def run(self, items: int | None = None) -> None:
         """Do what is left of the rank's actions, in order, or the next `items` of them (a pair counts once). Raises
         FlushError, from the cause, naming rank, action and micro-batch."""
-        self._each(self._do, items)
+        has_backwards = items is None and not self.call.forward_only
+        if has_backwards:
+            self._hooks.begin()
+        try:
+            for item in itertools.islice(self._left, items):
+                self._now = item
+                if not isinstance(item, Pair):
+                    self._do(item)
+                elif isinstance(self._passes, PlanPasses):
+                    self._do_interleaved(item, self._passes)
+                elif self._fused is not None:
+                    self._fused(partial(self._do, item.forward), partial(self._do, item.backward))
+                else:
+                    self._do(item.forward)
+                    self._do(item.backward)
+        except Exception as error:
+            raise self._failure(error) from error
+        finally:
+            if has_backwards:
+                self._hooks.end()
         if items is None:
             self._end()
 
     def drain(self) -> None:
         """Exchange the messages that are left, without content, and compute nothing: the flush counts for nothing.
         Every rank of the pipeline does so, each from where it is. Raises FlushError."""
-        self._each(self._pass_nothing)
+        try:
+            for item in self._left:
+                self._now = item
+                self._pass_nothing(item)
+        except Exception as error:
+            raise self._failure(error) from error
         self._saved.clear()
         self._end()
-
-    def _each(self, do: Callable[[Item], None], items: int | None = None) -> None:
-        for item in itertools.islice(self._left, items):
-            self._now = item
-            try:
-                do(item)
-            except Exception as error:
-                raise self._failure(error) from error
 
     def _end(self) -> None:
         self.mail.finish()
@@ -96,29 +125,30 @@ class Flush:
         else:
             yield from (action for action in self.schedule.actions(self.rank) if action.kind == "F")
 
-    def _do(self, item: Item) -> None:
-        if not isinstance(item, Pair):
-            self._single(item)
-        elif isinstance(self._passes, PlanPasses):
-            self._interleaved(item, self._passes)
-        else:
-            self._fused(lambda: self._single(item.forward), lambda: self._single(item.backward))
-
-    def _single(self, action: Action) -> None:
+    def _do(self, action: Action) -> None:
+        """One action: a forward, an input gradient, a weight gradient, or the latter two (B)."""
         self._now = action
         self._begun = time.perf_counter()
         if action.kind == "F":
-            self._forward(action)
+            at = self._ready_forward(action)
+            self._forward_done(at, self._passes.forward(at))
         if action.kind in "IB":
-            self._input_grad(action)
+            back = self._ready_backward(action)
+            with self._weight_grads_aside(action):
+                self._passes.backward(back)
+            self._backward_done(action)
         if action.kind in "WB":
             self._weight_grad(action)
         self._note(1)
 
-    def _interleaved(self, pair: Pair, passes: PlanPasses) -> None:
+    def _do_interleaved(self, pair: Pair, passes: PlanPasses) -> None:
         """A fused pair as one pass. Its weight gradients come after it, when both of its results have left."""
         self._begun = time.perf_counter()
-        self._forward_and_input_grad(pair, passes)
+        at, back = self._ready_forward(pair.forward), self._ready_backward(pair.backward)
+        with self._weight_grads_aside(pair.backward):
+            forwarded = passes.pair(at, back)
+        self._forward_done(at, forwarded)
+        self._backward_done(pair.backward)
         self._weight_grad(pair.backward)
         self._note(2)
 
@@ -127,22 +157,9 @@ class Flush:
 
     # --- the three passes ---
 
-    def _forward(self, action: Action) -> None:
-        at = self._ready_forward(action)
-        self._forward_done(at, self._passes.forward(at))
-
-    def _input_grad(self, action: Action) -> None:
-        at = self._ready_backward(action)
-        with put_aside(self._owed[action.chunk, action.microbatch]):
-            self._passes.backward(at)
-        self._backward_done(action)
-
-    def _forward_and_input_grad(self, pair: Pair, passes: PlanPasses) -> None:
-        at, back = self._ready_forward(pair.forward), self._ready_backward(pair.backward)
-        with put_aside(self._owed[pair.backward.chunk, pair.backward.microbatch]):
-            forwarded = passes.pair(at, back)
-        self._forward_done(at, forwarded)
-        self._backward_done(pair.backward)
+    def _weight_grads_aside(self, action: Action) -> AbstractContextManager[None]:
+        owed = self._owed[action.chunk, action.microbatch]
+        return put_aside(owed, self._splitting, at_once=not self.call.defer_weight_grads)
 
     def _ready_forward(self, action: Action) -> Forward:
         """A forward and its input, which is waited for."""
@@ -173,7 +190,7 @@ class Flush:
             self._let_go(saved.output)
 
     def _let_go(self, output: torch.Tensor) -> None:
-        """Of an output that was sent only the place in the graph is needed: its sender holds the content.
+        """Let go of an output that was sent: only its place in the graph is needed, its sender holds the content.
         Megatron-core's deallocate_output_tensor does so with a new tensor each time, and raises for a view."""
         if output._base is None:  # else others hold the content too
             self._nothing = output.new_empty(1) if self._nothing is None else self._nothing

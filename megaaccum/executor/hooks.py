@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,18 +17,36 @@ from megaaccum.schedule.actions import Action, Schedule
 from megaaccum.upstream import pytorch
 
 
-class Hooks:
-    """The hooks of one flush on one rank; `config` is Megatron's."""
+@runtime_checkable
+class SplitBackward(Protocol):
+    """Events of a split backward, for a sharding backend that acts between the flush's first and last action: its input
+    gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
+    Megatron has no hook of this kind."""
 
-    def __init__(self, schedule: Schedule, rank: int, config: Any, chunks: Sequence[torch.nn.Module]):
-        self._chunks = chunks
+    def after_input_grad(self, chunk: int) -> None:
+        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
+
+    def after_weight_grad(self, chunk: int) -> None:
+        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
+
+
+class Hooks:
+    """The hooks of one flush on one rank: Megatron's, of `config`, and those of a sharding backend."""
+
+    def __init__(self, schedule: Schedule, rank: int, config: Any, chunks: Sequence[torch.nn.Module], backend: Any):
+        self._chunks, self._backend = chunks, backend
         self._no_sync = config.no_sync_func or contextlib.nullcontext
-        self._inside: contextlib.AbstractContextManager | None = None
+        self._inside: contextlib.AbstractContextManager[Any] | None = None
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
-        self._split = getattr(config, "follows_split", None)  # ours, so a plain Megatron configuration has none
-        self._sums = getattr(config, "microbatch_sums", None)
-        self._note_held = getattr(config, "note_held", None)
+        self._split = backend if isinstance(backend, SplitBackward) else None
+        self._sums = getattr(backend, "sums", None)
         self.add_weight_grad = pytorch.add_by_autograd if self._split is None else self._split.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
@@ -58,8 +76,8 @@ class Hooks:
         last = self._last_weight_grad[action.chunk] == action.microbatch
         if self._sums is not None:
             self._sums.begin_weight_grad(action.microbatch)
-        if last and self._note_held is not None:
-            self._note_held()  # the most sums that wait, of gradients which come in W
+        if last and self._backend is not None:
+            self._backend.memory.measure(self._backend.tensors)  # the most sums that wait, of gradients which come in W
         self._expect(final=last)
         if self._split is not None:
             self._split.before_weight_grad(action.chunk, last)
@@ -95,7 +113,7 @@ class Hooks:
             inside.__exit__(None, None, None)
 
 
-def _per_chunk(hook: Any, chunks: int) -> Sequence[Callable] | None:
+def _per_chunk(hook: Any, chunks: int) -> Sequence[Callable[..., Any]] | None:
     """Megatron takes one function, or one per chunk."""
     if hook is None or isinstance(hook, list | tuple):
         return hook

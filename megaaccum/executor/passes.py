@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,40 +20,66 @@ from megatron.core.pipeline_parallel.schedules import (
     set_current_microbatch,
 )
 from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comp_stream, set_streams
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megaaccum.distributed.groups import default_collection
 from megaaccum.errors import ConfigError
 from megaaccum.upstream import megatron
 
 FusedPass = Callable[[Callable[[], None], Callable[[], None]], None]
-"""What runs a fused pair: called with two functions that run the forward and the backward, each of which sends its
+"""Runs a fused pair: called with two functions that run the forward and the backward, each of which sends its
 result when it is done. It has to call both once; it may do so on streams or threads of its own."""
 
 Send = Callable[[torch.Tensor], None]
 """Called with a pass' result, once, as soon as it is there."""
 
 
-def forward_then_backward(forward: Callable[[], None], backward: Callable[[], None]) -> None:
-    """The default for fused pairs: one after the other, so that the forward's output leaves as early as it can."""
-    forward()
-    backward()
-
-
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """The arguments of a forward_backward_func that concern single micro-batches; names are Megatron's. reports: what
-    loss functions report, in the order of the forwards."""
+    """The arguments of a forward_backward_func, by Megatron's names, and what the executor takes beside them.
 
-    forward_step_func: Callable
-    data_iterator: Sequence[Iterator | None]
-    model: Sequence[torch.nn.Module]
-    config: Any
+    seq_lengths: tokens per sequence of each micro-batch, on every rank of the pipeline, with `variable_seq_lengths`.
+    backend: the sharding backend of these chunks; default: that of chunks that carry one (`sharding_backend`).
+    defer_weight_grads: whether weight gradients wait for the schedule's W; false for callers that look at single
+    micro-batches. p2p_communicator is not used: messages travel over channels of our own, so that receives can be
+    posted ahead.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None]
+    model: torch.nn.Module | Sequence[torch.nn.Module]
     num_microbatches: int
-    cp_group_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    reports: list[Any]
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: Any = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
+    seq_lengths: Sequence[int] | None = None
+    backend: Any = None
+    defer_weight_grads: bool = True
+    chunks: list[torch.nn.Module] = field(init=False)
+    iterators: Sequence[Iterator[Any] | None] = field(init=False)
+    config: Any = field(init=False)
+    reports: list[Any] = field(default_factory=list, init=False)
+    """What loss functions report, in the order of the forwards."""
+
+    def __post_init__(self) -> None:
+        self.chunks = [self.model] if isinstance(self.model, torch.nn.Module) else list(self.model)
+        self.config = get_model_config(self.chunks[0])
+        self.pg_collection = self.pg_collection or default_collection()
+        self.backend = self.backend or getattr(self.chunks[0], "sharding_backend", None)
+        given = self.data_iterator
+        self.iterators = given if isinstance(given, Sequence) else [given]
+        if len(self.iterators) != len(self.chunks):
+            raise ConfigError(
+                f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks: give a list with one per"
+                " chunk"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,12 +143,12 @@ class ModulePasses:
 
     def forward(self, at: Forward) -> Forwarded:
         """Megatron's forward_step (megatron-core 0.19), but that the output leaves before anything else is done."""
-        call, model = self._call, self._call.model[at.chunk]
+        call, model = self._call, self._call.chunks[at.chunk]
         if call.config.timers is not None:
             call.config.timers("forward-compute", log_level=2).start()
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
         with _autocast(call.config):
-            output, loss_func = call.forward_step_func(call.data_iterator[at.chunk], model)
+            output, loss_func = call.forward_step_func(call.iterators[at.chunk], model)
         if not at.last_stage:
             at.send(output.detach())
         num_tokens = None
@@ -152,22 +178,22 @@ class PlanPasses:
 
     def __init__(self, call: Call):
         self._call = call
-        if any(not hasattr(_unwrapped(model), "build_schedule_plan") for model in call.model):
+        if any(not hasattr(_unwrapped(model), "build_schedule_plan") for model in call.chunks):
             raise ConfigError(
                 "overlap_moe_expert_parallel_comm runs a model's schedule plan, and"
-                f" {type(_unwrapped(call.model[0])).__name__} has no build_schedule_plan: set it to false"
+                f" {type(_unwrapped(call.chunks[0])).__name__} has no build_schedule_plan: set it to false"
             )
         set_streams(high_priority=bool(getattr(call.config, "high_priority_a2a_comm_stream", False)))
 
     def forward(self, at: Forward) -> Forwarded:
-        return self._run(at, None)
+        return cast(Forwarded, self._run(at, None))
 
     def backward(self, at: Backward) -> None:
         self._run(None, at)
 
     def pair(self, forward: Forward, backward: Backward) -> Forwarded:
         """Both at once, layer by layer."""
-        return self._run(forward, backward)
+        return cast(Forwarded, self._run(forward, backward))
 
     def _run(self, forward: Forward | None, backward: Backward | None) -> Any:
         plan: Any = None
@@ -186,13 +212,13 @@ class PlanPasses:
         )
         return None if forward is None else self._output(forward, plan, loss_func, output)
 
-    def _plan(self, at: Forward):
+    def _plan(self, at: Forward) -> Any:
         """The micro-batch's forward as a plan, and its loss function."""
-        call, model = self._call, cast(Any, self._call.model[at.chunk])
+        call, model = self._call, cast(Any, self._call.chunks[at.chunk])
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
-        return call.forward_step_func(call.data_iterator[at.chunk], _unwrapped(model), return_schedule_plan=True)
+        return call.forward_step_func(call.iterators[at.chunk], _unwrapped(model), return_schedule_plan=True)
 
-    def _output(self, at: Forward, plan: Any, loss_func: Callable, output: torch.Tensor) -> Forwarded:
+    def _output(self, at: Forward, plan: Any, loss_func: Callable[..., Any], output: torch.Tensor) -> Forwarded:
         # A node of its own: a plan's backward starts at the output of its last node, and does not know the loss.
         node = ScheduleNode(loss_func, get_comp_stream, plan.event, name="loss_func")
         result, num_tokens = _calc_loss(self._call, at, output, node.forward)
@@ -204,12 +230,12 @@ class PlanPasses:
             return at.grad
         scale, loss = self._call.config.grad_scale_func, at.saved.output
         torch.autograd.backward(loss if scale is None else scale(loss))
-        return at.saved.loss.get_grad()
+        return cast(torch.Tensor, at.saved.loss.get_grad())
 
 
 def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
     """Tell a chunk which micro-batch comes; its input need not be there yet. first: in the flush."""
-    model: Any = call.model[chunk]
+    model: Any = call.chunks[chunk]
     if check_first_val_step(call.first_val_step, call.forward_only, first) and hasattr(
         model, "set_is_first_microbatch"
     ):
@@ -217,16 +243,19 @@ def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
     set_current_microbatch(model, microbatch)
 
 
-def _calc_loss(call: Call, at: Forward, output: torch.Tensor, loss_func: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+def _calc_loss(
+    call: Call, at: Forward, output: torch.Tensor, loss_func: Callable[..., Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss on the last stage, where it is reported, and its tokens; the scales of side losses on every one."""
-    model = call.model[at.chunk]
-    return forward_step_calc_loss(
+    model = call.chunks[at.chunk]
+    found: tuple[torch.Tensor, torch.Tensor] = forward_step_calc_loss(
         model, output, loss_func, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
-        call.num_microbatches, call.reports, call.cp_group_size, at.last_stage,
+        call.num_microbatches, call.reports, call.pg_collection.cp.size(), at.last_stage,
     )  # fmt: skip
+    return found
 
 
-def _autocast(config: Any) -> AbstractContextManager:
+def _autocast(config: Any) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
 
 

@@ -13,9 +13,8 @@ leave for later is put aside in the same place.
 from __future__ import annotations
 
 import queue
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +60,14 @@ class WeightGrads:
     def __init__(self) -> None:
         self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
         self._uses: dict[int, int] = {}
-        self._left: list[tuple[Any, queue.Queue]] = []
+        self._left: list[tuple[Any, queue.Queue[Any]]] = []
 
     def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
         """Owe `compute()` to the gradient of `weight`."""
         self._owed.append((weight, compute))
         self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
-    def add_left(self, module: Any, left: queue.Queue) -> None:
+    def add_left(self, module: Any, left: queue.Queue[Any]) -> None:
         """Owe what a layer that splits its own backward has left."""
         self._left.append((module, left))
 
@@ -100,7 +99,7 @@ class WeightGrads:
     def nbytes(self) -> int:
         """Bytes that they need until they are computed, each storage once."""
         kept = [each for _, at in self._owed if isinstance(at, _Product) for each in (at.input, at.grad_output)]
-        kept += [each for _, left in self._left for each in te.kept_by(left)]
+        kept += [each for _, left in self._left for each in te.operands_of(left)]
         return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
     def __len__(self) -> int:
@@ -108,45 +107,30 @@ class WeightGrads:
 
 
 _receiver: WeightGrads | None = None
-"""Where backwards that run now put their weight gradients. Not thread-local: autograd has threads for GPUs."""
-
-
-_deferring = True
-"""Whether weight gradients wait for W."""
+"""Where backwards that run now put their weight gradients. A mode of the process, like torch's grad mode, because
+autograd calls a layer's backward without arguments. Not thread-local: autograd has threads for GPUs."""
 
 
 @contextmanager
-def put_aside(into: WeightGrads) -> Iterator[None]:
-    """Backwards inside leave the weight gradients of installed layers in `into` (but see `at_once`)."""
+def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, at_once: bool = False) -> Iterator[None]:
+    """Backwards inside leave the weight gradients of installed layers in `into`.
+
+    splitting: layers that split their own backward, in the order in which ranks built the model: gradients are handed
+    on in it, and reduced together. at_once: weight gradients are computed before this ends, for callers that look at
+    single micro-batches; W then finds nothing to do.
+    """
     global _receiver
     assert _receiver is None, "weight gradients are put aside already"
-    _receiver = into if _deferring else None
+    _receiver = None if at_once else into
     try:
         yield
-        # In the order in which ranks built the model: gradients are handed on in it, and reduced together.
-        for module in list(_delaying) if _delaying else ():
-            if (left := te.take_delayed(module)) is not None:
+        for module in splitting:
+            if (left := te.pop_delayed(module)) is not None:
                 into.add_left(module, left)
-        if not _deferring:
+        if at_once:
             into.compute()
     finally:
         _receiver = None
-
-
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Nothing is put aside inside, so that every gradient of a micro-batch comes in its I: for callers that look at
-    single micro-batches. A W then finds nothing to do."""
-    global _deferring
-    _deferring = False
-    try:
-        yield
-    finally:
-        _deferring = True
-
-
-_delaying: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
-"""Layers that split their own backward, in the order in which they were installed."""
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
@@ -175,21 +159,23 @@ def is_splitting() -> bool:
     return _receiver is not None
 
 
-def install(chunk: torch.nn.Module) -> None:
-    """Let every column- and row-parallel linear layer of `chunk` put its weight gradient aside; twice is once.
+def install(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Let every column- and row-parallel linear layer of `chunk` put its weight gradient aside; twice is once. Returns
+    the layers that split their own backward (Transformer Engine's).
 
     Outside `put_aside` such layers compute it in the backward, as before. Raises ConfigError for layers that add their
     gradient into a buffer on their own (gradient_accumulation_fusion) or keep it back (defer_embedding_wgrad_compute).
     """
-    for module in te.delayed_modules(chunk):
+    splitting = list(te.delayed_modules(chunk))
+    for module in splitting:
         _refuse(module.config)
-        _delaying.setdefault(module, None)
     for module in chunk.modules():
         if megatron.is_parallel_linear(module):
             _refuse(module.config)
             megatron.set_linear_forward(module, _forward)
             if module.weight is not None:  # a head that is tied to the embedding is given its weight in each forward
                 mark_put_off(module.weight)  # type: ignore[arg-type]
+    return splitting
 
 
 def _refuse(config: Any) -> None:
@@ -220,7 +206,10 @@ def _forward(
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
     mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
-    return _Linear.apply(input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel))
+    output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch's own is not typed
+        input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel)
+    )
+    return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +225,7 @@ class _Linear(torch.autograd.Function):
     over tp, and its gradient is reduce-scattered; else, where asked for, its gradient is summed over tp."""
 
     @staticmethod
-    def forward(ctx, input, bias, at: _Operands):
+    def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, at: _Operands) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.at, ctx.has_bias = at, bias is not None
         whole = _gather(input, at.tp) if at.sequence_parallel else input
@@ -244,7 +233,7 @@ class _Linear(torch.autograd.Function):
         return output if bias is None else output + bias
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (input,) = ctx.saved_tensors
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)

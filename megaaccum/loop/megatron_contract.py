@@ -38,7 +38,6 @@ from megaaccum.loop import megatron_checkpoint
 from megaaccum.platform import cpu
 from megaaccum.step import chunk_config
 from megaaccum.step.train_step import TrainStep
-from megaaccum.step.transaction import Transaction
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -60,7 +59,7 @@ class LoopStep:
     ):
         self.plan, self.groups, self.chunks, self.backend = plan, groups, chunks, backend
         self.train_steps = TrainStep(plan, groups, chunks, backend)
-        self.transaction = Transaction(plan, None)
+        self.transaction = self.train_steps.transaction
         self._per_token = per_token
         self._in_flush = self._gathered = False
         self._flushes, self._factor = 0, 1.0
@@ -92,7 +91,7 @@ class LoopStep:
             self._show()
             self._in_flush = True
             expected = None if self._per_token else 1.0 / self.plan.batch.num_microbatches
-            self._factor = self.train_steps.begin_flush(self.transaction.step + 1, expected)
+            self._factor = self.train_steps.begin_flush(expected)
             self._gathered = True
 
     def _gather(self) -> None:
@@ -158,12 +157,10 @@ class LoopStep:
         """(whether all ranks have updated, gradient norm before clipping): the same on every rank."""
         self._show()
         self._in_flush, self._flushes = False, 0
-        lr = float(self.backend.param_groups[0]["lr"])
-        result = self.train_steps.optim_step(step=self.transaction.step + 1)
+        result = self.train_steps.optim_step()
         self._gathered = False
         if result.note:
             self._print(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}")
-        result = self.transaction.commit(result, lr=lr)
         return not result.skipped, result.grad_norm
 
     @contextmanager

@@ -1,8 +1,8 @@
-"""The observer of a step: seconds by phase, what crosses ranks, memory by kind, and where this rank is right now."""
+"""The observer of a step: seconds by phase, bytes between ranks, memory by kind, and a trace for the watchdog."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Measured(NamedTuple):
-    """Of one step on this rank: seconds by phase, seconds in its forwards, traffic, and memory by kind."""
+    """Measurements of one step on this rank: seconds by phase, seconds of its forwards, traffic, memory by kind."""
 
     seconds: dict[str, float]
     forward_seconds: float
@@ -28,10 +28,10 @@ class Measured(NamedTuple):
 
 
 class Observer:
-    """Watches the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
+    """Measures the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
 
-    Seconds are the host's: on a GPU what is still queued counts for a later phase. stopwatch: also of what happens
-    between the steps, as `between` unless the loop enters a phase.
+    Seconds are the host's: on a GPU queued work counts for a later phase. stopwatch: also counts the time between the
+    steps, as `between` unless the loop enters a phase.
     """
 
     def __init__(self, groups: Groups, chunks: list[torch.nn.Module], backend: Holder):
@@ -42,12 +42,15 @@ class Observer:
         self._activations = Activations(chunks)
         self._traffic: Traffic = {}
         self._ended: Measured | None = None
-        self.forward = _Forwards(lambda: self.stopwatch.clock())
-        """Around one forward of this rank, on a GPU by its own clock."""
+        self.last_microbatch = 0
+        """Index in the step of the last micro-batch of the flush that runs."""
+        self._forward_seconds, self._forward_began = 0.0, 0.0
+        self._events: list[torch.cuda.Event] = []
+        """Begin and end of each forward on a GPU, in turns."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around all that the step does in one call; what several calls did until `take` adds up."""
+        """Context of one call of the step; the calls until `pop` add up."""
         self.phase("agree")
         with self._meter.counting() as traffic:
             yield
@@ -63,74 +66,65 @@ class Observer:
             known.seconds += count.seconds
 
     def phase(self, name: str) -> None:
-        """The phase that was entered last ends, and this one begins."""
+        """End the phase that was entered last, and begin this one."""
         self.stopwatch.enter(name)
         self.trace.enter(name)
 
     def flushing(self) -> AbstractContextManager[None]:
-        """Around the flushes of an attempt: what they hold beside the backend's tensors."""
+        """Context of an attempt's flushes; measures what they hold beside the backend's tensors."""
         return self._activations.watching(self._backend.memory)
 
-    def note_held(self) -> None:
-        """Note what the backend holds now."""
-        self._backend.memory.look(self._backend.tensors)
+    # --- single passes, on a GPU by its own clock ---
 
-    def forget(self) -> None:
-        """Drop what was measured since the last `take`: it belongs to no step."""
-        self.take()
-
-    def end_early(self) -> None:
-        """Count what comes from here on for the next step, though `take` is still to be called for this one."""
-        self._add(self._meter.take())
-        self._ended = self.take()
-
-    def take_back(self) -> None:
-        """Undo `end_early`: what came since then counts for that step too."""
-        ended, self._ended = self._ended, None
-        assert ended is not None
-        self._add(ended.traffic)
-        self.forward.seconds += ended.forward_seconds
-        self.stopwatch.add(ended.seconds)
-        for kind, num_bytes in ended.memory.items():
-            self._backend.memory.raise_to(kind, num_bytes)
-
-    def take(self) -> Measured:
-        """The step's numbers, since the last call."""
-        if self._ended is not None:
-            ended, self._ended = self._ended, None
-            return ended
-        traffic, self._traffic = self._traffic, {}
-        return Measured(self.stopwatch.take(), self.forward.take(), traffic, self._backend.memory.take())
-
-
-class _Forwards:
-    """Seconds of forwards, each of which runs inside it, one at a time. clock: gives seconds, where there is no GPU."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self.seconds = 0.0
-        self._clock, self._start = clock, 0.0
-        self._events: list[torch.cuda.Event] = []
-        """Begin and end of each on a GPU, in turns."""
-
-    def __enter__(self) -> None:
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
         if cpu.has_accelerator():
             self._record()
         else:
-            self._start = self._clock()
+            self._forward_began = self.stopwatch.clock()
 
-    def __exit__(self, *_error: object) -> None:
+    def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
         if cpu.has_accelerator():
             self._record()
         else:
-            self.seconds += self._clock() - self._start
+            self._forward_seconds += self.stopwatch.clock() - self._forward_began
 
     def _record(self) -> None:
         self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[-1].record()
 
-    def take(self) -> float:
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Measure what the backend holds when a chunk's last backward begins: its gradients are all there."""
+        if microbatch == self.last_microbatch:
+            self._backend.memory.measure(self._backend.tensors)
+
+    def _seconds_in_forwards(self) -> float:
         """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
         pairs = zip(self._events[::2], self._events[1::2], strict=False)
-        seconds = self.seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
-        self.seconds, self._events = 0.0, []
+        seconds = self._forward_seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
+        self._forward_seconds, self._events = 0.0, []
         return seconds
+
+    # --- what a step came to ---
+
+    def end_early(self) -> None:
+        """Count from here on for the next step, before `pop` is called for this one."""
+        self._add(self._meter.pop())
+        self._ended = self.pop()
+
+    def undo_end_early(self) -> None:
+        """Count what was measured since `end_early` for the step that it ended."""
+        ended, self._ended = self._ended, None
+        assert ended is not None
+        self._add(ended.traffic)
+        self._forward_seconds += ended.forward_seconds
+        self.stopwatch.add(ended.seconds)
+        for kind, num_bytes in ended.memory.items():
+            self._backend.memory.raise_to(kind, num_bytes)
+
+    def pop(self) -> Measured:
+        """The step's measurements, since the last call."""
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            return ended
+        traffic, self._traffic = self._traffic, {}
+        return Measured(self.stopwatch.pop(), self._seconds_in_forwards(), traffic, self._backend.memory.pop())

@@ -1,4 +1,4 @@
-"""Files and folders that have to be there, or on the disk, before a run goes on."""
+"""Files and folders that have to exist, or to be on the disk, before a run continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
+    """Wait until the bytes of a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -17,8 +17,8 @@ def sync(path: Path) -> None:
 
 
 def folder_problems(key: str, folder: str) -> list[str]:
-    """Why the folder that `key` names cannot be written, or nothing; it is made, and a byte is written to it, since a
-    full disk still makes empty files."""
+    """Reasons why the folder that `key` names cannot be written; empty if it can. Makes the folder, and writes a byte
+    to it, since a full disk still makes empty files."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megaaccum.errors import ConfigError
 from megaaccum.model.attention import prepare_latent_attention
-from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, note_held
+from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, measure_memory
 
 if TYPE_CHECKING:
     import torch
@@ -13,28 +16,40 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
-__all__ = ["GradShard", "ShardingBackend", "build", "fill_hooks", "note_held"]
+__all__ = ["GradShard", "ShardingBackend", "build", "fill_hooks", "measure_memory"]
 
 
 def build(
     plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer
 ) -> ShardingBackend:
     """The backend that `plan.config.sharding.backend` names, its hooks filled into the chunks' configuration."""
-    if plan.config.sharding.backend == "ddp":
-        from megaaccum.sharding.ddp import DdpBackend as kind
-    elif plan.config.sharding.backend == "fsdp2":
-        from megaaccum.sharding.fsdp2 import Fsdp2Backend as kind  # type: ignore[assignment]
-    elif plan.config.sharding.backend == "megatron":
-        from megaaccum.sharding.megatron import MegatronBackend as kind  # type: ignore[assignment]
-    elif plan.config.sharding.sync == "streaming":
-        from megaaccum.sharding.streaming import StreamingBackend as kind  # type: ignore[assignment]
-    else:
-        from megaaccum.sharding.deepspeed import DeepSpeedBackend as kind  # type: ignore[assignment]
+    kind = _kind(plan)
     for chunk in chunks:
         # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
     prepare_latent_attention(chunks)
     backend = kind(plan, groups, chunks, optimizer)
     fill_hooks(backend, chunks)
-    optimizer.register_step_pre_hook(lambda *_: note_held(backend))
+    optimizer.register_step_pre_hook(lambda *_: measure_memory(backend))
     return backend
+
+
+def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
+    """The class of the plan's backend; a module is imported if its backend is asked for."""
+    backend, sync = plan.config.sharding.backend, plan.config.sharding.sync
+    kinds = {
+        ("ddp", "resident"): ("ddp", "DdpBackend"),
+        ("megatron", "resident"): ("megatron", "MegatronBackend"),
+        ("fsdp2", "resident"): ("fsdp2", "Fsdp2Backend"),
+        ("fsdp2", "streaming"): ("fsdp2", "Fsdp2Backend"),
+        ("deepspeed", "resident"): ("deepspeed", "DeepSpeedBackend"),
+        ("deepspeed", "streaming"): ("streaming", "StreamingBackend"),
+    }
+    if (backend, sync) not in kinds:
+        raise ConfigError(
+            f"backend {backend} with sync {sync} does not exist: set backend and sync to one of"
+            f" {', '.join(f'{name} {mode}' for name, mode in kinds)}"
+        )
+    module, name = kinds[backend, sync]
+    kind: Callable[..., ShardingBackend] = getattr(importlib.import_module(f"megaaccum.sharding.{module}"), name)
+    return kind

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
-from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.sharding.sum_tree import AnyOrder
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
-GradSync = Callable | list[Callable] | None
+GradSync = Callable[..., Any] | list[Callable[..., Any]] | None
 """Megatron takes one function, one per chunk, or none."""
 
 
@@ -59,7 +58,7 @@ class StatePiece:
 
 def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
     """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
-    for name, param in gpt.named_parameters(chunks):  # type: ignore[arg-type]
+    for name, param in names.named_parameters(chunks):
         if not param.requires_grad:
             yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
@@ -76,8 +75,8 @@ class ShardingBackend(Protocol):
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
-    sums: MicrobatchSums | None
-    """Where sums are made in one order in every layout: which micro-batch runs, and the gradients that wait for it."""
+    sums: AnyOrder
+    """Sums of micro-batches' gradients; those in one order are told which micro-batch runs and keep what waits."""
 
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""
@@ -88,7 +87,7 @@ class ShardingBackend(Protocol):
     before_reduce: Callable[[str, torch.Tensor], None] | None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
 
-    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by
         `begin_step` for every other schedule; a second call finds nothing to do."""
 
@@ -100,7 +99,7 @@ class ShardingBackend(Protocol):
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
@@ -139,7 +138,7 @@ class ShardingBackend(Protocol):
     def step(self) -> None:
         """Run the optimizer on the gradients as they are now."""
 
-    def keep_gradients(self) -> Callable[[], None]:
+    def copy_gradients(self) -> Callable[[], None]:
         """Take a copy of the reduced gradients; what is returned gives it to the optimizer again, also after `step`."""
 
     def discard(self) -> None:
@@ -152,33 +151,13 @@ class ShardingBackend(Protocol):
         """Take what was written into `state` as the model after `num_steps` optimizer steps."""
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, for the learning-rate schedule."""
 
 
-@runtime_checkable
-class FollowsSplit(Protocol):
-    """Events of a split backward, for a backend that acts between the flush's first and last action: its
-    input gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
-    Megatron has no hook of this kind."""
-
-    def after_input_grad(self, chunk: int) -> None:
-        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
-
-    def before_weight_grad(self, chunk: int, last: bool) -> None:
-        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
-
-    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
-
-    def after_weight_grad(self, chunk: int) -> None:
-        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
-
-
-def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: MicrobatchSums | None) -> list[torch.Tensor]:
+def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: AnyOrder) -> list[torch.Tensor]:
     """This rank's sums of a parameter's gradients that are about to cross ranks: `grad` and the others."""
-    others = [] if sums is None else sums.others(param)
-    return [each for each in (grad, *others) if each is not None]
+    return [each for each in (grad, *sums.others(param)) if each is not None]
 
 
 def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
@@ -186,8 +165,8 @@ def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
     return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
 
 
-def kept_gradients(backend: ShardingBackend) -> Callable[[], None]:
-    """`keep_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
+def copied_gradients(backend: ShardingBackend) -> Callable[[], None]:
+    """`copy_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
     grads = [shard.grad for shard in backend.shards()]
     copies = [grad.clone() for grad in grads]
 
@@ -198,7 +177,7 @@ def kept_gradients(backend: ShardingBackend) -> Callable[[], None]:
     return give_back
 
 
-class Kept:
+class ReducedSoFar:
     """Reduced gradients that were set aside, because more of them comes: a copy of each shard."""
 
     def __init__(self) -> None:
@@ -220,7 +199,7 @@ class Kept:
             self.clear()
 
 
-class WholeOnEachRank:
+class UnshardedBackend:
     """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
 
     A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
@@ -230,13 +209,13 @@ class WholeOnEachRank:
     can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
-    sums: MicrobatchSums | None = None
+    sums: AnyOrder = AnyOrder()
     _groups: Groups
 
     def __init__(self) -> None:
         self.memory = HighWater()
         self._last_flush, self._reduced = True, False
-        self._kept = Kept()
+        self._kept = ReducedSoFar()
 
     def _reduce(self) -> None:
         raise NotImplementedError
@@ -244,7 +223,7 @@ class WholeOnEachRank:
     def _begin_accumulation(self) -> None:
         raise NotImplementedError
 
-    def param_sync_func(self, params: Iterator[torch.nn.Parameter]) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: parameters are whole."""
 
     def gather(self) -> None:
@@ -271,8 +250,8 @@ class WholeOnEachRank:
         self._kept.add(self)  # type: ignore[arg-type]
         self._begin_accumulation()
 
-    def keep_gradients(self) -> Callable[[], None]:
-        return kept_gradients(self)  # type: ignore[arg-type]
+    def copy_gradients(self) -> Callable[[], None]:
+        return copied_gradients(self)  # type: ignore[arg-type]
 
     def finish_reduction(self) -> None:
         """Both cut the two copies of a tied embedding alike (Megatron gives it a bucket of its own)."""
@@ -282,17 +261,16 @@ class WholeOnEachRank:
         sum_tied_copies(self, self._groups)  # type: ignore[arg-type]
 
 
-def note_held(backend: ShardingBackend) -> None:
+def measure_memory(backend: ShardingBackend) -> None:
     """Note in `backend.memory` what it holds now."""
-    backend.memory.look(backend.tensors)
+    backend.memory.measure(backend.tensors)
 
 
 def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
-    """Put the backend's five hooks into the chunks' Megatron configuration, and the backend itself for the executor
-    where it follows a split backward."""
+    """Put the backend's five hooks into the chunks' Megatron configuration."""
 
-    def finalize(*args, **kwargs) -> None:
-        note_held(backend)
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        measure_memory(backend)
         backend.finalize_model_grads_func(*args, **kwargs)
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
@@ -302,6 +280,3 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         config.grad_sync_func = backend.grad_sync_func
         config.grad_scale_func = backend.grad_scale_func
         config.finalize_model_grads_func = finalize
-        config.microbatch_sums = backend.sums
-        config.note_held = partial(note_held, backend)
-        config.follows_split = backend if isinstance(backend, FollowsSplit) else None

@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ class ExpertLayer:
     past: deque[torch.Tensor]
     _now: torch.Tensor | None = None
 
-    def count(self, experts: torch.nn.Module, args: tuple) -> None:
+    def count(self, experts: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """A forward pre-hook of Megatron's experts, which are called with (tokens, tokens_per_expert, probs).
         Evaluations do not count, nor does a forward that a backward computes again."""
         if experts.training and not pytorch.in_backward():
@@ -135,8 +135,8 @@ class ColdExperts:
         self._departures = Departures(self._add) if layers and cpu.has_accelerator() else None
 
     @classmethod
-    def of(cls, plan: Plan, chunks: list[torch.nn.Module]) -> ColdExperts:
-        """Those of a rank's chunks, as the configuration says; none without `cold_expert_offload`."""
+    def from_plan(cls, plan: Plan, chunks: list[torch.nn.Module]) -> ColdExperts:
+        """Cold experts of a rank's chunks by the configuration; none without `cold_expert_offload`."""
         sharding = plan.config.sharding
         layers = _layers(chunks, sharding.cold_expert_steps) if sharding.cold_expert_offload else []
         return cls(layers, fewer_than=sharding.cold_expert_tokens)
@@ -157,7 +157,7 @@ class ColdExperts:
         for layer in self._layers:
             layer.commit()
 
-    def take(self, param: torch.nn.Parameter) -> None:
+    def offload(self, param: torch.nn.Parameter) -> None:
         """If `param` is a cold expert's, move what a backward has left in its gradient to host memory."""
         if id(param) in self.params:
             self._move(param)

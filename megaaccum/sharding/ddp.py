@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megaaccum.model import gpt
-from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, sums_of, whole_frozen_pieces
-from megaaccum.sharding.reduction import rows_in_order, sum_in_order
-from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.model import names
+from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
+from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
+from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, pytorch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class DdpBackend(WholeOnEachRank):
+class DdpBackend(UnshardedBackend):
     """Fills Megatron's five hooks for one torch DDP per chunk.
 
     The schedules call the bare chunks; DDP contributes its reducer, which learns before a chunk's last backward that
@@ -41,24 +41,25 @@ class DdpBackend(WholeOnEachRank):
         self._chunks = chunks
         self._optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
-        self._masters = {id(param): _master(param) for _, param in gpt.named_parameters(chunks) if _is_16_bit(param)}
+        self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}
         """Of each 16-bit parameter that is trained."""
-        self._parameters = [(name, self._masters.get(id(param), param)) for name, param in gpt.named_parameters(chunks)]
+        named = names.named_parameters(chunks)
+        self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
         self._names = {id(param): name for name, param in self._parameters}
         for group in optimizer.param_groups:
             group["params"] = [self._masters.get(id(param), param) for param in group["params"]]
         owners = [self._owner(chunk) for chunk in chunks if _trainable(chunk)]
         self._ddp = [DistributedDataParallel(owner, process_group=groups.dp_cp) for owner in owners]
-        order, self.sums = rows_in_order(plan), MicrobatchSums.of(plan, groups)
+        order, self.sums = order_of(plan), MicrobatchSums.from_plan(plan, groups)
         average = allreduce_hook if groups.dp_cp.size() > 1 else noop_hook
-        self._reduce_bucket = average if order is None else partial(sum_in_order, order, self.sums)
+        self._reduce_bucket = average if order is None else partial(all_reduce_in_one_order, order, self.sums)
         for param in self._compute_params():
             pytorch.on_gradient(param, self._hand_to_master)
-        for ddp in self._ddp if self.sums is not None else ():
+        for ddp in self._ddp if self.sums.in_one_order else ():
             for param in _trainable(ddp):
                 pytorch.on_gradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
-            ddp.register_comm_hook((number, groups.dp_cp), self._look_and_reduce)
+            ddp.register_comm_hook((number, groups.dp_cp), self._show_and_reduce)
         self.reduction_divisor = groups.dp_cp.size() if order is None else 1
         self.replica = groups.dp_cp.rank()
         self._syncing = False
@@ -79,7 +80,7 @@ class DdpBackend(WholeOnEachRank):
 
     def _compute_params(self) -> list[torch.nn.Parameter]:
         """The 16-bit parameters that have masters, in the order of these."""
-        return [param for _, param in gpt.named_parameters(self._chunks) if id(param) in self._masters]
+        return [param for _, param in names.named_parameters(self._chunks) if id(param) in self._masters]
 
     def _hand_to_master(self, param: torch.nn.Parameter) -> None:
         """Add a micro-batch's gradient to the master's in FP32, as a backward of its own: DDP's reducer (torch 2.13)
@@ -89,7 +90,7 @@ class DdpBackend(WholeOnEachRank):
         pytorch.add_by_autograd(self._masters[id(param)], grad.float())
 
     @contextmanager
-    def no_sync_func(self):
+    def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk."""
         self._syncing = False
         try:
@@ -107,8 +108,7 @@ class DdpBackend(WholeOnEachRank):
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before DDP's reducer looks; outside `no_sync_func` it is the last."""
-        assert self.sums is not None
-        if not self.sums.take(param) and self._syncing:
+        if not self.sums.accept(param) and self._syncing:
             self.sums.give_back(param)
 
     def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
@@ -129,12 +129,12 @@ class DdpBackend(WholeOnEachRank):
             self._waiting.remove(ddp)
             pytorch.ddp_expect_gradients(ddp)
         missing = [param for param in _trainable(ddp) if id(param) not in self._arrived]
-        for param in missing if self.sums is not None else ():
-            self.sums.give_back(param)  # type: ignore[union-attr]
+        for param in missing:
+            self.sums.give_back(param)
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         self._syncing = False
         if self._last_flush:
             self._reduce()
@@ -148,10 +148,10 @@ class DdpBackend(WholeOnEachRank):
         assert not self._waiting, "a chunk was not reduced"
         self._reduced = True
 
-    def _look_and_reduce(self, place, bucket):
+    def _show_and_reduce(self, place: Any, bucket: Any) -> Any:
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
         the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
-        Without annotations: torch reads them and takes no strings."""
+        Without its types as annotations: torch reads them and takes no strings."""
         number, group = place
         self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
@@ -163,8 +163,7 @@ class DdpBackend(WholeOnEachRank):
     def _begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
-        if self.sums is not None:
-            self.sums.clear()
+        self.sums.clear()
         self._optimizer.zero_grad(set_to_none=True)
 
     def shards(self) -> Iterator[GradShard]:
@@ -200,9 +199,9 @@ class DdpBackend(WholeOnEachRank):
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
-        params = [param for _, param in gpt.named_parameters(self._chunks)]
+        params = [param for _, param in names.named_parameters(self._chunks)]
         grads = [param.grad for _, param in self._parameters if param.grad is not None]
-        grads += [] if self.sums is None else self.sums.tensors()
+        grads += self.sums.tensors()
         return {
             "parameters_whole": params,
             "gradients_whole": [*grads, *self._buckets.values()],
@@ -210,7 +209,7 @@ class DdpBackend(WholeOnEachRank):
         }
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -18,29 +18,23 @@ import torch
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.distributed.groups import Mpu
 from megaaccum.executor import wgrad
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import (
     GradShard,
     GradSync,
-    Kept,
+    ReducedSoFar,
     StatePiece,
+    copied_gradients,
     has_experts,
-    kept_gradients,
     sums_of,
     whole_frozen_pieces,
 )
 from megaaccum.sharding.cold_experts import ColdExperts
-from megaaccum.sharding.reduction import (
-    InOrder,
-    PartitionReducer,
-    RunsInOrder,
-    rows_in_order,
-    sum_over_tp,
-    sum_tied_copies,
-)
-from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
+from megaaccum.sharding.reduction import PartitionReducer, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, pytorch, zero, zero12
 
 if TYPE_CHECKING:
@@ -64,14 +58,14 @@ class DeepSpeedBackend:
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
         self._groups = groups
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
+        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         self._chunks = chunks
-        experts.place(groups, chunks)
+        experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
         _set_tied_apart(optimizer)
-        self._cold = ColdExperts.of(plan, chunks)
+        self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
-        accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
+        accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
         model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
         config = zero12.zero1_config(deepspeed_config(plan), dtype)
         if plan.config.sharding.sync == "streaming":
@@ -87,37 +81,37 @@ class DeepSpeedBackend:
             dist_init_required=False,
         )
         self._all_params = list(model.parameters())
-        self.sums = MicrobatchSums.of(plan, groups)
-        self.parts = self._parts(plan)
+        self.sums = MicrobatchSums.from_plan(plan, groups)
+        self.driver = self._driver(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
         self._reduce_in_backward = not has_experts(chunks)
         self._syncing = self._reducing = False
         self._last_flush = True
-        self._kept = Kept()
+        self._kept = ReducedSoFar()
         self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
-        for param in self.parts.params:
+        for param in self.driver.params:
             if param.dtype != accumulate_in:
                 param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
         if self._hears_each:
             self._listen()
 
-    def _parts(self, plan: Plan) -> zero.Zero3 | zero12.Zero12:
+    def _driver(self, plan: Plan) -> zero.Zero3 | zero12.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
-        sharding, order = plan.config.sharding, rows_in_order(plan)
-        accumulate_in, bucket = gpt.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
+        sharding, order = plan.config.sharding, order_of(plan)
+        accumulate_in, bucket = names.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
         if order is None:
             return zero12.driver_of(self.engine, accumulate_in)
         if sharding.zero_stage == 3:
-            return InOrder(self.engine, PartitionReducer.of(plan, self._groups, self.sums), bucket)
-        return RunsInOrder(self.engine, self._groups.dp_cp, accumulate_in, order, self.sums, bucket)
+            return Zero3InOneOrder(self.engine, PartitionReducer.from_plan(plan, self._groups, self.sums), bucket)
+        return Zero12InOneOrder(self.engine, self._groups.dp_cp, accumulate_in, order, self.sums, bucket)
 
     # --- Megatron's five hooks ---
 
-    def param_sync_func(self, params) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """All-gather a chunk's parameters over the data-parallel ranks, those that are not whole yet."""
-        self.parts.gather(list(params))
+        self.driver.gather(list(params))
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
@@ -131,7 +125,7 @@ class DeepSpeedBackend:
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """A flush is over: gradients that come now are not final."""
         self._set_syncing(False)
 
@@ -146,9 +140,8 @@ class DeepSpeedBackend:
     def _begin_accumulation(self) -> None:
         self._set_syncing(False)
         self._reducing = False
-        if self.sums is not None:
-            self.sums.clear()
-        for param in self.parts.params:
+        self.sums.clear()
+        for param in self.driver.params:
             param.grad = None
 
     def resume_accumulation(self) -> None:
@@ -165,30 +158,30 @@ class DeepSpeedBackend:
 
     def _reduce(self) -> None:
         self._reduce_rest()
-        self.parts.finish_reduction()
+        self.driver.finish_reduction()
         self._reducing = False
 
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""
-        self.parts.gather(self._all_params)
+        self.driver.gather(self._all_params)
 
     def gather_ahead(self) -> None:
-        self.parts.gather_ahead(self._all_params)
+        self.driver.gather_ahead(self._all_params)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        apart = self.parts.apart()
-        self.parts.gather(apart)
+        apart = self.driver.apart()
+        self.driver.gather(apart)
         try:
             yield
         finally:
-            self.parts.release(apart)
+            self.driver.release(apart)
 
     def set_last_flush(self, last: bool) -> None:
         self._last_flush = last
 
     def shards(self) -> Iterator[GradShard]:
-        for param, grad, start in self.parts.shards():
+        for param, grad, start in self.driver.shards():
             yield GradShard(self._names[id(param)], param, grad, start)
 
     def step(self) -> None:
@@ -196,8 +189,8 @@ class DeepSpeedBackend:
         self.engine.step()
         self._updates.done += 1
 
-    def keep_gradients(self) -> Callable[[], None]:
-        give_lists, give_back = zero12.keep_gradient_lists(self.parts), kept_gradients(self)
+    def copy_gradients(self) -> Callable[[], None]:
+        give_lists, give_back = zero12.keep_gradient_lists(self.driver), copied_gradients(self)
 
         def give() -> None:
             give_lists()
@@ -206,33 +199,33 @@ class DeepSpeedBackend:
         return give
 
     def discard(self) -> None:
-        self.parts.discard()
+        self.driver.discard()
 
     def state(self) -> Iterator[StatePiece]:
-        for param, start, tensors in self.parts.state():
+        for param, start, tensors in self.driver.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
-        if not isinstance(self.parts, zero.Zero3):
+        if not isinstance(self.driver, zero.Zero3):
             yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
 
     def adopt_state(self, num_steps: int) -> None:
-        self.parts.adopt_state(num_steps)
+        self.driver.adopt_state(num_steps)
         self._updates.done = num_steps
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        held = self.parts.tensors()
-        if self.sums is not None:
-            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
+        held = self.driver.tensors()
+        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     @property
-    def param_groups(self) -> list[dict]:
-        return self.engine.optimizer.param_groups
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
+        return groups
 
     # --- gradients ---
 
     def _looks_at_each_microbatch(self, plan: Plan) -> bool:
         """Whether something is done with the gradients of single micro-batches, and not with their sum alone."""
-        return self.sums is not None or plan.config.sharding.cold_expert_offload
+        return self.sums.in_one_order or plan.config.sharding.cold_expert_offload
 
     def _set_syncing(self, syncing: bool) -> None:
         """Say whether gradients that come now are final. Autograd is to call for each of them only while they are, and
@@ -246,20 +239,18 @@ class DeepSpeedBackend:
                     self._hooks.pop().remove()
 
     def _listen(self) -> None:
-        self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.parts.params]
+        self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.driver.params]
 
     def _sum_the_rest(self) -> None:
         """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""
         sum_over_tp(self, self._groups)
-        if any(gpt.is_tied(param) for param in self._all_params):
+        if any(names.is_tied(param) for param in self._all_params):
             sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._cold.params:
-            self._cold.take(param)
-        if self.sums is not None and not self.sums.take(param):
-            return
-        if not self._syncing:
+            self._cold.offload(param)
+        if not self.sums.accept(param) or not self._syncing:
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
         if not comes_again:
@@ -267,10 +258,10 @@ class DeepSpeedBackend:
 
     def _hand_over(self, param: torch.nn.Parameter) -> None:
         if not self._reducing:
-            self.parts.begin_reduction()
+            self.driver.begin_reduction()
             self._reducing = True
         self._look_at(param)
-        self.parts.reduce(param)
+        self.driver.reduce(param)
 
     def _look_at(self, param: torch.nn.Parameter) -> None:
         if (look := self.before_reduce) is not None:
@@ -281,12 +272,11 @@ class DeepSpeedBackend:
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
         did not use (their gradient may be all zero)."""
-        done = self.parts.handed_over() if self._reducing else set()
-        left = [param for param in self.parts.params if id(param) not in done]
+        done = self.driver.handed_over() if self._reducing else set()
+        left = [param for param in self.driver.params if id(param) not in done]
         for param in left:
             self._cold.bring_back(param)
-            if self.sums is not None:
-                self.sums.give_back(param)
+            self.sums.give_back(param)
             if param.grad is None:
                 param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
             self._hand_over(param)
@@ -299,16 +289,17 @@ def _set_tied_apart(optimizer: torch.optim.Optimizer) -> None:
     first and the last stage cut their copies alike, and a kernel that rounds the last elements of a tensor otherwise
     (torch's fused AdamW) does so with the same elements of both.
     """
-    apart: list[dict] = []
+    apart: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        names = group.get("param_names", [None] * len(group["params"]))
-        rest = [(param, name) for param, name in zip(group["params"], names, strict=True) if not gpt.is_tied(param)]
-        tied = [(param, name) for param, name in zip(group["params"], names, strict=True) if gpt.is_tied(param)]
-        apart += [_with_members(group, members) for members in (rest, *([each] for each in tied)) if members]
+        param_names = group.get("param_names", [None] * len(group["params"]))
+        members = list(zip(group["params"], param_names, strict=True))
+        rest = [(param, name) for param, name in members if not names.is_tied(param)]
+        tied = [(param, name) for param, name in members if names.is_tied(param)]
+        apart += [_with_members(group, part) for part in (rest, *([each] for each in tied)) if part]
     optimizer.param_groups[:] = apart
 
 
-def _with_members(group: dict, members: list[tuple[torch.nn.Parameter, str | None]]) -> dict:
+def _with_members(group: dict[str, Any], members: list[tuple[torch.nn.Parameter, str | None]]) -> dict[str, Any]:
     """The options of an optimizer's group, for `members` (parameter, its name if the group has names)."""
     names = {"param_names": [name for _, name in members]} if "param_names" in group else {}
     return group | {"params": [param for param, _ in members]} | names
@@ -320,6 +311,6 @@ def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
     It counts a parameter on ranks other than 0 of the model-parallel group (tp x pp) only if it is marked, so that
     unmarked norms and biases of later stages would drop out.
     """
-    for _, param in gpt.named_parameters(chunks):
-        counted = groups.tp.rank() == 0 or not gpt.is_same_over_tp(param)
-        param.model_parallel = counted and not gpt.is_tied_copy(param)  # type: ignore[attr-defined]
+    for _, param in names.named_parameters(chunks):
+        counted = groups.tp.rank() == 0 or not names.is_same_over_tp(param)
+        param.model_parallel = counted and not names.is_tied_copy(param)  # type: ignore[attr-defined]

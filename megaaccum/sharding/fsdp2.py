@@ -18,22 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.observe.memory import HighWater
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, kept_gradients, sums_of
-from megaaccum.sharding.reduction import (
-    ScatterInOrder,
-    ScatterIntoTree,
-    fill,
-    rows_in_order,
-    sum_over_tp,
-    sum_tied_copies,
-)
-from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.sharding.base import GradShard, GradSync, StatePiece, copied_gradients, sums_of
+from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
+from megaaccum.sharding.reduction import fill, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, fsdp2
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
@@ -58,24 +54,24 @@ class Fsdp2Backend:
         self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
-        whole = [param for _, param in gpt.named_parameters(chunks)]  # type: ignore[arg-type]
+        whole = [param for _, param in names.named_parameters(chunks)]
         mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
-        self.sums = MicrobatchSums.of(plan, groups)
-        self.reduction_divisor = groups.dp_cp.size() if self.sums is None else 1
-        self._trees: list[ScatterIntoTree] = []
+        self.sums = MicrobatchSums.from_plan(plan, groups)
+        self.reduction_divisor = 1 if self.sums.in_one_order else groups.dp_cp.size()
+        self._trees: list[StreamedReduceScatter] = []
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
         """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
         self._is_w = False
         for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)
-            if self.sums is not None and not self._streaming:
+            if self.sums.in_one_order and not self._streaming:
                 fsdp2.on_unit_gradient(chunk, self._on_gradient)
-            elif self.sums is not None and self._splits:
+            elif self.sums.in_one_order and self._splits:
                 fsdp2.on_unit_gradient(chunk, partial(self._keep_for_w, number))
-        fsdp2.watch(self._roots, self.memory)
+        fsdp2.watch(self._roots, self.memory.note)
         self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
-        self._parameters = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+        self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
         for param in whole:
@@ -86,65 +82,64 @@ class Fsdp2Backend:
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
-    def _shard(self, chunk: torch.nn.Module, mesh, plan: Plan) -> None:
+    def _shard(self, chunk: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
         grad_reduce_dtype."""
         sharding = plan.config.sharding
         compute = next(chunk.parameters()).dtype
         if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
             chunk.float()
-        self._sum_dtype = None if compute is torch.float64 else gpt.DTYPES[sharding.grad_reduce_dtype]
+        self._sum_dtype = None if compute is torch.float64 else names.DTYPES[sharding.grad_reduce_dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=compute if compute in (torch.bfloat16, torch.float16) else None,
             reduce_dtype=self._sum_dtype,
             cast_forward_inputs=False,
         )
-        kept = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
+        kept: dict[str, Any] = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
         for layer in layers_of(chunk):
-            fully_shard(layer, **kept)  # type: ignore[call-overload]
-        root = fully_shard(chunk, **kept)  # type: ignore[call-overload]
+            fully_shard(layer, **kept)
+        root = fully_shard(chunk, **kept)
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
         if sharding.deterministic:
             for module in chunk.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(self._scatter(plan, module))  # type: ignore[arg-type]  # private base
-                    if self.sums is not None:  # sums: an average over three ranks is rounded
+                    if self.sums.in_one_order:  # sums: an average over three ranks is rounded
                         module.set_force_sum_reduction_for_comms(True)
                         module.set_gradient_divide_factor(1.0)
 
-    def _scatter(self, plan: Plan, module: FSDPModule) -> ScatterInOrder:
+    def _scatter(self, plan: Plan, module: FSDPModule) -> ReduceScatter:
         """The reduce-scatter of the unit of `module`."""
-        if self.sums is not None and self._streaming:
-            self._trees.append(ScatterIntoTree(self.sums, partial(plan.batch.place, in_runs=False)))
+        if self.sums.in_one_order and self._streaming:
+            self._trees.append(StreamedReduceScatter(self.sums, partial(plan.batch.sample_index, in_runs=False)))
             return self._trees[-1]
-        order = rows_in_order(plan)
+        order = order_of(plan)
         assert order is not None
-        return ScatterInOrder(order) if self.sums is None else ScatterInOrder(order, partial(self._others, module))
+        return ReduceScatter(order, partial(self._others, module)) if self.sums.in_one_order else ReduceScatter(order)
 
     def _others(self, module: FSDPModule, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's other partial sums of a unit, laid out as fully_shard has laid out the first in `flat`: of each
         parameter a run of rows for each rank."""
-        assert self.sums is not None
         ranks = self._groups.dp_cp.size()
         found = [torch.zeros_like(flat) for _ in range(self.sums.num_parts - 1)]
         params = fsdp2.reduced(module) if found else []
         widths = [-(-param.shape[0] // ranks) * (param.numel() // param.shape[0]) for param in params]
         for number, param in enumerate(params):
-            for other, part in zip(found, self.sums.take_others(param), strict=True):
+            for other, part in zip(found, self.sums.pop_others(param), strict=True):
                 if part is not None:
                     fill(other.view(ranks, -1).split(widths, dim=1)[number], part.reshape(-1))
         return found
 
     def _on_gradient(self, held: Any, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient from a whole parameter, and give the sum when the last has come."""
-        assert self.sums is not None and param.grad is not None
+        assert isinstance(self.sums, MicrobatchSums) and param.grad is not None
         grad, param.grad = param.grad, None
         if self.sums.add(param, grad.to(self._sum_dtype or grad.dtype)):
             fsdp2.give_gradient(held, self.sums.total(param))
 
     def _keep_for_w(self, chunk: int, held: Any, param: torch.nn.Parameter) -> None:
         """Keep a gradient that an I brings apart from those of other micro-batches, until the W."""
-        assert self.sums is not None and param.grad is not None
+        assert param.grad is not None
         if not self._is_w:
             grad, param.grad = param.grad, None
             kept = self._of_i.setdefault((chunk, self.sums.of_backward), [])
@@ -162,7 +157,7 @@ class Fsdp2Backend:
 
     # --- Megatron's five hooks ---
 
-    def param_sync_func(self, params) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: a unit's first forward gathers it."""
 
     @contextmanager
@@ -178,7 +173,7 @@ class Fsdp2Backend:
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
 
     # --- a backward in two parts ---
@@ -195,7 +190,7 @@ class Fsdp2Backend:
         elif self._streaming:
             root.set_requires_gradient_sync(True)
         self._in_w, self._is_w = self._weight_grads[chunk], True
-        if self.sums is not None:
+        if self.sums.in_one_order:
             for held, grad in self._of_i.pop((chunk, self.sums.of_backward), ()):
                 fsdp2.give_gradient(held, grad)
         self._in_w.begin(reduce=final or self._streaming)
@@ -214,8 +209,7 @@ class Fsdp2Backend:
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        if self.sums is not None:
-            self.sums.clear()
+        self.sums.clear()
         self._of_i.clear()
         for tree in self._trees:
             tree.clear()
@@ -229,7 +223,7 @@ class Fsdp2Backend:
         """Keep what is reduced in the shards' gradients; further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
-            fsdp2.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
+            fsdp2.drop_unreduced(root)  # of flushes that were not to be reduced
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self._streaming)
             root.set_requires_gradient_sync(self._streaming and not self._splits)
@@ -276,8 +270,8 @@ class Fsdp2Backend:
     def step(self) -> None:
         self._optimizer.step()
 
-    def keep_gradients(self) -> Callable[[], None]:
-        return kept_gradients(self)
+    def copy_gradients(self) -> Callable[[], None]:
+        return copied_gradients(self)
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -289,7 +283,7 @@ class Fsdp2Backend:
             yield StatePiece(name, param, fsdp2.first_element(param), views)
 
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of a parameter that is trained; those that do not exist yet are made, as zeros."""
+        """The moments of a trained parameter; missing ones are made, as zeros."""
         state: dict[str, Any] = self._optimizer.state[param]
         return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
 
@@ -301,15 +295,14 @@ class Fsdp2Backend:
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self._optimizer)}
-        if self.sums is not None:
-            kept = [grad for grads in self._of_i.values() for _, grad in grads]
-            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
-            partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
-            held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
+        kept = [grad for grads in self._of_i.values() for _, grad in grads]
+        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
+        partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
+        held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
         return held
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
 
@@ -321,6 +314,6 @@ def _check_torch() -> None:
     """Raise ConfigError where fully_shard is not the one that is driven here."""
     if missing := fsdp2.check():
         raise ConfigError(
-            f"backend fsdp2 needs the fully_shard of torch 2.13, and torch {torch.__version__} is another"
+            f"backend fsdp2 needs the fully_shard of torch 2.13, but torch {torch.__version__} has another"
             f" ({missing[0]}): set backend to deepspeed, or install that torch."
         )

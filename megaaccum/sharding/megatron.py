@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
-from megaaccum.sharding.base import GradShard, StatePiece, WholeOnEachRank, has_experts, sums_of, whole_frozen_pieces
-from megaaccum.sharding.reduction import ScatterInOrder, others_like, rows_in_order
-from megaaccum.sharding.sum_tree import MicrobatchSums
+from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, has_experts, sums_of, whole_frozen_pieces
+from megaaccum.sharding.in_one_order import ReduceScatter, others_like
+from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import megatron, pytorch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class MegatronBackend(WholeOnEachRank):
+class MegatronBackend(UnshardedBackend):
     """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks.
 
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
@@ -41,9 +41,9 @@ class MegatronBackend(WholeOnEachRank):
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__()
         self._groups, self._chunks = groups, chunks
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}  # type: ignore[arg-type]
+        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         sharding = plan.config.sharding
-        self.sums = MicrobatchSums.of(plan, groups)
+        self.sums = MicrobatchSums.from_plan(plan, groups)
         megatron.reduce_scatter()
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
@@ -62,10 +62,10 @@ class MegatronBackend(WholeOnEachRank):
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
-        order = rows_in_order(plan)
-        if self.sums is not None and order is not None:
+        order = order_of(plan)
+        if self.sums.in_one_order and order is not None:
             # After the optimizer, which sets it too.
-            megatron.reduce_scatter(ScatterInOrder(order, self._others))
+            megatron.reduce_scatter(ReduceScatter(order, self._others))
             for param in self._trained():
                 param.grad_dtype = torch.float32
                 pytorch.on_gradient(param, self._on_gradient)
@@ -95,7 +95,7 @@ class MegatronBackend(WholeOnEachRank):
             settings,
         )
         return DistributedDataParallel(
-            chunk.config,  # type: ignore[arg-type]
+            chunk.config,
             settings,
             chunk,
             # All of a chunk in one collective; one in rank order takes one bucket, and a tied embedding has its own.
@@ -140,10 +140,9 @@ class MegatronBackend(WholeOnEachRank):
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""
-        assert self.sums is not None
-        self.sums.take(param)
+        self.sums.accept(param)
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         if self._last_flush:
             assert not self._waiting, "a chunk's last backward ran without the reduction"
             self._reduce()
@@ -152,8 +151,8 @@ class MegatronBackend(WholeOnEachRank):
         """Finish the reduction that a last backward began, or make all of it now."""
         if self._reduced:
             return
-        for param in self._trained() if self.sums is not None else ():
-            self.sums.give_back(param)  # type: ignore[union-attr]
+        for param in self._trained() if self.sums.in_one_order else ():
+            self.sums.give_back(param)
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
@@ -172,8 +171,7 @@ class MegatronBackend(WholeOnEachRank):
 
     def _begin_accumulation(self) -> None:
         self._reduced = False
-        if self.sums is not None:
-            self.sums.clear()
+        self.sums.clear()
         self._waiting = {ddp: ExitStack() for ddp in self._ddp}
         for ddp, stack in self._waiting.items():
             ddp.zero_grad_buffer()
@@ -181,7 +179,7 @@ class MegatronBackend(WholeOnEachRank):
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""
-        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+        for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
@@ -194,7 +192,7 @@ class MegatronBackend(WholeOnEachRank):
         """Nothing to do: the next step empties the buffers."""
 
     def state(self) -> Iterator[StatePiece]:
-        for name, param in gpt.named_parameters(self._chunks):  # type: ignore[arg-type]
+        for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, megatron.state(self.optimizer, param))
@@ -205,13 +203,13 @@ class MegatronBackend(WholeOnEachRank):
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = megatron.tensors(self.optimizer)
-        if self.sums is not None:
-            held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
+        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [param for ddp in self._ddp for param in ddp.module.parameters() if param.requires_grad]
 
     @property
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups

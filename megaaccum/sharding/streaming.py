@@ -63,15 +63,15 @@ class StreamingBackend(DeepSpeedBackend):
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks, optimizer)
-        assert isinstance(self.parts, zero.Zero3), "streaming is a sync mode of ZeRO-3"
-        self._zero = self.parts
+        assert isinstance(self.driver, zero.Zero3), "streaming is a sync mode of ZeRO-3"
+        self._zero = self.driver
         self.reduction_divisor = 1  # sums, where DeepSpeed's own reduction averages
         self.units = [unit for number, chunk in enumerate(chunks) for unit in units_of(chunk, number)]
         self._owner = {id(param): unit for unit in self.units for param in unit.own}
         readers = Counter(id(param) for unit in self.units for param in unit.params)
         self._read_elsewhere = {key for key, count in readers.items() if count > 1}
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
-        self._reducer = PartitionReducer.of(plan, groups, self.sums)
+        self._reducer = PartitionReducer.from_plan(plan, groups, self.sums)
         self._batch = plan.batch
         self._trees: dict[int, SumTree] = {}
         """Sums over the micro-batches of all ranks, each parameter's partition, where they are made in one order."""
@@ -94,7 +94,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     # --- Megatron's hooks: the flush as a whole needs little ---
 
-    def param_sync_func(self, params) -> None:
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: each unit's forward gathers it."""
 
     @contextmanager
@@ -102,7 +102,7 @@ class StreamingBackend(DeepSpeedBackend):
         """Nothing to hold back: every micro-batch's gradients are reduced."""
         yield
 
-    def finalize_model_grads_func(self, models, num_tokens=None, **unused) -> None:
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """After each flush nothing is gathered or under way."""
         self._end_backward()
         self._drop_ahead()
@@ -149,11 +149,11 @@ class StreamingBackend(DeepSpeedBackend):
         else:
             self._acquire(unit, unit.after)
 
-    def _after_forward(self, unit: Unit, output) -> None:
+    def _after_forward(self, unit: Unit, output: Any) -> None:
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute)."""
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
-            microbatch = 0 if self.sums is None else self.sums.microbatch
+            microbatch = self.sums.microbatch
             tensor.register_hook(lambda grad: self._before_backward(unit, microbatch))
         if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
@@ -172,8 +172,8 @@ class StreamingBackend(DeepSpeedBackend):
         unit.arrived = 0
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        """Where every parameter has its gradient, none is read any more. A frozen one, or one whose gradient comes in
-        W, does not say when it was read last: that is known when the next unit's turn comes."""
+        """Release a unit when every parameter has its gradient: none is read any more. A frozen one, or one whose
+        gradient comes in W, does not say when it was read last: that is known when the next unit's turn comes."""
         unit = self._owner[id(param)]
         unit.arrived += 1
         if unit is self._in_backward and unit.arrived == len(unit.params):
@@ -192,25 +192,24 @@ class StreamingBackend(DeepSpeedBackend):
         for param in params:
             self._look_at(param)
         if params:
-            if self.sums is not None:
+            if self.sums.in_one_order:
                 self._reducer.wait()  # the unit before has then become sums of shards
             self._note_gradients(params)
             shares = [(param, self._zero.accumulator(param)) for param in params]
-            if self.sums is None:
-                self._reducer.add(shares)
+            if self.sums.in_one_order:
+                self._reducer.exchange(shares, partial(self._add_to_trees, params, self._microbatch))
             else:
-                self._reducer.exchange(shares, partial(self._take, params, self._microbatch))
+                self._reducer.add(shares)
             self.memory.note("gradients_whole", 0)
 
-    def _take(self, params: list[torch.nn.Parameter], microbatch: int, rows: torch.Tensor) -> None:
+    def _add_to_trees(self, params: list[torch.nn.Parameter], microbatch: int, rows: torch.Tensor) -> None:
         """Take the gradients of one micro-batch of each rank into the trees."""
-        assert self.sums is not None
         count = self.sums.count * len(rows)
         trees = [self._trees.setdefault(id(param), SumTree(count, self.sums.rounded)) for param in params]
         widths = [self._zero.accumulator(param).numel() for param in params]
         before = sum(tree.nbytes for tree in trees)
         for rank, row in enumerate(rows):
-            leaf = self._batch.place(microbatch, rank, in_runs=False)
+            leaf = self._batch.sample_index(microbatch, rank, in_runs=False)
             for tree, part in zip(trees, row.split(widths), strict=True):
                 tree.add(leaf, part, lent=True)
         self._waiting += sum(tree.nbytes for tree in trees) - before
@@ -235,7 +234,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     def before_weight_grad(self, chunk: int, last: bool) -> None:
         self._in_w = self._put_off(chunk)
-        self._microbatch = 0 if self.sums is None else self.sums.of_backward
+        self._microbatch = self.sums.of_backward
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Take a gradient that W has computed. Those of a unit go out when the first of the next one comes."""
@@ -270,7 +269,8 @@ class StreamingBackend(DeepSpeedBackend):
         if then is not None:
             self._ahead = then, self._gather(then)
 
-    def _gather(self, unit: Unit):
+    def _gather(self, unit: Unit) -> Any:
+        """Start to gather what is missing of a unit; what it returns waits for it."""
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1
@@ -296,7 +296,7 @@ class StreamingBackend(DeepSpeedBackend):
             self._release(unit)
 
 
-def units_of(chunk, number: int = 0) -> list[Unit]:
+def units_of(chunk: Any, number: int = 0) -> list[Unit]:
     """The units of a chunk, this rank's chunk `number`: each layer, and each other module with parameters of its own
     (the embedding, the final norm, the head), in the order in which the chunk lists them. Raises ConfigError for
     parameters that lie beside modules with parameters."""
@@ -333,7 +333,7 @@ def _parts_of(module: torch.nn.Module, whole: set[int]) -> Iterator[torch.nn.Mod
 
 
 def _bytes(params: list[torch.nn.Parameter]) -> int:
-    """Of the whole parameters, gathered or not; one that no other rank shares is its shard."""
+    """Bytes of the whole parameters, gathered or not; one that no other rank shares is its shard."""
     shared = [param for param in params if param.ds_numel > param.partition_numel()]  # type: ignore[attr-defined]
     return sum(param.ds_numel * param.element_size() for param in shared)  # type: ignore[attr-defined]
 

@@ -9,12 +9,13 @@ a node on when its children arrive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megaaccum.upstream import pytorch
 
@@ -68,16 +69,16 @@ class Runs:
 
     @property
     def leaves(self) -> int:
-        """Of all ranks."""
+        """Leaves of all ranks."""
         return self.each * self.ranks
 
-    def of(self, rank: int) -> Node:
+    def run_of(self, rank: int) -> Node:
         """The run of a rank."""
         return rank * self.each, (rank + 1) * self.each
 
     def nodes(self, rank: int) -> tuple[Node, ...]:
         """The nodes that a rank's run comes to when all that can be added is."""
-        return nodes_of(self.leaves, self.of(rank))
+        return nodes_of(self.leaves, self.run_of(rank))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ class SumTree:
         return total
 
     def totals(self) -> list[torch.Tensor | None]:
-        """The same of each of the run's nodes."""
+        """The sums of what came, for each of the run's nodes, which are given away."""
         nodes, self._nodes = self._nodes, {}
 
         def of(node: Node) -> torch.Tensor | None:
@@ -155,17 +156,63 @@ class SumTree:
 
     @property
     def nbytes(self) -> int:
-        """Of the partial sums that it holds."""
+        """Bytes of the partial sums that it holds."""
         return sum(tensor.nbytes for tensor in self._nodes.values())
 
 
-class MicrobatchSums:
+class AnyOrder:
+    """Gradients of micro-batches in whatever order autograd and the collectives add them up: the stand-in for
+    MicrobatchSums if no order is asked for. Keeps nothing."""
+
+    in_one_order = False
+    count = 1
+    rounded: torch.dtype | None = None
+
+    @property
+    def num_parts(self) -> int:
+        return 1
+
+    @property
+    def of_backward(self) -> int:
+        return 0
+
+    @property
+    def microbatch(self) -> int:
+        return 0
+
+    def clear(self) -> None: ...
+
+    def missing(self, count: int) -> str:
+        return ""
+
+    def begin_flush(self, first: int) -> None: ...
+
+    def begin_weight_grad(self, index: int) -> None: ...
+
+    def accept(self, param: torch.nn.Parameter) -> bool:
+        return True
+
+    def give_back(self, param: torch.nn.Parameter) -> None: ...
+
+    def others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
+        return []
+
+    def pop_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
+        return []
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+
+class MicrobatchSums(AnyOrder):
     """The gradients of a rank's micro-batches, each parameter's in a tree of its own, until they are reduced.
 
     The micro-batch whose forward or backward begins is announced. A parameter's gradient is taken from it after each
     backward, and given back as the sum when the last has come; where this rank's run is several subtrees, as that of
     the first, and `others` has the rest. rounded: as SumTree's. rank, ranks: among those that each have a run.
     """
+
+    in_one_order = True
 
     def __init__(self, rounded: torch.dtype | None = None, *, rank: int = 0, ranks: int = 1) -> None:
         self.rounded = rounded
@@ -178,12 +225,12 @@ class MicrobatchSums:
         self._others: dict[int, list[torch.Tensor | None]] = {}
 
     @classmethod
-    def of(cls, plan: Plan, groups: Groups) -> Self | None:
-        """Those of a plan that asks for one order in every layout; else None. With messages of 16 bits all that may
-        have to cross ranks is rounded, also where it does not."""
+    def from_plan(cls, plan: Plan, groups: Groups) -> AnyOrder:
+        """The sums of a plan that asks for one order in every layout, else AnyOrder. With messages of 16 bits all that
+        may have to cross ranks is rounded, even if it does not cross."""
         sharding = plan.config.sharding
         if sharding.reproducible != "layout":
-            return None
+            return AnyOrder()
         rounded = torch.bfloat16 if sharding.grad_reduce_dtype == "bf16" else None
         return cls(rounded, rank=groups.dp_cp.rank(), ranks=groups.dp_cp.size()) if plan.in_runs else cls(rounded)
 
@@ -215,13 +262,13 @@ class MicrobatchSums:
         """A flush begins, whose first micro-batch is number `first` of the step."""
         self._first = first
 
-    def begin_forward(self, index: int) -> None:
-        """The forward of micro-batch `index` of the step begins."""
-        self._forward = index
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        """Note that the forward of micro-batch `microbatch` of the step begins."""
+        self._forward = microbatch
 
-    def begin_backward(self, index: int) -> None:
-        """Gradients that come now are of micro-batch `index` of the step."""
-        self._backward = index
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Note that gradients from now on are those of micro-batch `microbatch` of the step."""
+        self._backward = microbatch
 
     def begin_weight_grad(self, index: int) -> None:
         """The same, in a W of micro-batch `index` of the flush."""
@@ -237,8 +284,8 @@ class MicrobatchSums:
         """Which one runs, in a recomputed forward that of the backward."""
         return self._backward if pytorch.in_backward() else self._forward
 
-    def take(self, param: torch.nn.Parameter) -> bool:
-        """Take the current micro-batch's gradient from `param.grad`. True where it was the last: the sum is there."""
+    def accept(self, param: torch.nn.Parameter) -> bool:
+        """Take the current micro-batch's gradient from `param.grad`. True if it was the last: the sum is there."""
         if id(param) in self._done or param.grad is None:
             return id(param) in self._done
         grad, param.grad = param.grad, None
@@ -256,7 +303,7 @@ class MicrobatchSums:
         """Add the current micro-batch's gradient, which is overwritten. Returns whether all are there."""
         if id(param) not in self._trees:
             runs = self._runs
-            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, run=runs.of(self._rank))
+            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, run=runs.run_of(self._rank))
         return self._trees[id(param)].add(self._rank * self.count + self._backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -274,7 +321,7 @@ class MicrobatchSums:
         """The sums of this rank's other subtrees; None where no gradient came."""
         return self._others.get(id(param), [None] * (self.num_parts - 1))
 
-    def take_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
+    def pop_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
         """The same, and let go of them."""
         others = self.others(param)
         self._others.pop(id(param), None)
@@ -285,3 +332,42 @@ class MicrobatchSums:
         for tree in self._trees.values():
             yield from tree.tensors()
         yield from (each for others in self._others.values() for each in others if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How what came from each rank is added up. counts: rows that each rank sends. add: the sum, in a precision, of
+    all of them [rows, elements], one rank's after the other's, which it may overwrite."""
+
+    counts: Sequence[int]
+    add: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def in_rank_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the rows, one after the other."""
+    total = rows[0].to(dtype)
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def order_of(plan: Plan) -> Order | None:
+    """How `plan` adds up what came from each rank; None leaves it to the collective."""
+    sharding, ranks = plan.config.sharding, plan.layout.dp * plan.layout.cp
+    if sharding.reproducible == "layout":
+        runs = Runs(plan.batch.num_microbatches, ranks)
+        return Order(runs.counts, runs.add)
+    return Order([1] * ranks, in_rank_order) if sharding.deterministic else None
+
+
+def exchange_rows(
+    rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """Send rows[r] of `rows` [ranks, own rows, elements] to rank r. Returns [all rows, elements], those of each rank
+    after those of the one before, and what is waited for. counts: how many each rank sends."""
+    theirs, flat = rows.new_empty(sum(counts), rows.shape[2]), rows.view(-1)
+    if len(set(counts)) == 1:
+        return theirs, dist.all_to_all_single(theirs.view(-1), flat, group=group, async_op=async_op)
+    taken = [count * rows.shape[2] for count in counts]
+    sent = [flat.numel() // len(rows)] * len(rows)
+    return theirs, dist.all_to_all_single(theirs.view(-1), flat, taken, sent, group=group, async_op=async_op)

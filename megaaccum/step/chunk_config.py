@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 
@@ -26,13 +26,13 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
     """Set what can be set in the chunks' configuration. Raises ConfigError with everything else, on this rank."""
     if plan.written is not None and plan.written.parallel.schedule == "auto":
         raise ConfigError(
-            "schedule auto is settled by `megaaccum train`, which prices the layers of its own model: name a schedule"
+            "schedule auto is resolved by `megaaccum train`, which prices the layers of its own model: name a schedule"
             " for chunks of your own (`megaaccum schedule --schedule auto --profile FILE` ranks them), or leave it"
             f" out for {plan.layout.schedule}"
         )
     for chunk in chunks:
         if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):
-            chunk.config = _own_config(plan, chunk)  # type: ignore[assignment]
+            chunk.config = _own_config(plan, chunk)
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
@@ -42,7 +42,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
     accept_packed_sequences(chunks)
     for chunk in chunks:
         if not hasattr(chunk, "model_type"):
-            chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]  # Megatron's schedules ask
+            chunk.model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask
     for config in configs.values():
         config.deallocate_pipeline_outputs = plan.layout.pp > 1
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
@@ -63,7 +63,7 @@ def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None
     group = groups.embedding
     if group is None or group.size() == 1:
         return
-    is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if gpt.is_tied(param))
+    is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if names.is_tied(param))
     everyone: list[bool] = [False] * group.size()
     torch.distributed.all_gather_object(everyone, is_trained, group=group)
     if len(set(everyone)) > 1:
@@ -86,7 +86,7 @@ def _own_config(plan: Plan, chunk: torch.nn.Module) -> ModelParallelConfig:
         pipeline_dtype=dtype,
         batch_p2p_sync=False,
     )
-    config.hidden_size = plan.config.model.hidden_size  # type: ignore[attr-defined]
+    config.hidden_size = plan.config.model.hidden_size
     return config
 
 
@@ -96,7 +96,7 @@ def _layout_problems(plan: Plan, groups: Groups) -> list[str]:
     wanted = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
     found = {name: getattr(groups.collection, name).size() for name in wanted}
     return [
-        f"the {name} group has {found[name]} ranks, and the plan says {size}: give the groups of this layout, or"
+        f"the {name} group has {found[name]} ranks, but the plan says {size}: give the groups of this layout, or"
         f" Plan.of(layout=dict({name}=...)) that of the groups"
         for name, size in wanted.items()
         if found[name] != size
@@ -107,7 +107,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
     """Chunks that are not those of this rank."""
     if len(chunks) != plan.layout.vpp:
         return [
-            f"the model is {len(chunks)} chunks on this rank, and schedule {plan.layout.schedule} has"
+            f"the model is {len(chunks)} chunks on this rank, but schedule {plan.layout.schedule} has"
             f" {plan.layout.vpp}: give as many, in the order of the schedule"
         ]
     problems = []
@@ -117,7 +117,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
         for name, expected in (("pre_process", stage == 0), ("post_process", stage == last)):
             if getattr(chunk, name, expected) != expected:
                 problems.append(
-                    f"chunk {number} of pipeline rank {groups.pp.rank()} is stage {stage} of {last + 1}, and it"
+                    f"chunk {number} of pipeline rank {groups.pp.rank()} is stage {stage} of {last + 1}, but it"
                     f" was built with {name}={not expected}: it is a chunk of another stage"
                 )
         if not hasattr(chunk, "set_input_tensor"):
@@ -159,7 +159,7 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
         "context_parallel_size": plan.layout.cp,
     }
     problems += [
-        f"{name} of the chunks' configuration is {getattr(config, name)}, and the plan's is {size}: make them equal"
+        f"{name} of the chunks' configuration is {getattr(config, name)}, but the plan's is {size}: make them equal"
         for name, size in sizes.items()
         if getattr(config, name, size) != size
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.step.loss import sums_over_ranks
 
@@ -35,10 +35,8 @@ def global_norm(
     along: float64 scalars of this rank that are summed in the same all-reduce. overflow: 0, or inf where this rank
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
-    if backend.sums is None:
-        square = own_square(backend, groups)
-    else:
-        square = _square_in_any_order(_counted(backend, groups))
+    counted = _counted(backend, groups)
+    square = _square_in_any_order(counted) if backend.sums.in_one_order else _square(counted)
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
@@ -125,9 +123,9 @@ def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> 
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
     if backend.replica != 0:
         return False
-    if gpt.is_tied_copy(shard.param):
+    if names.is_tied_copy(shard.param):
         return False
-    return groups.tp.rank() == 0 or not gpt.is_same_over_tp(shard.param)
+    return groups.tp.rank() == 0 or not names.is_same_over_tp(shard.param)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -1,4 +1,7 @@
-"""The one place that divides the loss.
+"""The one owner of the loss divisor: it computes every factor by which a loss or a gradient is multiplied.
+
+The multiplications themselves are in two places: `forward_step` multiplies the loss by `Divisor.in_loss`, and
+`grad_norm.scale_and_clip` multiplies the reduced gradient by what is left.
 
 Megatron's schedules divide nothing (`calculate_per_token_loss`), DeepSpeed's accumulation is 1, and data-parallel
 averaging is taken back here. A loss function returns Megatron's triple: the sum of a micro-batch's losses, the weight
@@ -6,9 +9,9 @@ of that sum (its unmasked tokens, sequences, advantages, ...), and what it repor
 
     1/N * sum over all micro-batches, calls and ranks of d sum,     N = the weights of the whole step added up
 
-N is known before the first backward where the weights are (masks in host memory): the loss is then multiplied by 1/N.
-Else gradients are sums until the commit, which multiplies the reduced shards by 1/N once, together with the loss scale
-and the clip factor.
+N is known before the first backward if the weights are (masks in host memory): the loss is then multiplied by 1/N.
+Otherwise gradients are sums until the commit, which multiplies the reduced shards by 1/N once, together with the loss
+scale and the clip factor.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +39,8 @@ LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Mapping[st
 """Of a model's output: (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)."""
 
 
-class ForwardStepFunc(Protocol):
-    """Megatron's `forward_step_func`: takes the next micro-batch of the iterator through a chunk."""
-
-    def __call__(self, data_iterator: Any, chunk: torch.nn.Module, /) -> tuple[torch.Tensor, LossFunc]: ...
+ForwardStepFunc = Callable[[Any, torch.nn.Module], tuple[torch.Tensor, LossFunc]]
+"""Megatron's `forward_step_func(data_iterator, chunk)`: takes the next micro-batch of the iterator through a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,34 +78,29 @@ class Divisor:
         return self.reduction_divisor / (self.in_loss * (total or 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the numbers of this rank's micro-batches stand among those of the global batch, where their sums have to be
-    the same to the bit in every layout. of: the place of each; count: micro-batches of the global batch."""
-
-    of: Sequence[int]
-    count: int
-
-    def spread(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[count], `numbers` of this rank's micro-batches in their places and zeros elsewhere. Ranks' sums of it are
-        exact."""
-        row = numbers.new_zeros(self.count)
-        row[list(self.of[: len(numbers)])] = numbers
-        return row
+Spread = Callable[[torch.Tensor], torch.Tensor]
+"""Puts numbers of this rank's micro-batches, in their order, at their positions in the global batch: [micro-batches of
+the global batch], zeros elsewhere. Ranks' sums of it are exact."""
 
 
-def places_of(plan: Plan, groups: Groups, each: int) -> Places | None:
-    """Of `each` micro-batches of every rank; None where no sum has to be the same in every layout."""
+def spread_over_batch(plan: Plan, groups: Groups, each: int) -> Spread | None:
+    """For `each` micro-batches of every rank; None if no sum has to be the same in every layout."""
     if plan.config.sharding.reproducible != "layout":
         return None
     rank, ranks = groups.dp.rank(), groups.dp.size()
-    of = range(rank * each, (rank + 1) * each) if plan.in_runs else range(rank, each * ranks, ranks)
-    return Places(of, each * ranks)
+    positions = range(rank * each, (rank + 1) * each) if plan.in_runs else range(rank, each * ranks, ranks)
+
+    def spread(numbers: torch.Tensor) -> torch.Tensor:
+        row = numbers.new_zeros(each * ranks)
+        row[list(positions[: len(numbers)])] = numbers
+        return row
+
+    return spread
 
 
 def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[float]:
-    """The sum over the ranks of `group` of each part: a scalar, or the numbers of micro-batches in their places, whose
-    sum is the float64 nearest to the exact one. float64, one all-reduce."""
+    """The sum over the ranks of `group` of each part: a scalar, or the numbers of micro-batches at their positions,
+    whose sum is the float64 nearest to the exact one. float64, one all-reduce."""
     return post_sums(parts, group)()
 
 
@@ -129,7 +125,7 @@ def post_sums(
 
 
 def post_total_weight(
-    weights: Sequence[float], count: int, groups: Groups, places: Places | None = None
+    weights: Sequence[float], count: int, groups: Groups, spread: Spread | None = None
 ) -> Callable[[], tuple[float, int]]:
     """(N, micro-batches of the step) when they are asked for, from the weights and the number of this rank's.
     Collective over dp x cp, whose ranks reduce gradients too: a group of dp alone would cost NCCL another communicator.
@@ -137,7 +133,7 @@ def post_total_weight(
     if groups.collection.cp.rank():
         weights, count = [0.0] * len(weights), 0
     own = torch.tensor(weights, dtype=torch.float64)
-    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if places is None else places.spread(own)
+    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if spread is None else spread(own)
     sums = post_sums([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
 
     def total() -> tuple[float, int]:
@@ -152,7 +148,7 @@ class Tally:
     """Values that loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong
     with it first, raised on all ranks at the next collective that they share."""
 
-    places: Places | None = None
+    spread: Spread | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
     reports: list[Reports] = field(default_factory=list)
@@ -166,27 +162,26 @@ class Tally:
         self.reports.append({})
 
     def total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of one number per micro-batch, in their order: their sum, or each in its place; float64."""
-        if not numbers:
-            return torch.zeros(
-                () if self.places is None else self.places.count, dtype=torch.float64, device=cpu.device()
-            )
-        row = torch.stack(list(numbers)).double()
-        return row.sum() if self.places is None else self.places.spread(row)
+        """The sum of one number per micro-batch, in their order, or each at its position in the global batch;
+        float64."""
+        row = torch.zeros(0, dtype=torch.float64, device=cpu.device())
+        row = torch.stack(list(numbers)).double() if numbers else row
+        return row.sum() if self.spread is None else self.spread(row)
 
     def sums(self) -> list[torch.Tensor]:
         """[total of the losses, total of the weights], float64."""
         return [self.total(self.losses), self.total(self.weights)]
 
     def faults(self) -> list[torch.Tensor]:
-        """[weights that are negative or not numbers, 1 where there is a problem], float64 scalars."""
-        count = _flag(False)
+        """[weights that are negative or not numbers, 1 if there is a problem], float64 scalars."""
+        count = flag(False)
         if self.weights:
             count = torch.logical_not(torch.stack(self.weights) >= 0).sum(dtype=torch.float64)
-        return [count, _flag(self.problem is not None)]
+        return [count, flag(self.problem is not None)]
 
 
-def _flag(value: bool) -> torch.Tensor:
+def flag(value: bool) -> torch.Tensor:
+    """1 or 0, float64 scalar on this rank's device."""
     return torch.full((), float(value), dtype=torch.float64, device=cpu.device())
 
 
@@ -195,7 +190,7 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
     if not isinstance(given, tuple) or len(given) != 3:
         found = f"{len(given)} values" if isinstance(given, tuple) else type(given).__name__
         raise StepError(
-            f"a loss function has to return (sum of the losses, weight, reports), and it returned {found}: give the sum"
+            f"a loss function has to return (sum of the losses, weight, reports), but it returned {found}: give the sum"
             " over the micro-batch, not its mean, the weight of that sum (its tokens), and a dict (it may be empty)"
         )
     total, weight, reports = given
@@ -225,11 +220,11 @@ class ReportReducer:
             raise StepError(f"reports are reduced by sum, mean or microbatch, not {wrong}")
         self._names: list[str] = []
 
-    def news(self, tally: Tally) -> torch.Tensor:
-        """1 where this rank has reports whose names other ranks do not know yet, else 0; float64 scalar."""
-        return _flag(not set(self._reduced(tally)) <= set(self._names))
+    def unknown_names(self, tally: Tally) -> torch.Tensor:
+        """1 if this rank has reports whose names other ranks do not know yet, else 0; float64 scalar."""
+        return flag(not set(self._reduced(tally)) <= set(self._names))
 
-    def learn(self, tally: Tally) -> None:
+    def register(self, tally: Tally) -> None:
         """Make the names known to all ranks; collective over the world."""
         everyone: list[list[str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._reduced(tally))
@@ -258,7 +253,7 @@ class ReportReducer:
         return (value, torch.ones_like(value)) if self._how.get(name) == "sum" else (value * weight, weight)
 
     def reduced(self, totals: Sequence[float]) -> dict[str, float]:
-        """Of the sums over all ranks, by name."""
+        """Each report by its name, from the sums over all ranks."""
         pairs = zip(totals[::2], totals[1::2], strict=True)
         return {
             name: value if self._how.get(name) == "sum" else value / (weight or 1.0)
@@ -266,6 +261,6 @@ class ReportReducer:
         }
 
     def per_microbatch(self, tally: Tally) -> dict[str, list[torch.Tensor]]:
-        """Of this rank, what is wanted per micro-batch, in their order."""
+        """This rank's reports that are wanted per micro-batch, in their order."""
         names = [name for name, how in self._how.items() if how == "microbatch"]
         return {name: [each[name] for each in tally.reports if name in each] for name in names}

@@ -29,7 +29,7 @@ class Microbatches:
     """
 
     forward_step_func: ForwardStepFunc
-    data: Sequence[Any] | Iterator | list[Iterator | None]
+    data: Sequence[Any] | Iterator[Any] | list[Iterator[Any] | None]
     count: int
     first: int = 0
     tokens: Sequence[int]
@@ -46,16 +46,16 @@ class Microbatches:
     def can_run_again(self) -> bool:
         return isinstance(self.data, Sequence) and not are_iterators(self.data)
 
-    def iterators(self, chunks: int) -> list[Iterator | None]:
+    def iterators(self, chunks: int) -> list[Iterator[Any] | None]:
         """One per model chunk, as Megatron's schedules take them."""
         if self.can_run_again:
-            return [iter(self.data) for _ in range(chunks)]  # type: ignore[arg-type]
+            return [iter(self.data) for _ in range(chunks)]
         if isinstance(self.data, Sequence):
             return list(self.data)
         return [self.data] * chunks
 
     def part(self, start: int, stop: int) -> Microbatches:
-        """Those from `start` to `stop`, for a flush of their own."""
+        """The micro-batches from `start` to `stop`, for a flush of their own."""
         if (start, stop) == (0, self.count):
             return self
         assert self.can_run_again, "an iterator is run in one flush"
@@ -70,11 +70,11 @@ class Microbatches:
         )
 
     def without(self, dropped: Mapping[int, Any]) -> Microbatches:
-        """The same with others, of weight zero, in place of some: {index in the step: what replaces it}."""
+        """These micro-batches with others, of weight zero, in place of some: {index in the step: what replaces it}."""
         mine = {index - self.first: each for index, each in dropped.items() if 0 <= index - self.first < self.count}
         if not mine:
             return self
-        data = [mine.get(index, each) for index, each in enumerate(self.data)]  # type: ignore[arg-type]
+        data = [mine.get(index, each) for index, each in enumerate(self.data)]
         weights = self.weights and [0.0 if index in mine else each for index, each in enumerate(self.weights)]
         return replace(self, data=data, weights=weights, dummies=self.dummies | mine.keys())
 

@@ -8,7 +8,6 @@ of its own.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ import torch
 from megaaccum.distributed import rng
 from megaaccum.model.names import over_stages
 from megaaccum.model.torch_chunk import layers_of
-from megaaccum.platform import cpu
 from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class SampleSeeds:
         self._streams: tuple[str, ...] = ()
         self._forward = self._backward = 0
         """Numbers in the step, on this rank, of the micro-batches whose forward and backward began last."""
-        self._place: Callable[[int], int] = self._planned_place
+        self._sample_index: Callable[[int], int] = self._planned_index
         for chunk in chunks if self._is_on else ():
             # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
             # recomputes them outside.
@@ -73,24 +71,24 @@ class SampleSeeds:
             rng.restore(before)
 
     @contextmanager
-    def placed(self, place: Callable[[int], int] | None) -> Iterator[None]:
-        """Inside, this rank's micro-batch `index` is number `place(index)` of the global batch; None: as planned."""
-        self._place = place or self._planned_place
+    def numbered(self, sample_index: Callable[[int], int] | None) -> Iterator[None]:
+        """Inside, this rank's micro-batch i is number `sample_index(i)` of the global batch; None: as planned."""
+        self._sample_index = sample_index or self._planned_index
         try:
             yield
         finally:
-            self._place = self._planned_place
+            self._sample_index = self._planned_index
 
-    def _planned_place(self, index: int) -> int:
-        return self._plan.batch.place(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+    def _planned_index(self, index: int) -> int:
+        return self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
 
-    def begin_forward(self, microbatch: int) -> None:
-        """The forward of this rank's micro-batch number `microbatch` of the step begins."""
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        """Seed the forward of this rank's micro-batch number `microbatch` of the step."""
         self._forward = microbatch
         self._seed_at("", "default")
 
-    def begin_backward(self, microbatch: int) -> None:
-        """Its backward begins, which may run forwards again (activation recompute)."""
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Note the micro-batch of a backward, which may run forwards again (activation recompute)."""
         self._backward = microbatch
 
     def _seed_at(self, layer: str, stream: str) -> None:
@@ -100,9 +98,9 @@ class SampleSeeds:
         if not self._before:
             self._before = rng.snapshot()
             self._streams = tuple(name for name in self._before if name not in ("cpu", "cuda"))
-        microbatch = self._place(self._backward if pytorch.in_backward() else self._forward)
+        microbatch = self._sample_index(self._backward if pytorch.in_backward() else self._forward)
         key = f"{self._seed}/{self._step}/{microbatch}/{layer}/{self._cp_rank}"
-        _set_states(key, stream, self._streams, tp_rank=self._tp_rank)
+        rng.seed_streams(key, stream, self._streams, tp_rank=self._tp_rank)
 
 
 def _seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -147,41 +145,3 @@ def _may_draw(module: torch.nn.Module, config: Any) -> bool:
         or any(not kind.startswith(_DRAW_NOTHING) or ".moe." in kind for kind in kinds)
         or any("forward" in vars(each) for each in every)
     )
-
-
-def _set_states(key: str, current: str, names: Sequence[str], *, tp_rank: int) -> None:
-    """Let torch's own generator draw from the stream `current`, and Megatron's tracker, which has these `names`, each
-    from its own. A stream begins as a generator that is seeded by `key` and the stream's name."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    if names:
-        get_cuda_rng_tracker().set_states(_Streams(names, key, tp_rank))
-    rng.seed_generators(_number(key, current, tp_rank))
-
-
-class _Streams(dict[str, Any]):
-    """The states of Megatron's tracker by their names, each made when it is asked for: most layers draw from none."""
-
-    def __init__(self, names: Sequence[str], key: str, tp_rank: int):
-        super().__init__(dict.fromkeys(names))
-        self._key, self._tp_rank = key, tp_rank
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if super().__getitem__(name) is None:
-            self[name] = _state(_number(self._key, name, self._tp_rank))
-        state: torch.Tensor = super().__getitem__(name)
-        return state
-
-
-_SAME_OVER_TP = ("default", "data-parallel-rng")
-
-
-def _number(key: str, stream: str, tp_rank: int) -> int:
-    """A seed of 63 bits."""
-    text = f"{key}/{stream}/{0 if stream in _SAME_OVER_TP else tp_rank}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _state(seed: int) -> torch.Tensor:
-    """The state of a generator of this rank's device that has just been seeded."""
-    return torch.Generator(cpu.device()).manual_seed(seed).get_state()

@@ -34,11 +34,11 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, poli
         if len({count for count, owner in zip(counts, dp_ranks, strict=True) if owner == dp_rank}) > 1:
             raise RankDisagreement(f"step {step}: {told}, and those of data-parallel rank {dp_rank} have to agree.")
     if any(count > wanted for count in counts):
-        raise RankDisagreement(f"step {step}: {told}, and {wanted} are planned.")
+        raise RankDisagreement(f"step {step}: {told}, but {wanted} are planned.")
     short = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts) if count < wanted)
     if policy == "error":
         raise StepError(
-            f"step {step} needs {wanted} micro-batches on every rank and {short}: set short_batch to pad or drop, or"
+            f"step {step} needs {wanted} micro-batches on every rank, but {short}: set short_batch to pad or drop, or"
             " end the run with the last whole batch (train_iters)."
         )
     return f"of {wanted} micro-batches {short} (short_batch: {policy})"

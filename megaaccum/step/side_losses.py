@@ -36,9 +36,10 @@ class SideLosses:
         self._predicts = any(getattr(config, "mtp_num_layers", None) for config in self._configs)
         self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
         self._scalars: dict[tuple[float, torch.device], torch.Tensor] = {}
+        self._batch: Microbatches | None = None
 
     def begin_attempt(self, divisor: Divisor, loss_scale: float) -> None:
-        """divisor: of the step."""
+        """Take the divisor and the loss scale of a step's backwards."""
         self._divisor, self._loss_scale = divisor, loss_scale
         self._mean_weight = (divisor.total or 1.0) / max(divisor.num_microbatches, 1)
         self._scalars.clear()
@@ -47,7 +48,8 @@ class SideLosses:
 
     def begin_flush(self, batch: Microbatches) -> None:
         """Give Megatron the scales that most micro-batches of `batch` have: those of its first real one."""
-        if not (self._balances or self._predicts):
+        self._batch = batch if self._balances or self._predicts else None
+        if self._batch is None:
             return
         first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
         balance = self._scalar(self._balance_scale(batch, first), cpu.device())
@@ -56,19 +58,15 @@ class SideLosses:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
 
-    def follow(self, batch: Microbatches, index: int, output: torch.Tensor) -> None:
-        """After the forward of micro-batch `index` of `batch`: where its scales are not those of the others, set them
-        when its backward begins, which is where the gradient of `output` arrives."""
-        if not ((self._balances or self._predicts) and output.requires_grad and batch.differ):
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        """Set the scales of a micro-batch if they are not those of the others."""
+        if self._batch is None or not self._batch.differ:
             return
-
-        def set_scales(grad: torch.Tensor) -> None:
-            if self._balances:
-                MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self._balance_scale(batch, index), grad.device))
-            if self._predicts:
-                MTPLossAutoScaler.set_loss_scale(self._scalar(self._prediction_scale(batch, index), grad.device))
-
-        output.register_hook(set_scales)
+        index = microbatch - self._batch.first
+        if self._balances:
+            MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self._balance_scale(self._batch, index), cpu.device()))
+        if self._predicts:
+            MTPLossAutoScaler.set_loss_scale(self._scalar(self._prediction_scale(self._batch, index), cpu.device()))
 
     def _balance_scale(self, batch: Microbatches, index: int) -> float:
         if index in batch.dummies:

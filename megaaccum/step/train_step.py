@@ -1,40 +1,89 @@
-"""One optimizer step: the accumulated batch, from the pulled micro-batches to the committed weights."""
+"""One optimizer step: the accumulated batch, from this rank's micro-batches to the committed weights.
+
+`TrainStep.train` is the whole of it and reads downwards. `forward_backward` and `optim_step` are its first and second
+half, for loops that bring the micro-batches of a step in several calls; `begin_flush` and `end_flush` are for loops
+that run the schedule themselves.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
-from megaaccum.model import fp8
-from megaaccum.step import short_batch
-from megaaccum.step.again import Again
-from megaaccum.step.agreement import StepAgreement, with_lengths
-from megaaccum.step.attempts import Attempts, OpenStep
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, sums_over_ranks
+from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
+from megaaccum.model import fp8, router_state
+from megaaccum.model.packed_rows import sent_shape
+from megaaccum.observe.nonfinite import Probe
+from megaaccum.observe.observer import Observer
+from megaaccum.platform import cpu
+from megaaccum.step import agreement, grad_norm, retry, short_batch
+from megaaccum.step.forward_step import ForwardStep
+from megaaccum.step.loss import (
+    Divisor,
+    ForwardStepFunc,
+    ReportReducer,
+    Tally,
+    post_total_weight,
+    spread_over_batch,
+    sums_over_ranks,
+)
 from megaaccum.step.microbatches import Microbatches, read_batch
-from megaaccum.step.recovery import Attempt, Recovery, Verdict
+from megaaccum.step.recovery import Attempt, Recovery
 from megaaccum.step.result import StepResult
-from megaaccum.step.speculation import Speculation
-from megaaccum.step.totals import StepTotals
+from megaaccum.step.seeds import SampleSeeds
+from megaaccum.step.side_losses import SideLosses
+from megaaccum.step.transaction import Transaction
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
+
+
+@dataclass
+class OpenStep:
+    """A step between its first flush and its end.
+
+    step: its number. restore: puts random states and FP8 scales back as they were before it. tally: what its loss
+    functions returned. calls: its micro-batches, by call. reduced: the last flush was to reduce. note: what was unusual
+    about it before its verdict.
+    """
+
+    step: int
+    restore: Callable[[], None]
+    divisor: Divisor = field(init=False)
+    tally: Tally = field(default_factory=Tally)
+    calls: list[Microbatches] = field(default_factory=list)
+    reduced: bool = False
+    note: str = ""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of this rank so far."""
+        return sum(map(len, self.calls))
 
 
 class TrainStep:
     """Takes steps of one model over one sharding backend. Every method is collective over the world.
 
-    forward_step_func: of micro-batches that come without one. reports: how each report is reduced (ReportReducer).
-    low_precision: what fp8.build made of these chunks, where a checkpoint has been read into it already.
+    Args:
+        forward_step_func: of micro-batches that a call brings without one.
+        reports: how each report is reduced (ReportReducer).
+        low_precision: FP8 scales of the chunks, default `fp8.build`.
+        transaction: what moves with each step; default: counters alone, without a learning-rate schedule.
     """
 
     def __init__(
@@ -47,235 +96,497 @@ class TrainStep:
         *,
         reports: Mapping[str, str] | None = None,
         low_precision: fp8.Fp8 | None = None,
+        transaction: Transaction | None = None,
     ):
-        self._plan, self._groups, self._backend = plan, groups, backend
-        self._forward_step_func = forward_step_func
-        low_precision = low_precision or fp8.build(plan, chunks)
-        self._agreement = StepAgreement(plan, groups)
-        self.recovery = Recovery(plan, backend, low_precision)
+        self.plan, self.groups, self.chunks, self.backend = plan, groups, chunks, backend
+        self.forward_step_func = forward_step_func
+        self.transaction = transaction or Transaction(plan, None)
+        self.fp8 = low_precision or fp8.build(plan, chunks)
+        self.observer = Observer(groups, chunks, backend)
+        self.recovery = Recovery(plan, backend, self.fp8)
+        self.opened: OpenStep | None = None
+        self.before_update: Callable[[], None] | None = None
+        """Called when the backend's `shards` are as the optimizer is about to read them, if set."""
+        self.schedule: Any = get_forward_backward_func(plan)
+        if isinstance(self.schedule, ForwardBackward):
+            self.schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
+        self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.observer.trace)
+        self._digest = plan.digest()
         self._reports = ReportReducer(reports)
-        self._totals = StepTotals(groups, self._reports, self.recovery.zero)
-        self.attempts = Attempts(plan, groups, chunks, backend, self.recovery, self._totals, low_precision)
-        self.observer = self.attempts.observer
-        self._speculation = Speculation(plan, self.attempts, self.recovery, self.batch_of)
-        self._open: OpenStep | None = None
+        self._seeds = SampleSeeds(plan, groups, chunks)
+        self._side_losses = SideLosses(chunks)
+        self.probe: Probe | None = None
+        """Looks at each micro-batch that runs, if set."""
+        self._trial_batch: BatchPlan | None = None
+        self.in_loss = 1.0
+        """The factor on the losses of the step that runs, beside the loss scale."""
+        self._last_weight = 0.0
+        """N of the last step by its sequences, 0 before one has ended."""
 
     @property
-    def in_loss(self) -> float:
-        """The factor on losses of the open step, beside the loss scale."""
-        assert self._open is not None
-        return self._open.divisor.in_loss
+    def batch(self) -> BatchPlan:
+        """The batch of the next step."""
+        return self._trial_batch or self.transaction.batch
 
-    def gather_ahead(self) -> None:
-        """Begin the gather that the next step begins with, and which counts for it."""
-        with self.observer.watching():
-            self.observer.phase("gather")
-            self._backend.gather_ahead()
-
-    def drop_begun(self) -> None:
-        """End the step that began before its call, if one has (`speculative_step`). Collective over the world."""
-        self._speculation.drop()
-
-    # --- a step ---
+    # --- the step ---
 
     def train(
         self,
         microbatches: Sequence[Any],
         *,
-        step: int,
+        step: int | None = None,
         stop: bool = False,
         problem: MegaaccumError | None = None,
         upcoming: Sequence[Any] | None = None,
     ) -> StepResult:
-        """Make the accumulated step on this rank's `num_microbatches` micro-batches: the step on the global batch.
+        """Make the accumulated step on this rank's `batch.num_microbatches` micro-batches: the step on the full global
+        batch.
 
-        Where it is skipped, weights, optimizer and random states are as before. Raises StepError on every rank, before
-        anything has changed, where the configuration says that what happened ends the run. A rank that cannot take the
-        step comes with its `problem`, which every rank then raises before it begins. upcoming: with `speculative_step`,
-        the micro-batches of the next step, which may begin before the verdict on this one.
+        If it is skipped, weights, optimizer and random states are as before. Raises StepError on every rank, before
+        anything has changed, if the configuration says that what happened ends the run, or if another step is open.
+        step: its number, default the next. stop, problem: this rank asks to stop after it, or cannot take it, which
+        every rank then raises before it begins. upcoming: for SpeculativeTrainStep.
         """
+        step = self.transaction.step + 1 if step is None else step
         with self.observer.watching():
-            has_begun, short = self._speculation.has_begun(microbatches), ""
-            if not has_begun or upcoming is None:
-                batch = self.attempts.batch
-                stop, short = self._agreement.on_step(step, microbatches, batch, stop=stop, **self._since(problem))
-            if has_begun:
-                self._open, begun = self._speculation.go_on()
-                self._run(begun, step=step, last=True)
-                result = self._end(step, stop, problem=problem, upcoming=upcoming)
-            elif short and self._plan.config.step.short_batch == "drop":
-                result = StepResult(loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=short, stop=stop)
+            batch, stop, note = self.agree(microbatches, step, stop=stop, problem=problem)
+            if batch is None:
+                result = self.skip_short_batch(step, stop=stop, note=note)
             else:
-                self._run(self._whole(microbatches), step=step, last=True).short = short
-                result = self._end(step, stop, upcoming=upcoming)
-        return replace(result, **self.observer.take()._asdict())
+                opened = self.open(step, self.divisor_of([batch], alone=True))
+                opened.note = note
+                opened.calls.append(batch)
+                self.observer.phase("forward_backward")
+                self.flush(opened, batch, reduce=True)
+                attempt = self.reduce_and_measure(opened)
+                verdict = self.judge(opened, attempt)
+                self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
+                result = self.commit(opened, verdict, stop=stop)
+        return replace(result, **self.observer.pop()._asdict())
 
-    def forward_backward(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> None:
-        """Add the gradients of `batch` to those of step `step`. total: N of the whole step, over all ranks and calls,
-        where it is known. last: whether the reduction may run inside the last backward, if no further call is
-        expected."""
-        self.drop_begun()
-        with self.observer.watching():
-            batch, problem = with_lengths(batch, self._plan, self._groups.pp)
-            bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
-            self._agreement.on_call(
-                "forward_backward", num_microbatches=len(batch), total_weight=bits, **self._since(problem)
+    def agree(
+        self, microbatches: Sequence[Any], step: int, *, stop: bool, problem: MegaaccumError | None
+    ) -> tuple[Microbatches | None, bool, str]:
+        """(this rank's micro-batches, with dummies if a short batch is padded; whether some rank asks to stop; which
+        ranks have too few). None instead of micro-batches if a short batch is dropped. Raises on every rank what
+        keeps one of them from taking the step."""
+        if self.opened is not None:
+            problem = problem or StepError(
+                f"step {self.opened.step} is open, with {self.opened.num_microbatches} micro-batches: end it with"
+                " optim_step before the next"
             )
-            self._run(batch, step=step, last=last, total=total)
-
-    def optim_step(self, *, step: int, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
-        """End the step that `forward_backward` began: reduce what is left, divide, judge, update."""
-        with self.observer.watching():
-            agreed = self._agreement.on_call("optim_step", stop=stop, step=step, **self._since(problem))
-            if self._open is None:
-                raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
-            result = self._end(step, agreed.stop)
-        return replace(result, **self.observer.take()._asdict())
-
-    def _end(self, step: int, stop: bool, *, upcoming: Sequence[Any] | None = None, **more: Any) -> StepResult:
-        opened = self._close()
-        if self._backend.sums is not None and (problem := self._backend.sums.missing(opened.num_microbatches)):
-            self.attempts.drop(opened)
-            raise printed_once(StepError(f"step {step}: {problem}"))
-        if upcoming is not None and self._speculation.may_end(opened):
-            attempt, is_updated, stop = self._speculation.end(opened, upcoming, stop=stop, **more)
-            verdict = self._settle(opened, attempt, is_updated=is_updated)
-        else:
-            verdict = self._settle(opened, self.attempts.reduce_and_measure(opened))
-            self._speculation.note(verdict)
-        self.observer.phase("report")
-        attempt = verdict.attempt
-        return StepResult(
-            step=step,
-            loss=attempt.loss,
-            weight=attempt.weight,
-            grad_norm=attempt.norm,
-            skipped=verdict.skip,
-            bad=verdict.bad,
-            loss_scale=self._backend.loss_scale,
-            sanitized=attempt.num_zeroed + attempt.num_dropped,
-            note=". ".join(filter(None, (opened.short, verdict.note))),
-            stop=stop,
-            reports=attempt.reports,
-            per_microbatch=self._reports.per_microbatch(opened.tally),
+        stop, short = agreement.on_step(
+            self.plan, self.groups, self._digest, self.batch, microbatches, step=step, stop=stop, problem=problem
         )
-
-    def _settle(self, opened: OpenStep, attempt: Attempt, *, is_updated: bool = False) -> Verdict:
-        """Judge, then change the weights, where they are not updated yet, or leave everything as it was; after the
-        verdict nothing fails on one rank alone."""
-        verdict = self.recovery.judge(opened.step, attempt, Again(self.attempts, opened))
-        attempt = verdict.attempt
-        self.observer.phase("optimizer")
-        if verdict.skip:
-            self.attempts.drop(opened)
-        elif not is_updated:
-            self.attempts.update(attempt.norm, attempt.factor)
-        self.recovery.conclude(verdict)
-        self.attempts.last_weight = attempt.weight / self.attempts.batch.global_batch_size
-        return verdict
-
-    def _close(self) -> OpenStep:
-        """The open step, which is none from here on."""
-        opened, self._open = self._open, None
-        assert opened is not None
-        return opened
-
-    # --- forward and backward ---
-
-    def _run(self, batch: Microbatches, *, step: int, last: bool, total: float | None = None) -> OpenStep:
-        """The flushes of one call; the step's first call begins it."""
-        opened = self._open or self._begin(step, self.attempts.divisor([batch], total, alone=last))
-        opened.calls.append(batch)
-        self.observer.phase("forward_backward")
-        try:
-            self.attempts.add(batch, opened, reduce=last or not self._backend.can_defer)
-        except BaseException:
-            self._open = None
-            raise
-        return opened
-
-    def _begin(self, step: int, divisor: Callable[[], Divisor]) -> OpenStep:
-        self.observer.phase("gather")
-        self._open = self.attempts.open(step)
-        self.attempts.begin(self._open, divisor)
-        return self._open
-
-    # --- a flush that another loop runs, between these two ---
-
-    def begin_flush(self, step: int, expected: float | None = None) -> float:
-        """The gradients that come now add to those of step `step`; its first flush begins it. expected: the weight of a
-        micro-batch, default its tokens. Returns what losses are to be multiplied by, beside the loss scale. Raises
-        ConfigError with `reproducible: layout`, which has to know which micro-batch runs."""
-        if self._backend.sums is not None:
-            raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
-        opened = self._open or self._begin(step, lambda: self.attempts.divisor_at_commit(expected))
-        if opened.reduced:
-            self._backend.resume_accumulation()
-            opened.reduced = False
-        self._backend.set_last_flush(True)
-        return opened.divisor.in_loss
-
-    def end_flush(self, weight: torch.Tensor | float) -> None:
-        """Take note of the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
-        assert self._open is not None
-        self._open.tally.add(weight)
-        self._open.reduced = True
-
-    # --- forwards alone ---
-
-    def forward(self, batch: Microbatches) -> Tally:
-        """`Attempts.forward`, after the end of a step that began before its call."""
-        self.drop_begun()
-        return self.attempts.forward(batch)
-
-    def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
-        """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
-        any rank is raised on every rank."""
-        self._agreement.on_call("evaluate", num_microbatches=len(microbatches), **self._since(problem))
-        tally = self.forward(self.batch_of(microbatches))
-        total, weight = sums_over_ranks(self._totals.counted(tally.sums()))
-        return total / (weight or 1.0), weight
-
-    # --- the micro-batches ---
-
-    def batch_of(self, data: Any, forward_step_func: ForwardStepFunc | None = None, **known: Any) -> Microbatches:
-        """`data` as the step takes it. known: count, weights, expected, lengths (`read_batch`). Raises ConfigError for
-        what is missing."""
-        function = forward_step_func or self._forward_step_func
-        if function is None:
-            raise ConfigError("no forward_step_func: give one to initialize, or with the call")
-        first = 0 if self._open is None else self._open.num_microbatches
-        varies = self._plan.config.batch.variable_seq_lengths
-        return read_batch(function, data, self.attempts.batch, varies=varies, first=first, **known)
+        drops = bool(short) and self.plan.config.step.short_batch == "drop"
+        return None if drops else self._whole(microbatches), stop, short
 
     def _whole(self, microbatches: Sequence[Any]) -> Microbatches:
-        """A whole step's: with dummies up to the planned number, where a short batch is padded, and with the lengths
-        that only some stages know. Raises on every rank where none does."""
-        filled, dummies = short_batch.filled(microbatches, self._plan, self.attempts.batch)
+        """A whole step's: with dummies up to the planned number, and with the lengths that only some stages know.
+        Raises on every rank if none does."""
+        filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
         batch = self.batch_of(filled).without({index: filled[index] for index in dummies})
-        batch, unknown = with_lengths(batch, self._plan, self._groups.pp)
+        batch, unknown = agreement.with_lengths(batch, self.plan, self.groups.pp)
         if batch.lengths is not None or unknown is not None:
             raise_together(unknown)
         return batch
 
-    def _since(self, problem: MegaaccumError | None) -> dict[str, Any]:
-        """Since the last optim_step: the number of calls, and what was wrong with this rank's values in one of them."""
-        if self._open is None:
-            return {"calls": 0, "problem": problem}
-        return {"calls": len(self._open.calls), "problem": problem or self._open.tally.problem}
+    def open(self, step: int, divisor: Callable[[], Divisor]) -> OpenStep:
+        """Note the state that a skipped step goes back to, gather the parameters and begin with no gradient. divisor:
+        its weights are on their way and are waited for when it is called."""
+        self.observer.phase("gather")
+        opened = OpenStep(step, self._restorer())
+        self.begin_attempt(opened, divisor)
+        return opened
 
-    # --- the gradient, without a step on it ---
+    def _restorer(self) -> Callable[[], None]:
+        """A function that puts random states and FP8 scales back as they are now."""
+        states, scales = rng.snapshot(), self.fp8.snapshot()
 
-    def gradient(
-        self, microbatches: Sequence[Any], *, step: int = 1, place: Callable[[int], int] | None = None
-    ) -> Attempt:
-        """Everything up to the reduced gradient, which the backend's `shards` then show. place: the number in the
-        global batch of each of these micro-batches, where it is not the planned one."""
-        with self.attempts.seeds.placed(place):
-            self._run(self._whole(microbatches), step=step, last=True)
-        return self.attempts.reduce_and_measure(self._close())
+        def restore() -> None:
+            rng.restore(states)
+            self.fp8.restore(scales)
+
+        return restore
+
+    def begin_attempt(self, opened: OpenStep, divisor: Callable[[], Divisor], *, tally: Tally | None = None) -> None:
+        """Parameters are whole after this, gradients and counts empty. tally: what loss functions returned already."""
+        self.backend.begin_step()
+        opened.divisor = divisor()
+        self.in_loss = opened.divisor.in_loss
+        spread = spread_over_batch(self.plan, self.groups, self.batch.num_microbatches)
+        opened.tally = tally or Tally(spread)
+        opened.reduced = False
+        self.backend.sums.count = self.batch.num_microbatches
+        self.backend.loss_scale = self.recovery.loss_scale
+        self._side_losses.begin_attempt(opened.divisor, self.backend.loss_scale)
+        self.fp8.begin_attempt()
+        router_state.begin_step(self.chunks)
+        if self.recovery.zero is not None:
+            self.recovery.zero.clear()
+
+    def flush(
+        self, opened: OpenStep, batch: Microbatches, *, reduce: bool, forward_only: bool = False, begun: bool = False
+    ) -> None:
+        """Run the schedule over `batch` and add up gradients: in one flush (`merged`), or one per accumulation round.
+
+        reduce: the last flush reduces inside its last backward. begun: the schedule has begun the first flush already
+        (SpeculativeTrainStep).
+        """
+        if opened.reduced:
+            self.backend.resume_accumulation()
+        size = len(batch) if forward_only or not batch.can_run_again else self.batch.microbatches_per_flush
+        with nullcontext() if forward_only else self.observer.flushing(), self._seeds.flush(opened.step):
+            for start in range(0, len(batch), size):
+                if not forward_only:
+                    self.backend.set_last_flush(reduce and start + size >= len(batch))
+                if begun and start == 0:
+                    self.schedule.finish()
+                else:
+                    part = batch.part(start, min(start + size, len(batch)))
+                    self.schedule(**self._arguments(opened, part, forward_only=forward_only))
+                self.fp8.end_flush()
+        opened.reduced = reduce
+
+    def _arguments(self, opened: OpenStep, batch: Microbatches, *, forward_only: bool = False) -> dict[str, Any]:
+        """The arguments of a forward_backward_func that runs one flush over `batch`."""
+        needs_each = bool(batch.dummies) or self.probe is not None  # single micro-batches are followed
+        interleaves = self.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
+        for chunk in self.chunks:
+            chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
+        observers: list[object] = [self.observer.trace, self.fp8]
+        self.backend.sums.begin_flush(batch.first)
+        observers.append(self.backend.sums)
+        if self._seeds.may_be_needed(batch.forward_step_func):
+            observers.append(self._seeds)
+        self._side_losses.begin_flush(batch)
+        if not interleaves:
+            observers.append(self._side_losses)
+        if self.probe is not None:
+            observers.append(self.probe)
+        if not forward_only:
+            self.observer.last_microbatch = batch.first + len(batch) - 1
+            observers.append(self.observer)
+        more: dict[str, Any] = {}
+        if isinstance(self.schedule, ForwardBackward):
+            more = {"backend": self.backend, "defer_weight_grads": self.probe is None}
+            if batch.lengths is not None:
+                more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
+        return {
+            "forward_step_func": ForwardStep(batch, opened.divisor, opened.tally, self.chunks, observers),
+            "data_iterator": batch.iterators(len(self.chunks)),
+            "model": self.chunks,
+            "num_microbatches": len(batch),
+            "forward_only": forward_only,
+            "p2p_communicator": self._p2p,
+            "pg_collection": self.groups.collection,
+            **sent_shape(self.chunks, self.batch),
+            **more,
+        }
+
+    def reduce_and_measure(self, opened: OpenStep) -> Attempt:
+        """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
+        if problem := self.backend.sums.missing(opened.num_microbatches):
+            self.roll_back(opened)
+            raise printed_once(StepError(f"step {opened.step}: {problem}"))
+        self.observer.phase("reduce")
+        self.backend.finish_reduction()
+        return self.measure(opened)
+
+    def measure(self, opened: OpenStep) -> Attempt:
+        """The norm of the reduced gradient, and the sums of what loss functions returned. If these have a problem on
+        some rank, drops the gradient and raises it on every rank.
+
+        Bad weights, problems, new names of reports and zeroed elements are one flag in that all-reduce: ranks ask each
+        other for more only if some rank has any of them."""
+        self.observer.phase("norm")
+        norm, sums, is_unusual = grad_norm.global_norm(
+            self.backend,
+            self.groups,
+            along=self._own_sums(opened),
+            flag=torch.stack(self._faults(opened.tally)).sum(),
+            overflow=self.fp8.overflow(),
+        )
+        self.observer.phase("verdict")
+        attempt = self._attempt_of(opened, norm, sums)
+        if is_unusual:
+            try:
+                attempt = self._with_faults(opened, attempt)
+            except MegaaccumError:
+                self.roll_back(opened)
+                raise
+        return attempt
+
+    def judge(self, opened: OpenStep, attempt: Attempt) -> Attempt:
+        """The verdict on the step, the same on every rank; nothing fails on one rank alone after it."""
+        look, without = partial(retry.look, self, opened), partial(retry.without, self, opened)
+        return self.recovery.judge(opened.step, attempt, look=look, without=without)
+
+    def update(self, norm: float, factor: float) -> None:
+        """Run the optimizer on the reduced gradient times `factor`. norm: that of the product."""
+        self.observer.phase("optimizer")
+        grad_norm.scale_and_clip(self.backend, norm, self.plan.config.optimizer.clip_grad, factor=factor)
+        if self.before_update is not None:
+            self.before_update()
+        self.backend.step()
+        router_state.update_bias(self.chunks, self.groups)
+
+    def roll_back(self, opened: OpenStep) -> None:
+        """Drop the gradient, and go back to the random states and FP8 scales of before the step."""
+        self.observer.phase("optimizer")
+        self.backend.discard()
+        opened.restore()
+
+    def commit(self, opened: OpenStep, verdict: Attempt, *, stop: bool) -> StepResult:
+        """Move loss scale, learning rate, counters and consumed samples with the verdict. Returns the step's result,
+        without what the observer has measured."""
+        self.observer.phase("report")
+        self.recovery.conclude(verdict)
+        self._last_weight = verdict.weight / self.batch.global_batch_size
+        result = StepResult(
+            step=opened.step,
+            loss=verdict.loss,
+            weight=verdict.weight,
+            grad_norm=verdict.norm,
+            skipped=verdict.skip,
+            bad=verdict.bad,
+            loss_scale=self.backend.loss_scale,
+            sanitized=verdict.num_zeroed + verdict.num_dropped,
+            note=". ".join(filter(None, (opened.note, verdict.note))),
+            stop=stop,
+            reports=verdict.reports,
+            per_microbatch=self._reports.per_microbatch(opened.tally),
+        )
+        return self.transaction.commit(result, self.backend.param_groups)
+
+    def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
+        """The result of a step that no rank takes, because some have too few micro-batches."""
+        result = StepResult(step=step, loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=note, stop=stop)
+        return self.transaction.commit(result, self.backend.param_groups)
+
+    # --- the step in several calls ---
+
+    def forward_backward(
+        self, batch: Microbatches, *, step: int | None = None, last: bool | None = None, total: float | None = None
+    ) -> None:
+        """Add the gradients of `batch` to those of the open step; the first call opens it.
+
+        last: whether no further call is expected, so that the reduction may run inside the last backward; default: when
+        the step has as many micro-batches as the plan says. total: N of the whole step, over all ranks and calls, if it
+        is known.
+        """
+        self.drop_begun()
+        with self.observer.watching():
+            batch, problem = agreement.with_lengths(batch, self.plan, self.groups.pp)
+            bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
+            self._agree_on_call("forward_backward", problem, num_microbatches=len(batch), total_weight=bits)
+            if last is None:
+                so_far = 0 if self.opened is None else self.opened.num_microbatches
+                last = so_far + len(batch) == self.batch.num_microbatches
+            opened = self.opened or self.open(
+                self.transaction.step + 1 if step is None else step, self.divisor_of([batch], total, alone=last)
+            )
+            self.opened = None  # a flush that fails leaves no open step
+            opened.calls.append(batch)
+            self.observer.phase("forward_backward")
+            self.flush(opened, batch, reduce=last or not self.backend.can_defer)
+            self.opened = opened
+
+    def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
+        """End the open step: reduce what is left, divide, judge, update, commit."""
+        with self.observer.watching():
+            step = self.transaction.step + 1 if self.opened is None else self.opened.step
+            agreed = self._agree_on_call("optim_step", problem, stop=stop, step=step)
+            opened, self.opened = self.opened, None
+            if opened is None:
+                raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
+            attempt = self.reduce_and_measure(opened)
+            verdict = self.judge(opened, attempt)
+            self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
+            result = self.commit(opened, verdict, stop=agreed.stop)
+        return replace(result, **self.observer.pop()._asdict())
+
+    def begin_flush(self, expected: float | None = None) -> float:
+        """Begin a flush that another loop runs, whose gradients add to those of the open step; the first opens it.
+
+        expected: the weight of a micro-batch, default its tokens. Returns what losses are to be multiplied by, beside
+        the loss scale. Raises ConfigError with `reproducible: layout`, which has to know which micro-batch runs.
+        """
+        if self.backend.sums.in_one_order:
+            raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
+        if self.opened is None:
+            self.opened = self.open(self.transaction.step + 1, lambda: self._divisor_at_commit(expected))
+        if self.opened.reduced:
+            self.backend.resume_accumulation()
+            self.opened.reduced = False
+        self.backend.set_last_flush(True)
+        return self.opened.divisor.in_loss
+
+    def end_flush(self, weight: torch.Tensor | float) -> None:
+        """Note the flush's weight on this rank, a scalar; over all ranks (of tp the first) they add up to N."""
+        assert self.opened is not None
+        self.opened.tally.add(weight)
+        self.opened.reduced = True
 
     def abandon(self) -> None:
-        """Drop the gradients of the step that was begun, and go back to the random states of before."""
-        if self._open is not None:
-            self.attempts.drop(self._close())
+        """Drop the gradients of the open step, if there is one, and go back to the random states of before it."""
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            self.roll_back(opened)
+
+    def gather_ahead(self) -> None:
+        """Begin the gather that the next step begins with, and which counts for it."""
+        with self.observer.watching():
+            self.observer.phase("gather")
+            self.backend.gather_ahead()
+
+    def drop_begun(self) -> None:
+        """End the step that began before its call, if one has (SpeculativeTrainStep). Collective over the world."""
+
+    # --- forwards alone, and a gradient without a step on it ---
+
+    def forward(self, batch: Microbatches) -> Tally:
+        """The loss functions' values of `batch`, without gradients or dropout; empty but on ranks of the last stage.
+        The open step stays as it is."""
+        self.drop_begun()
+        self.backend.gather()
+        before = self.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
+        self.fp8.begin_attempt()
+        for chunk in self.chunks:
+            chunk.eval()
+        evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(self.plan, self.groups, len(batch))))
+        evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
+        with torch.no_grad():
+            self.flush(evaluation, batch, reduce=True, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        self.fp8.restore(before)
+        return evaluation.tally
+
+    def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
+        """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
+        any rank is raised on every rank."""
+        self._agree_on_call("evaluate", problem, num_microbatches=len(microbatches))
+        tally = self.forward(self.batch_of(microbatches))
+        total, weight = sums_over_ranks(self._counted(tally.sums()))
+        return total / (weight or 1.0), weight
+
+    def gradient(
+        self,
+        microbatches: Sequence[Any],
+        *,
+        step: int | None = None,
+        batch: BatchPlan | None = None,
+        sample_index: Callable[[int], int] | None = None,
+    ) -> Attempt:
+        """Make the next step's gradient, which the backend's `shards` then show. batch: how these micro-batches are
+        cut, default as planned. sample_index: the number in the global batch of each, if it is not the planned one."""
+        if self.opened is not None:
+            raise printed_once(StepError(f"step {self.opened.step} is open: end it with optim_step before a trial"))
+        self._trial_batch = batch
+        try:
+            found = self._whole(microbatches)
+            number = self.transaction.step + 1 if step is None else step
+            opened = self.open(number, self.divisor_of([found], alone=True))
+            opened.calls.append(found)
+            self.observer.phase("forward_backward")
+            with self._seeds.numbered(sample_index):
+                self.flush(opened, found, reduce=True)
+            return self.reduce_and_measure(opened)
+        finally:
+            self._trial_batch = None
+
+    # --- the micro-batches, and their agreement ---
+
+    def batch_of(self, data: Any, forward_step_func: ForwardStepFunc | None = None, **known: Any) -> Microbatches:
+        """`data` as the step takes it. known: count, weights, expected, lengths (`read_batch`). Raises ConfigError for
+        what is missing."""
+        function = forward_step_func or self.forward_step_func
+        if function is None:
+            raise ConfigError("no forward_step_func: give one to initialize, or with the call")
+        first = 0 if self.opened is None else self.opened.num_microbatches
+        varies = self.plan.config.batch.variable_seq_lengths
+        return read_batch(function, data, self.batch, varies=varies, first=first, **known)
+
+    def _agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:
+        """All ranks make the same call, after as many of forward_backward, or all raise. Raises a `problem` of any rank
+        too, and what was wrong with the values of an earlier call on some rank."""
+        calls = 0
+        if self.opened is not None:
+            calls, problem = len(self.opened.calls), problem or self.opened.tally.problem
+        return agreement.on_call(
+            call, plan=self.plan, groups=self.groups, digest=self._digest, calls=calls, problem=problem, **facts
+        )
+
+    # --- the divisor ---
+
+    def divisor_of(
+        self, calls: Sequence[Microbatches], total: float | None = None, *, alone: bool
+    ) -> Callable[[], Divisor]:
+        """The divisor of a step; its weights are on their way until it is called. total: N if the caller knows it.
+        alone: no further call is expected, so the weights of `calls` are all."""
+        divide = partial(Divisor.known, reduction_divisor=self.backend.reduction_divisor)
+        if total is not None:
+            everyone = self.batch.num_microbatches * self.groups.dp.size()
+            return lambda: divide(total, everyone)
+        weights = [each.weights for each in calls]
+        if not alone or any(each is None for each in weights):
+            return lambda: self._divisor_at_commit(calls[0].expected)
+        known = [weight for each in weights for weight in each or ()]
+        count = sum(len(each) - len(each.dummies) for each in calls)
+        spread = spread_over_batch(self.plan, self.groups, len(known))
+        summed = post_total_weight(known, count, self.groups, spread)
+        return lambda: divide(*summed())
+
+    def _divisor_at_commit(self, expected: float | None) -> Divisor:
+        """The divisor of a step whose weight is not known before its end, which is about that of the last step, or as
+        `expected` of each micro-batch."""
+        nominal, batch = None, self.batch
+        if self.recovery.scaler is not None:
+            expected = expected or float(batch.micro_batch_size * batch.seq_length)
+            nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+        return Divisor.at_commit(reduction_divisor=self.backend.reduction_divisor, nominal=nominal)
+
+    # --- sums over the world at the end of a step, along with the squares of the norm ---
+
+    def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
+        return sums if self.groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
+
+    def _own_sums(self, opened: OpenStep) -> list[torch.Tensor]:
+        """This rank's share of the loss, of N if that is not known yet, and of each report."""
+        tally = opened.tally
+        sums = tally.sums() if opened.divisor.total is None else [tally.total(tally.losses)]
+        return self._counted([*sums, *self._reports.sums(tally)])
+
+    def _faults(self, tally: Tally) -> list[torch.Tensor]:
+        """[bad weights, 1 if there is a problem, 1 if reports have new names, zeroed elements] of this rank, float64
+        scalars on its device."""
+        zero = self.recovery.zero
+        zeroed = torch.zeros((), device=cpu.device()) if zero is None else zero.total()
+        parts = [*self._counted([*tally.faults(), self._reports.unknown_names(tally)]), zeroed]
+        return [part.to(cpu.device(), torch.float64) for part in parts]
+
+    def _attempt_of(self, opened: OpenStep, norm: float, sums: Sequence[float]) -> Attempt:
+        """The attempt, from the norm and the sums over the world of each rank's `_own_sums`."""
+        loss, *rest = sums
+        weight = opened.divisor.total if opened.divisor.total is not None else rest.pop(0)
+        factor = opened.divisor.at_end(weight) / self.backend.loss_scale
+        reports = self._reports.reduced(rest)
+        return Attempt(loss=loss / (weight or 1.0), weight=weight, norm=norm * factor, factor=factor, reports=reports)
+
+    def _with_faults(self, opened: OpenStep, attempt: Attempt) -> Attempt:
+        """`attempt` with what was left out of its sums. Raises a problem of any rank, and StepError for weights that
+        are negative or not numbers. Collective over the world."""
+        tally = opened.tally
+        bad, problem, unknown, zeroed = sums_over_ranks(self._faults(tally))
+        if problem:
+            raise_together(tally.problem)
+        if bad:
+            text = f"{bad:.0f} micro-batches have a weight that is negative or not a number: fix the loss function"
+            raise printed_once(StepError(text))
+        reports = attempt.reports
+        if unknown:
+            self._reports.register(tally)
+            reports = self._reports.reduced(sums_over_ranks(self._counted(self._reports.sums(tally))))
+        return replace(attempt, reports=reports, num_zeroed=int(zeroed))

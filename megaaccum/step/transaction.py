@@ -16,13 +16,14 @@ With `speculative_step` the update comes before the verdict, and is taken back w
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
-    from megaaccum.step.lr_schedule import LrSchedule
+    from megaaccum.optim.lr_schedule import LrSchedule
     from megaaccum.step.result import StepResult
 
 
@@ -49,10 +50,11 @@ class Transaction:
         """The batch of the step after it, where that one's samples are consumed."""
         return self._ramp.at(self.consumed_samples + self.batch.global_batch_size)
 
-    def commit(self, result: StepResult, *, lr: float) -> StepResult:
-        """Take note of an attempt; returns `result` with its number, the learning rate that it used, and whether its
-        samples count as consumed."""
-        number, num_samples = self.step + 1, self.batch.global_batch_size
+    def commit(self, result: StepResult, param_groups: Sequence[Mapping[str, Any]]) -> StepResult:
+        """Move on by a step that is judged. Returns `result` with the learning rate that it used (of a schedule, else
+        of the optimizer's first group) and whether its samples count as consumed."""
+        lr = float(param_groups[0]["lr"]) if self._lr_schedule is None else self._lr_schedule.lr
+        num_samples = self.batch.global_batch_size
         advanced = not (result.skipped and self._retry)
         if result.skipped:
             self.skipped_steps += 1
@@ -64,7 +66,7 @@ class Transaction:
             self.step += 1
             self.consumed_samples += num_samples
         self._follow()
-        return replace(result, step=number, lr=lr, advanced=advanced)
+        return replace(result, lr=lr, advanced=advanced)
 
     def _follow(self) -> None:
         """The learning rate may follow the batch of the next step."""

@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megaaccum.config import Plan
-from megaaccum.model import gpt
+from megaaccum.model import gpt, names
 from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.step.train_step import TrainStep
 from tests.bank.mistake import FIRST, mistake, replaced, wrapped
@@ -22,8 +22,8 @@ from tests.bank.mistake import FIRST, mistake, replaced, wrapped
 )  # fmt: skip
 def ranks_read_the_same(plan: Plan) -> Iterator[None]:
     def train(original: Any, self: TrainStep, microbatches: Any, **keys: Any) -> Any:
-        everyone: list[Any] = [None] * self._groups.dp.size()
-        torch.distributed.all_gather_object(everyone, microbatches, group=self._groups.dp)
+        everyone: list[Any] = [None] * self.groups.dp.size()
+        torch.distributed.all_gather_object(everyone, microbatches, group=self.groups.dp)
         return original(self, everyone[0], **keys)
 
     with wrapped(TrainStep, "train", train):
@@ -50,8 +50,8 @@ def microbatches_are_the_same(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def ranks_overlap(plan: Plan) -> Iterator[None]:
     def train(original: Any, self: TrainStep, microbatches: Any, **keys: Any) -> Any:
-        everyone: list[Any] = [None] * self._groups.dp.size()
-        torch.distributed.all_gather_object(everyone, microbatches, group=self._groups.dp)
+        everyone: list[Any] = [None] * self.groups.dp.size()
+        torch.distributed.all_gather_object(everyone, microbatches, group=self.groups.dp)
         return original(self, [everyone[0][0], *microbatches[1:]], **keys)
 
     with wrapped(TrainStep, "train", train):
@@ -111,7 +111,7 @@ def ranks_start_apart(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def gate_cut_as_one(plan: Plan) -> Iterator[None]:
     def one_part(full: torch.Tensor, param: Any, groups: Any) -> torch.Tensor:
-        if not gpt.is_sharded_over_tp(param):
+        if not names.is_sharded_over_tp(param):
             return full
         return full.chunk(groups.tp.size(), param.partition_dim)[groups.tp.rank()]
 

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megaaccum.config import Plan
 from megaaccum.model.gpt_forward import GptForwardStep
-from megaaccum.step import attempts
+from megaaccum.step import train_step
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor
 from tests.bank.mistake import mistake, replaced, wrapped
@@ -155,7 +155,7 @@ def mean_of_means(plan: Plan) -> Iterator[None]:
 
         return original(self, index, own_mean)
 
-    with wrapped(ForwardStep, "_divided", divided):
+    with wrapped(ForwardStep, "_scaled", divided):
         yield
 
 
@@ -168,7 +168,7 @@ def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
     def own(weights: list[float], count: int, groups: Any, places: Any = None) -> Callable[[], tuple[float, int]]:
         return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
 
-    with replaced(attempts, "post_total_weight", own):
+    with replaced(train_step, "post_total_weight", own):
         yield
 
 
@@ -245,7 +245,7 @@ def _at_end(factor: Any) -> AbstractContextManager[None]:
         by = factor(self.backend.loss_scale)
         return replace(attempt, factor=attempt.factor * by, norm=attempt.norm * by)
 
-    return wrapped(attempts.Attempts, "reduce_and_measure", measured)
+    return wrapped(train_step.TrainStep, "reduce_and_measure", measured)
 
 
 @mistake(
@@ -256,8 +256,8 @@ def _at_end(factor: Any) -> AbstractContextManager[None]:
 def reported_loss_divided(plan: Plan) -> Iterator[None]:
     rounds = plan.batch.grad_accum_steps
 
-    def divided(original: Any, self: Any, index: int, loss_func: Any) -> Any:
-        inner = original(self, index, loss_func)
+    def divided(original: Any, self: Any, index: int, at: Any, loss_func: Any) -> Any:
+        inner = original(self, index, at, loss_func)
 
         def call(*args: Any, **keys: Any) -> Any:
             result = inner(*args, **keys)
@@ -266,5 +266,5 @@ def reported_loss_divided(plan: Plan) -> Iterator[None]:
 
         return call
 
-    with wrapped(ForwardStep, "_divided", divided):
+    with wrapped(ForwardStep, "_scaled", divided):
         yield

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megaaccum.config import Plan
+from megaaccum.optim import lr_schedule
+from megaaccum.optim.loss_scaler import LossScaler
+from megaaccum.optim.lr_schedule import LrSchedule
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
-from megaaccum.step import lr_schedule
-from megaaccum.step.loss_scaler import LossScaler
-from megaaccum.step.lr_schedule import LrSchedule
 from megaaccum.step.recovery import Recovery
 from megaaccum.step.transaction import Transaction
 from tests.bank.mistake import FIRST, NORM, added_by_microbatch, mistake, replaced, wrapped
@@ -253,9 +253,9 @@ def one_rank_skips(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def stale_weights(plan: Plan) -> Iterator[None]:
     def step(original: Any, self: DeepSpeedBackend) -> None:
-        before = [param.detach().clone() for param in self.parts.params]
+        before = [param.detach().clone() for param in self.driver.params]
         original(self)
-        for param, old in zip(self.parts.params, before, strict=True):
+        for param, old in zip(self.driver.params, before, strict=True):
             param.data.copy_(old)
 
     with wrapped(DeepSpeedBackend, "step", step):

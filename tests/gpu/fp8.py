@@ -138,14 +138,14 @@ class Run:
     """A model in training; its gradients are noted before the optimizer reads them."""
 
     def __init__(self, case, *, split: str = ""):
-        from megaaccum.config.plan import Layout
+        from megaaccum.config.plan import RankLayout
         from megaaccum.executor.entry import get_forward_backward_func
         from tests.support.parity import Rig
 
-        with patch.object(Layout, "splits_backward", bool(split)):
+        with patch.object(RankLayout, "splits_backward", bool(split)):
             self.rig = Rig.of(case)
         if split:
-            self.rig.train_step.attempts.schedule = get_forward_backward_func(split, own=True)
+            self.rig.train_step.schedule = get_forward_backward_func(split, own=True)
         self.gradient: dict = {}
         optimizer_step = self.rig.backend.step
 
@@ -163,7 +163,7 @@ class Run:
         return self.rig.train_step.train(batch, step=step)
 
     def state(self) -> dict:
-        return {name: tensor.clone() for name, tensor in self.rig.train_step.attempts.fp8.tensors.items()}
+        return {name: tensor.clone() for name, tensor in self.rig.train_step.fp8.tensors.items()}
 
 
 def _distance(one: dict, other: dict) -> float:
@@ -285,12 +285,10 @@ def _saved(run: Run, keys: str) -> dict:
     folder: list = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
     rig = run.rig
-    buffers = rig.train_step.attempts.fp8.tensors
+    buffers = rig.train_step.fp8.tensors
     path = save_load.save(folder[0], rig.backend, rig.groups, progress(STEPS), keep_last=1, buffers=buffers)
     other = Run(_case(keys))
-    save_load.load(
-        path, other.rig.backend, other.rig.groups, shape=SHAPE, buffers=other.rig.train_step.attempts.fp8.tensors
-    )
+    save_load.load(path, other.rig.backend, other.rig.groups, shape=SHAPE, buffers=other.rig.train_step.fp8.tensors)
     lost = differences(other.state(), run.state()) + differences(state_of(other.rig.backend), state_of(run.rig.backend))
     run.train(STEPS + 1)
     other.train(STEPS + 1)
@@ -302,12 +300,12 @@ def blackwell_only() -> dict:
     import torch
 
     from megaaccum.errors import ConfigError
-    from megaaccum.model import gpt as model
+    from megaaccum.model import machine
 
     plan = _case("--fp8_format hybrid --fp8_recipe mxfp8 --seq_length 32 --ffn_hidden_size 256").plan()
     capability = torch.cuda.get_device_capability()
     try:
-        model._check_fp8(plan)
+        machine.check_machine(plan)
     except ConfigError as error:
         return {"ok": not (10, 0) <= capability < (12, 0), "told": str(error)}
     return {"ok": (10, 0) <= capability < (12, 0), "told": "accepted"}
@@ -326,7 +324,7 @@ def weight_gradients_apart() -> dict:
         apart.train(0)
         told[name] = {
             "apart": _distance(apart.gradient, whole.gradient),
-            "deferred": apart.rig.train_step.attempts.schedule.record.peak_deferred,
+            "deferred": apart.rig.train_step.schedule.record.peak_deferred,
             "delayed layers": sum(1 for chunk in apart.rig.chunks for _ in _delayed(chunk)),
         }
     return {"ok": all(t["apart"] < 1e-5 and t["delayed layers"] > 0 for t in told.values())} | told

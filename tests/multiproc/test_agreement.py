@@ -180,5 +180,5 @@ def dropped_or_not() -> list[str]:
 def test_drop_skips_the_step_and_error_ends_it():
     for note, text in run_ranks(dropped_or_not, 4, timeout=40):
         assert note == "of 8 micro-batches rank 1 has 7, rank 3 has 7 (short_batch: drop)"
-        assert "step 7 needs 8 micro-batches on every rank and rank 1 has 7, rank 3 has 7" in text
+        assert "step 7 needs 8 micro-batches on every rank, but rank 1 has 7, rank 3 has 7" in text
         assert "short_batch to pad or drop" in text

@@ -4,13 +4,14 @@ the whole batch, whatever the calls that bring it, and whenever its divisor is k
 from __future__ import annotations
 
 import traceback
+from unittest.mock import patch
 
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.engines import Calls, all_in_calls
-from tests.support.parity import Case, Rig
+from tests.support.parity import Case
 
 BACKENDS = {
     "zero1": "--zero_stage 1 ",
@@ -99,21 +100,61 @@ def test_fp16_at_four_million_tokens():
     check([(Case(4, SCHEDULES[schedule], lane="fp16"), calls) for schedule in ("none", "1f1b", "zbv")])
 
 
-def frames_before_the_schedule(case: Case) -> list[str]:
-    """Names of the functions from TrainStep.train to the one that calls the schedule."""
-    rig = Rig.of(case)
-    attempts, found = rig.train_step.attempts, []
-    schedule = attempts.schedule
+def frames_of(flags: str, folder: str) -> dict[str, list[str]]:
+    """Names of the functions from the training loop's `train` to the one that calls the pipeline schedule, and to the
+    one that calls the user's forward_step_func, on this rank in a run of one step."""
+    from megaaccum.cli.train import main
+    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.step.train_step import TrainStep
 
-    def noting(**keys):
-        found.extend(frame.name for frame in traceback.extract_stack()[:-1])
-        return schedule(**keys)
+    found: dict[str, list[str]] = {}
+    init, forward = TrainStep.__init__, GptForwardStep.__call__
 
-    attempts.schedule = noting
-    rig.train_step.train(rig.microbatches(), step=1)
-    return found[found.index("train") :]
+    def noted(name: str) -> None:
+        names = [frame.name for frame in traceback.extract_stack() if "/tests/" not in frame.filename]
+        found.setdefault(name, names[names.index("train", names.index("_train") + 1) :])
+
+    def watch(self, *args, **keys) -> None:
+        init(self, *args, **keys)
+        schedule = self.schedule
+
+        def call(**arguments):
+            noted("schedule")
+            return schedule(**arguments)
+
+        if not isinstance(schedule, ForwardBackward):
+            self.schedule = call
+
+    def called(self, *args, **keys):
+        noted("user")
+        return forward(self, *args, **keys)
+
+    def run_flush(self, **arguments):
+        noted("schedule")
+        return run(self, **arguments)
+
+    from megaaccum.executor.entry import ForwardBackward
+
+    run = ForwardBackward.__call__
+    with (
+        patch.object(TrainStep, "__init__", watch),
+        patch.object(GptForwardStep, "__call__", called),
+        patch.object(ForwardBackward, "__call__", run_flush),
+    ):
+        main([*flags.split(), "--output_dir", folder, "--data_cache_path", f"{folder}/cache"])
+    return found
 
 
-def test_at_most_four_frames_from_the_step_to_the_schedule():
-    (frames,) = run_ranks(frames_before_the_schedule, 1, Case(1, "--pp_microbatches 2"))
-    assert len(frames) <= 4, frames
+@pytest.mark.parametrize("schedule", ["none", "1f1b", "interleaved", "zbv", "dualpipev"])
+def test_frames_from_the_training_loop_to_the_schedule_and_to_the_users_forward(schedule: str, tmp_path):
+    pp = 1 if schedule == "none" else 2
+    named = {"none": "", "interleaved": "--virtual_pipeline_model_parallel_size 2"}
+    layout = named.get(schedule, f"--schedule {schedule}")
+    flags = (
+        f"--pipeline_model_parallel_size {pp} {layout} --num_layers 4 --hidden_size 32 --num_attention_heads 2"
+        " --seq_length 16 --micro_batch_size 1 --global_batch_size 4 --train_iters 1 --lr 0.001 --no-save-at-end"
+        " --eval_interval 0"
+    )
+    for found in run_ranks(frames_of, pp, flags, str(tmp_path / "run"), timeout=90):
+        assert len(found["schedule"]) <= 4, found["schedule"]
+        assert len(found["user"]) <= 9, found["user"]

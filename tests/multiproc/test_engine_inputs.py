@@ -123,13 +123,13 @@ def wrong_models() -> dict[str, str]:
 MODELS = {
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
     "other stage": "is stage 0 of 2, and it was built with pre_process=False: it is a chunk of another stage",
-    "two chunks": "the model is 2 chunks on this rank, and schedule 1f1b has 1",
+    "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
     "hook": "no_sync_func of the chunks' configuration is set already",
-    "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, and the plan's is 2",
+    "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, but the plan's is 2",
     "half a tied pair": "the first stage trains its copy of the tied embedding and the last does not",
     "no optimizer": "the plan has no lr: give initialize an optimizer",
-    "groups": "the pp group has 1 ranks, and the plan says 2",
+    "groups": "the pp group has 1 ranks, but the plan says 2",
 }
 
 
@@ -171,7 +171,7 @@ def wrong_losses() -> dict[str, list[str]]:
         before = [piece.tensors["param"].clone() for piece in made.backend.state()]
         first = said(lambda made=made: made.train_step(batches()))
         same = all(map(torch.equal, before, [piece.tensors["param"] for piece in made.backend.state()]))
-        made.train_steps._forward_step_func = forward_step
+        made.train_steps.forward_step_func = forward_step
         seen[name] = [first, said(lambda made=made: made.train_step(batches())), str(same)]
     return seen
 
@@ -179,8 +179,8 @@ def wrong_losses() -> dict[str, list[str]]:
 LOSSES = {
     "nan": "4 micro-batches have a weight that is negative or not a number",
     "negative": "4 micro-batches have a weight that is negative or not a number",
-    "pair": "(sum of the losses, weight, reports), and it returned 2 values",
-    "tensor": "(sum of the losses, weight, reports), and it returned Tensor",
+    "pair": "(sum of the losses, weight, reports), but it returned 2 values",
+    "tensor": "(sum of the losses, weight, reports), but it returned Tensor",
     "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
     "reports": "has to be a dict of reports, not Tensor",
 }

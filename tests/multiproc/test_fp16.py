@@ -11,7 +11,7 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import check
 from tests.support.faults import Fault, differences, injected, state_of, weights
 from tests.support.parity import Case, Rig
-from tests.unit.step.test_loss_scaler import of_torch, verdicts
+from tests.unit.optim.test_loss_scaler import of_torch, verdicts
 
 PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "
 TENSOR = "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --pp_microbatches 4 "

@@ -43,7 +43,7 @@ def gradients_heard(case: Case) -> tuple[int, set[int]]:
     with patch.object(OnGradient, "_added", added):
         rig = Rig.of(case)
         rig.train(step=1)
-    return len(heard) - len(rig.backend.parts.params), set(heard.values())
+    return len(heard) - len(rig.backend.driver.params), set(heard.values())
 
 
 @pytest.mark.parametrize(("more", "times"), [("", 1), ("--reproducible layout ", 4)])

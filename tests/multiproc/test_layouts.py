@@ -77,7 +77,7 @@ def averages() -> Iterator[None]:
     """torch DDP's hook averages; the step takes the division back."""
     from megaaccum.sharding import ddp
 
-    summed, init = ddp.sum_in_order, ddp.DdpBackend.__init__
+    summed, init = ddp.all_reduce_hook, ddp.DdpBackend.__init__
 
     def average(order, sums, group, bucket):
         return summed(order, sums, group, bucket).then(lambda done: done.value() / group.size())
@@ -86,7 +86,7 @@ def averages() -> Iterator[None]:
         init(self, *args, **keys)
         self.reduction_divisor = self._groups.dp_cp.size()
 
-    with patch.object(ddp, "sum_in_order", average), patch.object(ddp.DdpBackend, "__init__", divided):
+    with patch.object(ddp, "all_reduce_hook", average), patch.object(ddp.DdpBackend, "__init__", divided):
         yield
 
 
@@ -111,7 +111,7 @@ def rounded_once() -> Iterator[None]:
     def unrounded(cls, plan, groups):
         return cls(rank=groups.dp_cp.rank(), ranks=groups.dp_cp.size())
 
-    with patch.object(MicrobatchSums, "of", classmethod(unrounded)):
+    with patch.object(MicrobatchSums, "from_plan", classmethod(unrounded)):
         yield
 
 

@@ -92,7 +92,7 @@ def without_correction(case: Case) -> Gradient:
         whole.append(post_total_weight(*args)())
         return lambda: whole[0]
 
-    with patch("megaaccum.step.attempts.post_total_weight", keeping_tokens):
+    with patch("megaaccum.step.train_step.post_total_weight", keeping_tokens):
         return attempt(Rig.of(case), DROPPED)[0]
 
 
@@ -181,7 +181,7 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def _one_element(case: Case) -> tuple[list[int], int, bool, str]:
-    from megaaccum.step import nonfinite
+    from megaaccum.observe import nonfinite
 
     clean, _ = attempt(Rig.of(case), [])
     rig = Rig.of(case)
@@ -287,7 +287,7 @@ def test_raise_off_and_the_limits():
         assert "step 9: the gradient is not finite: micro-batch 4 of data-parallel rank 1" in seen["raise"]
         assert "first in the forward of stage 0 (rank 1), its output holds" in seen["raise"]
         assert seen["changed by raise"] == []
-        assert "step 4 brings the bad steps in a row to 2 (max_bad_steps_in_a_row 2)" in seen["limit"]
+        assert "step 4 is the 2nd bad step in a row (max_bad_steps_in_a_row 2)" in seen["limit"]
         assert "micro-batch 0 of data-parallel rank 1" in seen["limit"]
         assert seen["off"] is False
         assert seen["not finite with off"] is True

@@ -27,14 +27,14 @@ def found(case: Case, *, missed: bool = False, slow: float = 0.0, late: float = 
     ranks = Ranks(rig.plan, rig.groups, rig.chunks, stages)
     clock, mine = [0.0], torch.distributed.get_rank()
     rig.train_step.observer.stopwatch = Stopwatch(lambda: clock[0])
-    user = rig.train_step._forward_step_func
+    user = rig.train_step.forward_step_func
 
     def forward_step(data_iterator, chunk):
         clock[0] += 1.0 + slow * mine
         return user(data_iterator, chunk)
 
     forward_step.weights = user.weights
-    rig.train_step._forward_step_func = forward_step
+    rig.train_step.forward_step_func = forward_step
     if missed:
         sync = FSDPModule.set_requires_gradient_sync
         FSDPModule.set_requires_gradient_sync = lambda self, wanted, **how: sync(self, True, **how)

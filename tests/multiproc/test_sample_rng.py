@@ -51,11 +51,12 @@ LAYOUTS = [
 
 def by_rank() -> Iterator[None]:
     """Each pipeline stage and data-parallel rank has masks of its own, whatever its micro-batches are."""
+    from megaaccum.distributed import rng
     from megaaccum.step import seeds
 
     def seed_at(self, layer: str, stream: str) -> None:
         place = (self._groups.pp.rank(), self._groups.dp.rank())
-        seeds._set_states(f"{self._step}/{self._forward}/{layer}/{place}", stream, self._streams, tp_rank=0)
+        rng.seed_streams(f"{self._step}/{self._forward}/{layer}/{place}", stream, self._streams, tp_rank=0)
 
     with patch.object(seeds.SampleSeeds, "_seed_at", seed_at):
         yield
@@ -106,7 +107,6 @@ def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
 
     from megaaccum.distributed import rng
     from megaaccum.model.gpt_forward import GptForwardStep
-    from megaaccum.step import seeds
 
     rig = Rig.of(case)
     seeded, drawn, last = [], [], [rng.snapshot()]
@@ -115,7 +115,7 @@ def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
         now = rng.snapshot()
         drawn.append(any(not torch.equal(now[name], state) for name, state in last[0].items()))
 
-    def set_states(*args, set_states=seeds._set_states, **kwargs) -> None:
+    def set_states(*args, set_states=rng.seed_streams, **kwargs) -> None:
         look()
         set_states(*args, **kwargs)
         seeded.append(args)
@@ -127,7 +127,7 @@ def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
         last[0] = rng.snapshot()
 
     with (
-        patch.object(seeds, "_set_states", set_states),
+        patch.object(rng, "seed_streams", set_states),
         patch.object(rng, "restore", restore),
         patch.object(GptForwardStep, "draws_nothing", not of_a_user),
     ):

@@ -111,7 +111,7 @@ def test_a_rank_that_raises_ends_all(name, chunks, placement):
     [
         ("shapes", "so every stage has to know the lengths: give seq_lengths, one per micro-batch"),
         ("adjust", "adjust_tensor_shapes_fn"),
-        ("chunks", "schedule zbv has 2 model chunks per rank, and the model is 1"),
+        ("chunks", "schedule zbv has 2 model chunks per rank, but the model is 1"),
         ("iterators", "1 data iterators for 2 model chunks"),
     ],
 )

@@ -85,7 +85,7 @@ def at_one_stage(at: Case):
     from megaaccum import get_forward_backward_func
 
     rig = Rig.of(at)
-    rig.train_step.attempts.schedule = get_forward_backward_func("zb-h1", own=True)
+    rig.train_step.schedule = get_forward_backward_func("zb-h1", own=True)
     return rig.watched()[0]
 
 

@@ -70,7 +70,8 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
     from megaaccum.engine import initialize
     from megaaccum.model import gpt
     from megaaccum.model.gpt_forward import REPORTS
-    from megaaccum.step.speculation import Speculation, Undo
+    from megaaccum.step import speculation
+    from megaaccum.step.speculation import SpeculativeTrainStep
 
     plan = case.plan()
     groups.destroy()
@@ -88,17 +89,22 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
         return found
 
     seen, following = Run(), batch(1)
-    end, restore = Speculation.end, Undo.restore
+    end, undo_of = SpeculativeTrainStep._end_early, speculation._undo
 
     def ended(self, *args, **more):
         seen.early += 1
         return end(self, *args, **more)
 
-    def restored(self):
-        seen.restored += 1
-        restore(self)
+    def counted(*args):
+        undo = undo_of(*args)
 
-    with patch.object(Speculation, "end", ended), patch.object(Undo, "restore", restored):
+        def restored():
+            seen.restored += 1
+            undo()
+
+        return restored
+
+    with patch.object(SpeculativeTrainStep, "_end_early", ended), patch.object(speculation, "_undo", counted):
         for step in range(1, STEPS + 1):
             now, following = following, batch(step + 1)
             arguments: dict[str, Any] = {"microbatches": now, "upcoming": following if step < STEPS else None}
@@ -169,11 +175,11 @@ def test_whatever_comes_between_ends_the_step_that_has_begun():
 
 def mutated(name: str) -> str:
     """What `compared` says where a rule is broken."""
-    from megaaccum.step.speculation import Speculation
+    from megaaccum.step.speculation import SpeculativeTrainStep
 
     mistakes = {
         "the update stays": patch("megaaccum.step.speculation._state", lambda backend: []),
-        "clipping is missed": patch.object(Speculation, "_is_free", lambda self, norm: True),
+        "clipping is missed": patch.object(SpeculativeTrainStep, "_is_free", lambda self, norm: True),
     }
     with mistakes[name]:
         try:

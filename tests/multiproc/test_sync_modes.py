@@ -246,7 +246,7 @@ def reduced_without_letting_go(case: Case) -> dict[str, int]:
     PartitionReducer.add = keep
     rig = Rig.of(case)
     rig.train_step.gradient(rig.microbatches())
-    return rig.backend.memory.take()
+    return rig.backend.memory.pop()
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
     left = dict(faults or {})
     real = TrainStep.train
 
-    def with_fault(self, microbatches, *, step, **more):
-        fault = left.pop(step, None)
-        with injected([fault], self.attempts.chunks) if fault else nullcontext():
-            return real(self, microbatches, step=step, **more)
+    def with_fault(self, microbatches, **more):
+        fault = left.pop(self.transaction.step + 1, None)
+        with injected([fault], self.chunks) if fault else nullcontext():
+            return real(self, microbatches, **more)
 
     with patch.object(TrainStep, "train", with_fault):
         main([*flags.split(), "--output_dir", str(folder), "--data_cache_path", str(folder.parent / "cache")])
@@ -43,11 +43,13 @@ def train(flags: str, folder: Path, faults: dict[int, Fault] | None = None) -> N
 
 def counted(flags: str, folder: Path) -> int:
     """`train`; returns how many of its steps ended before their verdict."""
-    from megaaccum.step.speculation import Speculation
+    from megaaccum.step.speculation import SpeculativeTrainStep
 
     ended = []
-    end = Speculation.end
-    with patch.object(Speculation, "end", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)):
+    end = SpeculativeTrainStep._end_early
+    with patch.object(
+        SpeculativeTrainStep, "_end_early", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)
+    ):
         train(flags, folder)
     return len(ended)
 
@@ -158,7 +160,7 @@ def test_the_end_after_bad_steps_names_remedies_that_work(folder):
         ends = try_ranks(train_with_poison, 2, f"{start}{bad} --override data", output, init=False, timeout=90)
         for end in ends:
             assert end.error is not None
-            assert "step 6 brings the bad steps in a row to 2" in end.error.text
+            assert "step 6 is the 2nd bad step in a row" in end.error.text
             assert f"The last good checkpoint is {output / 'checkpoints' / 'step_0000004'}" in end.error.text
     words = re.search(r"lower lr \((--override \w+)\) or other data \((--override \w+)\)", ends[0].error.text)
     assert words

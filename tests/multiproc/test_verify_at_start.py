@@ -73,13 +73,13 @@ def made(name: str, case: Case) -> Iterator[None]:
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):
             yield
     elif name == "flushes divide":
-        divided = ForwardStep._divided
+        divided = ForwardStep._scaled
 
-        def again(self: Any, index: int, loss_func: Any) -> Any:
-            by = divided(self, index, loss_func)
+        def again(self: Any, index: int, at: Any, loss_func: Any) -> Any:
+            by = divided(self, index, at, loss_func)
             return lambda output: (by(output)[0] / len(self._batch), *by(output)[1:])
 
-        with patch.object(ForwardStep, "_divided", again):
+        with patch.object(ForwardStep, "_scaled", again):
             yield
     else:
         with entries.made(name, case.plan()):

@@ -32,23 +32,24 @@ def injected(faults: list[Fault], chunks) -> Iterator[None]:
     from megaaccum.step.forward_step import ForwardStep
 
     mine = {(f.chunk, f.microbatch): f for f in faults if f.rank == torch.distributed.get_rank()}
-    left = {place: fault.times for place, fault in mine.items()}
-    forward = ForwardStep._forward
+    left = {at: fault.times for at, fault in mine.items()}
+    forward = ForwardStep.__call__
 
-    def call(self, data_iterator, chunk, number, index, plan):
-        microbatch, place = next(data_iterator), (number, self._batch.first + index)
-        spoils = left.get(place, 0) > 0 and torch.is_grad_enabled() and bool(microbatch["loss_mask"].any())
+    def call(self, data_iterator, chunk, **keys):
+        number = self._number[id(chunk)]
+        microbatch, at = next(data_iterator), (number, self._batch.first + self._next[number])
+        spoils = left.get(at, 0) > 0 and torch.is_grad_enabled() and bool(microbatch["loss_mask"].any())
         if not spoils:
-            return forward(self, iter([microbatch]), chunk, number, index, plan)
-        left[place] -= 1
-        where = _module(chunk, mine[place].within)
-        handle = where.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[place]))
+            return forward(self, iter([microbatch]), chunk, **keys)
+        left[at] -= 1
+        where = _module(chunk, mine[at].within)
+        handle = where.register_forward_hook(lambda _module, _args, output: _spoil(output, mine[at]))
         try:
-            return forward(self, iter([microbatch]), chunk, number, index, False)
+            return forward(self, iter([microbatch]), chunk)
         finally:
             handle.remove()
 
-    with patch.object(ForwardStep, "_forward", call):
+    with patch.object(ForwardStep, "__call__", call):
         yield
 
 
@@ -80,10 +81,10 @@ def state_of(bound) -> dict[str, torch.Tensor]:
 
 def weights(bound, chunks) -> dict[str, torch.Tensor]:
     """Copies of the weights that the next forward reads, by name."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     bound.gather()
-    return {name: param.detach().clone() for name, param in gpt.named_parameters(chunks)}
+    return {name: param.detach().clone() for name, param in names.named_parameters(chunks)}
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -36,20 +36,21 @@ class CountsCalls(torch.optim.Optimizer):
 
 
 def build(plan, chunks) -> CountsCalls:
-    """In the place of training.optimizer.build."""
-    from megaaccum.model import gpt
-    from megaaccum.step import lr_schedule
+    """In the place of optim.adamw.build."""
+    from megaaccum.model import names
+    from megaaccum.optim import lr_schedule
 
     keys = plan.config.optimizer
-    groups = lr_schedule.param_groups(list(gpt.named_parameters(chunks)), keys.weight_decay)
+    groups = lr_schedule.param_groups(list(names.named_parameters(chunks)), keys.weight_decay)
     return CountsCalls(groups, lr=keys.lr, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps)
 
 
 def trained(case: Case, stands_in: bool, steps: int, resume_at: int) -> dict[str, torch.Tensor]:
     """Masters of this rank after `steps` steps, built again from the state before step `resume_at`."""
-    from megaaccum.step import optimizer
 
-    with patch.object(optimizer, "build", build if stands_in else optimizer.build):
+    from megaaccum.optim import adamw
+
+    with patch.object(adamw, "build", build if stands_in else adamw.build):
         rig = Rig.of(case)
         for step in range(steps):
             if step == resume_at:

@@ -122,7 +122,7 @@ def stack(indices: Iterable[int]) -> dict[str, torch.Tensor]:
 def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one data-parallel rank, of the global batch that starts at sample `first`."""
     size, batch = plan.batch.micro_batch_size, plan.batch
-    places = [batch.place(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
+    places = [batch.sample_index(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
     starts = [first + place * size for place in places]
     return [stack(range(start, start + size)) for start in starts]
 
@@ -148,14 +148,14 @@ class Rig:
         from megaaccum.distributed import groups
         from megaaccum.model import gpt
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-        from megaaccum.step import optimizer
+        from megaaccum.optim import adamw
         from megaaccum.step.train_step import TrainStep
 
         plan = case.plan()
         groups.destroy()
         built = groups.build(plan.layout, timeout_minutes=1)
         chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
-        backend = sharding.build(plan, built, chunks, optimizer.build(plan, chunks))
+        backend = sharding.build(plan, built, chunks, adamw.build(plan, chunks))
         forward_step = GptForwardStep(built, plan.batch.loss_norm)
         return cls(
             case, plan, built, chunks, backend, TrainStep(plan, built, chunks, backend, forward_step, reports=REPORTS)
@@ -183,11 +183,11 @@ class Rig:
 
     def whole(self, parts: Iterable[tuple[str, torch.nn.Parameter, int, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """{name: this rank's tp part of a parameter, whole} of (name, parameter, start, flat part) on all dp ranks."""
-        from megaaccum.model import gpt
+        from megaaccum.model import names
 
-        params = dict(gpt.named_parameters(self.chunks))
+        params = dict(names.named_parameters(self.chunks))
         mine = [
-            (name, start, flat.detach().cpu().double().numpy(), gpt.is_expert(param))  # arrays are pickled faster
+            (name, start, flat.detach().cpu().double().numpy(), names.is_expert(param))  # arrays are pickled faster
             for name, param, start, flat in parts
             if flat.numel()
         ]
@@ -287,13 +287,13 @@ def one_process(model_flags: str, dtype: str):
     """The whole model in `dtype` on one rank, and its plan. 16-bit parameters add their gradients up in FP32."""
     from megaaccum import config
     from megaaccum.distributed import groups
-    from megaaccum.model import gpt as model
+    from megaaccum.model import gpt
 
     flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
     plan = config.resolve(load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
-    (chunk,) = model.build_chunks(plan, built, vocab_size=VOCAB)
+    (chunk,) = gpt.build_chunks(plan, built, vocab_size=VOCAB)
     for param in chunk.parameters():
         if dtype in ("bf16", "fp16"):
             param.grad_dtype = torch.float32
@@ -301,6 +301,6 @@ def one_process(model_flags: str, dtype: str):
 
 
 def named(chunk):
-    from megaaccum.model import gpt as model
+    from megaaccum.model import names
 
-    return list(model.named_parameters([chunk]))
+    return list(names.named_parameters([chunk]))

@@ -10,7 +10,7 @@ from megaaccum.config.facts import Facts
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How the model is cut over ranks. world = tp * cp * pp * dp."""
+    """The cut of the model over ranks. world = tp * cp * pp * dp."""
 
     tensor_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Ranks that share each matrix (tp)."""
@@ -19,7 +19,7 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Model chunks per rank (vpp) for the interleaved schedule; zbv and dualpipev set it to 2."""
     num_layers_per_virtual_pipeline_stage: Annotated[int | None, Facts(at_least=1, planned=True)] = None
-    """Another way to say vpp: layers per chunk."""
+    """Layers per chunk: another way to give vpp."""
     context_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Ranks that share each sequence (cp)."""
     expert_model_parallel_size: Annotated[int, Facts(at_least=1, needs="num_experts", core=True, planned=True)] = 1
@@ -68,7 +68,7 @@ class BatchConfig:
 
     micro_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences in one pipeline micro-batch on one data-parallel rank. Default: of those that fit into memory_gib, or
-    the GPU's memory, the one with the fastest predicted step; 1 where neither is known."""
+    the GPU's memory, the one with the fastest predicted step; 1 if neither is known."""
     global_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences per optimizer step over all ranks."""
     total_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None

@@ -17,7 +17,7 @@ from megaaccum.lab.planner.time import Pass
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, Cut, LayerCost, Profile
-from megaaccum.model.param_count import expert_layers
+from megaaccum.pretrain.metrics.flops import expert_layers
 from megaaccum.schedule.build import build
 from megaaccum.units import amount
 

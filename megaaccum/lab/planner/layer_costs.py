@@ -30,8 +30,8 @@ from megaaccum.lab.planner.footprint import chosen, state_bytes
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import GptForwardStep
-from megaaccum.model.param_count import expert_layers
 from megaaccum.platform import cpu
+from megaaccum.pretrain.metrics.flops import expert_layers
 from megaaccum.step.loss import ForwardStepFunc
 
 NAMES = {

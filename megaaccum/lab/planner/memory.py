@@ -17,7 +17,7 @@ from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.lab.planner.partial_sums import Passes, Waiting, odd_part, sums_of_runs
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters, with_input_grad
-from megaaccum.model.flops import padded_rows
+from megaaccum.model.sizes import padded_rows
 
 StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""

@@ -12,7 +12,7 @@ from megaaccum.lab.planner import warmup
 from megaaccum.lab.planner.emit import checked, planned_keys
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
-from megaaccum.model.flops import step_flops
+from megaaccum.pretrain.metrics.flops import step_flops
 from megaaccum.units import GIB
 
 _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
-from megaaccum.model.param_count import expert_layers
+from megaaccum.pretrain.metrics.flops import expert_layers
 
 V_SHAPED = frozenset({"zbv", "dualpipev", "v-half", "v-min"})
 """Schedules in which rank r holds stages r and 2 * pp - 1 - r. In the others stage s is on rank s % pp."""

@@ -18,8 +18,8 @@ from megaaccum.lab.planner.memory import StageSource
 from megaaccum.lab.planner.partial_sums import sums_of_runs
 from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
-from megaaccum.model.flops import padded_rows
-from megaaccum.model.param_count import expert_layers
+from megaaccum.model.sizes import padded_rows
+from megaaccum.pretrain.metrics.flops import expert_layers
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""

@@ -10,8 +10,9 @@ import numpy as np
 
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.stages import Stage
-from megaaccum.model import param_count
-from megaaccum.model.flops import padded_rows
+from megaaccum.model.sizes import padded_rows
+from megaaccum.pretrain.metrics import param_count
+from megaaccum.pretrain.metrics.flops import expert_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def _norm(model: ModelConfig) -> int:
 
 def _prediction(model: ModelConfig) -> _Parts:
     """A multi-token-prediction layer: three norms, a 2h x h matrix cut over tp, and a layer like the last one."""
-    inner = _layer(model, param_count.expert_layers(model)[-1])
+    inner = _layer(model, expert_layers(model)[-1])
     return _Parts(inner.cut + 2 * model.hidden_size**2, inner.whole + 3 * _norm(model), inner.expert)
 
 

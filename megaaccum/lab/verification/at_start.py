@@ -30,7 +30,7 @@ from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
 from megaaccum.lab.verification.relations import CLOSE, Sizes, name_of_factor
-from megaaccum.model import gpt
+from megaaccum.model.names import named_parameters
 from megaaccum.platform import cpu
 from megaaccum.pretrain.training.evaluation import loader_of
 
@@ -67,8 +67,8 @@ def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
     first = _gradient(engine, mine, planned)
     if first is None:
         return "verify_at_start: not verified, the gradient of this step is not finite"
-    theirs, place = _otherwise(engine, data, planned, other)
-    second = _gradient(engine, theirs, other, place)
+    theirs, sample_index = _otherwise(engine, data, planned, other)
+    second = _gradient(engine, theirs, other, sample_index)
     if second is None:
         raise printed_once(StepError(_failed("its gradient is finite as planned but not in the other", planned, other)))
     distance = compare(plan, first, second, planned, other)
@@ -89,7 +89,7 @@ def _otherwise(
     with closing(loader_of(engine, data.train, data, consumed_samples=after, batch=other, in_runs=in_runs)) as loader:
         found = _read(loader, other)[::-1]
     last, rank = len(found) - 1, engine.groups.dp.rank()
-    return found, lambda index: planned.place(last - index, rank, in_runs=in_runs)
+    return found, lambda index: planned.sample_index(last - index, rank, in_runs=in_runs)
 
 
 def _read(loader: SharedLoader, batch: BatchPlan) -> list[Any]:
@@ -146,13 +146,13 @@ class Sketch:
     loss_scale: float
 
 
-def _gradient(engine: Engine, microbatches: list[Any], batch: BatchPlan, place: Any = None) -> Sketch | None:
+def _gradient(engine: Engine, microbatches: list[Any], batch: BatchPlan, sample_index: Any = None) -> Sketch | None:
     """Make the step's gradient; None if it is not finite, in FP16 at any loss scale."""
     scaler = engine.train_steps.recovery.scaler
     before = None if scaler is None else scaler.state_dict()
     try:
         while True:
-            with engine.trial(microbatches, batch=batch, place=place) as attempt:
+            with engine.trial(microbatches, batch=batch, sample_index=sample_index) as attempt:
                 if attempt.is_finite:
                     return _sketch(engine, attempt)
             if scaler is None or not scaler.can_back_off:
@@ -192,7 +192,7 @@ def _names(engine: Engine) -> list[str]:
     mine = [
         (stage, number, name)
         for stage, chunk in zip(stages, engine.chunks, strict=True)
-        for number, (name, param) in enumerate(gpt.named_parameters([chunk]))
+        for number, (name, param) in enumerate(named_parameters([chunk]))
         if param.requires_grad
     ]
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -26,7 +26,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import borders, subject
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Reference, ReferenceStep
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.step.seeds import SampleSeeds
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -61,7 +61,7 @@ class PlainLoop:
         optimizer: Callable[[list[tuple[str, torch.Tensor]]], torch.optim.Optimizer] | None = None,
     ):
         self.model, self.loss, self._means = model, loss, means
-        self.named: list[tuple[str, torch.nn.Parameter]] = list(gpt.named_parameters([model]))  # type: ignore[list-item]
+        self.named: list[tuple[str, torch.nn.Parameter]] = list(names.named_parameters([model]))  # type: ignore[list-item]
         self.trained = [(name, param) for name, param in self.named if param.requires_grad]
         self.masters = {
             name: param.detach().float().clone() if param.element_size() == 2 else param.detach()
@@ -235,7 +235,7 @@ class _Run:
             yield
             return
         with self._seeds.flush(step):
-            self._seeds.begin_forward(microbatch)
+            self._seeds.begin_forward(0, microbatch)
             yield
 
     def _difference_between_two_forwards(self) -> str:
@@ -384,7 +384,7 @@ class _Run:
         return state
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: each.double().clone() for name, each in gpt.named_buffers([self.loop.model])}  # type: ignore[list-item]
+        return {name: each.double().clone() for name, each in names.named_buffers([self.loop.model])}  # type: ignore[list-item]
 
 
 class _LossScale:

@@ -47,8 +47,8 @@ class RunLog:
     ):
         """Open the files of a run that goes on after step `start_step` (0: a fresh one).
 
-        `flops_per_step` comes from `model.flops.step_flops`, `peak_flops` (FLOP/s of one device, None where
-        unknown) from `model.flops.peak_flops`; `opening` is what the receipt holds at the start (`receipts.opening`);
+        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device, None where
+        unknown) from `flops.peak_flops`; `opening` is what the receipt holds at the start (`receipts.opening`);
         `clock` gives seconds, `now` those since 1970. Raises MegaaccumError where a file cannot be written or the
         journal of an earlier start is damaged, and ConfigError as `check` does.
         """

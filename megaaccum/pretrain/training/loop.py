@@ -78,7 +78,7 @@ def train(plan: Plan, advisor: Advisor) -> int:
     except BaseException as error:
         log.failed(error)
         raise
-    seconds = between_steps(engine.observer.stopwatch.take())
+    seconds = between_steps(engine.observer.stopwatch.pop())
     raise_on_all_ranks(log.close, outcome, checkpoint=saver.written(), seconds=seconds)
     end_process_group()
     return 0

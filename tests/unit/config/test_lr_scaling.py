@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.step.lr_schedule import build
+from megaaccum.optim.lr_schedule import build
 from tests.support.configs import plan
 
 RATES = dict(lr=1e-3, min_lr=1e-4, lr_warmup_init=1e-5, decoupled_lr=2e-3, decoupled_min_lr=2e-4)
@@ -60,7 +60,10 @@ def test_under_a_ramp_the_rate_follows_the_batch_of_the_step_if_asked() -> None:
             "lr_reference_batch_size and lr_reference_tokens is given",
         ),
         (dict(lr_scaling="linear", lr_reference_batch_size=0), "lr_reference_batch_size is 0: it must be at least 1"),
-        (dict(lr_reference_batch_size=8), "lr_reference_batch_size only counts with lr_scaling linear or sqrt"),
+        (
+            dict(lr_reference_batch_size=8),
+            "lr_reference_batch_size: no effect with lr_scaling none: set lr_scaling to linear or sqrt",
+        ),
     ],
 )
 def test_a_scaling_that_cannot_be_is_one_message(keys, text) -> None:

@@ -50,7 +50,7 @@ def found(experts: Experts, cold: ColdExperts) -> list[int]:
     cold.begin_step()
     for scale in experts.scales:
         scale.grad = torch.ones(1)
-        cold.take(scale)
+        cold.offload(scale)
     taken = [number for number, scale in enumerate(experts.scales) if scale.grad is None]
     cold.begin_step()
     return taken
@@ -98,11 +98,11 @@ def test_gradients_are_added_up_off_the_parameter_and_come_back_once():
     rarely, often = experts.scales
     for value in (0.0, 0.1, 0.2, 0.3):
         rarely.grad = torch.tensor([value])
-        cold.take(rarely)
+        cold.offload(rarely)
         assert rarely.grad is None
         assert len(list(cold.tensors())) == (value > 0), "zeros take no memory"
     often.grad = torch.tensor([7.0])
-    cold.take(often)
+    cold.offload(often)
     cold.bring_back(often)
     cold.bring_back(rarely)
     assert often.grad == 7.0
@@ -116,7 +116,7 @@ def test_numbers_that_are_not_finite_are_not_dropped():
     cold.begin_step()
     for value in (float("nan"), 1.0):
         experts.scales[0].grad = torch.tensor([value])
-        cold.take(experts.scales[0])
+        cold.offload(experts.scales[0])
     cold.bring_back(experts.scales[0])
     assert experts.scales[0].grad.isnan().all()
 
@@ -126,7 +126,7 @@ def test_what_a_given_up_attempt_left_is_dropped():
     step(experts, cold, 0, 2)
     cold.begin_step()
     experts.scales[0].grad = torch.ones(1)
-    cold.take(experts.scales[0])
+    cold.offload(experts.scales[0])
     assert list(cold.tensors())
     cold.begin_step()
     assert not list(cold.tensors())
@@ -196,7 +196,7 @@ def with_a_cold_expert() -> tuple[torch.nn.Parameter, ColdExperts]:
 def take(cold: ColdExperts, param: torch.nn.Parameter, *values: float) -> None:
     for value in values:
         param.grad = torch.tensor([value])
-        cold.take(param)
+        cold.offload(param)
         assert param.grad is None
 
 

@@ -33,7 +33,7 @@ def rows_of(runs: Runs, parts: list[torch.Tensor], dtype: torch.dtype | None = N
     """What each rank has of its run, in the precision of its messages."""
     rows: list[torch.Tensor] = []
     for rank in range(runs.ranks):
-        start, stop = runs.of(rank)
+        start, stop = runs.run_of(rank)
         mine = SumTree(runs.leaves, dtype, run=(start, stop))
         order = random.Random(rank).sample(range(start, stop), runs.each)
         done = [mine.add(leaf, parts[leaf].clone()) for leaf in order]
@@ -118,15 +118,15 @@ def test_a_rank_whose_run_is_no_subtree_gives_its_sums_apart():
     sums, param, parts = MicrobatchSums(rank=1, ranks=3), torch.nn.Parameter(torch.zeros(7)), leaves(12)
     sums.count = 4
     for index in (2, 0, 3, 1):
-        sums.begin_backward(index)
+        sums.begin_backward(0, index)
         param.grad = parts[4 + index].clone()
-        sums.take(param)
+        sums.accept(param)
     assert param.grad is not None and torch.equal(param.grad, parts[4] + parts[5])
     first, second = sums.others(param)
     assert first is not None and second is not None
     assert torch.equal(first, parts[6]) and torch.equal(second, parts[7]) and len(list(sums.tensors())) == 2
-    assert sums.take_others(param) == [first, second] and not list(sums.tensors())
-    assert sums.take_others(param) == [None, None], "of a parameter that none came of"
+    assert sums.pop_others(param) == [first, second] and not list(sums.tensors())
+    assert sums.pop_others(param) == [None, None], "of a parameter that none came of"
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -163,14 +163,14 @@ def test_a_parameter_gets_its_sum_back_with_the_last_micro_batch():
     for flush, first in enumerate((0, 2)):
         sums.begin_flush(first)
         for index in (1, 0):  # a W comes by its number in the flush, a backward by that in the step
-            sums.begin_weight_grad(index) if flush else sums.begin_backward(first + index)
+            sums.begin_weight_grad(index) if flush else sums.begin_backward(0, first + index)
             param.grad = parts[first + index].clone()
-            assert sums.take(param) is ((first, index) == (2, 0))
+            assert sums.accept(param) is ((first, index) == (2, 0))
             assert (param.grad is None) is ((first, index) != (2, 0))
     assert param.grad is not None and torch.equal(param.grad, summed(parts, [0, 1, 2, 3]))
     sums.clear()
-    sums.begin_backward(3)
-    assert not sums.take(param), "another step has sums of its own"
+    sums.begin_backward(0, 3)
+    assert not sums.accept(param), "another step has sums of its own"
 
 
 def test_a_step_with_another_number_of_micro_batches_is_named():

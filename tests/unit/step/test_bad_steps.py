@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megaaccum.errors import RankDisagreement, StepError
-from megaaccum.step.nonfinite import Finding, Findings, ZeroNonFinite
-from megaaccum.step.recovery import BadSteps, NormGuard
+from megaaccum.observe.nonfinite import Finding, Findings, ZeroNonFinite
+from megaaccum.observe.norm_guard import NormGuard
+from megaaccum.step.recovery import Attempt, Recovery
 from megaaccum.step.short_batch import filled, too_few
 from tests.support.configs import plan
 
@@ -63,16 +65,26 @@ def test_a_resumed_guard_goes_on() -> None:
     assert second.limit == first.limit
 
 
+def recovery(**keys: object) -> Recovery:
+    return Recovery(plan(nonfinite="skip", **keys), cast(Any, None), cast(Any, None))
+
+
+def judge(by: Recovery, step: int, *, bad: bool) -> Attempt:
+    """The verdict on a step; a bad one has no token that counts."""
+    attempt = Attempt(loss=1.0, weight=0.0 if bad else 1.0, norm=1.0, reports={})
+    return by.judge(step, attempt, look=lambda: None, without=lambda _: attempt)
+
+
 def test_limits_on_bad_steps() -> None:
-    bad = BadSteps(plan(max_bad_steps_in_a_row=3, max_bad_steps=4).config.step)
+    first = recovery(max_bad_steps_in_a_row=3, max_bad_steps=4)
     for number, is_bad in enumerate([True, True, False, True]):
-        bad.count(is_bad, step=number, why="reason")
-    with pytest.raises(StepError, match=r"step 9 .* of the run to 4 \(max_bad_steps 4\)\. reason\."):
-        bad.count(True, step=9, why="reason")
-    again = BadSteps(plan(max_bad_steps_in_a_row=3, max_bad_steps=0).config.step)
-    again.load_state_dict({"in_a_row": 2, "total": 1000})
-    with pytest.raises(StepError, match=r"in a row to 3 \(max_bad_steps_in_a_row 3\)"):
-        again.count(True, step=9, why="reason")
+        assert judge(first, number, bad=is_bad).bad == is_bad
+    with pytest.raises(StepError, match=r"step 9 is the 4th bad step of the run \(max_bad_steps 4\)\. every token"):
+        judge(first, 9, bad=True)
+    resumed = recovery(max_bad_steps_in_a_row=3, max_bad_steps=0)
+    resumed.load_state_dict({"bad_steps": {"in_a_row": 2, "total": 1000}})
+    with pytest.raises(StepError, match=r"step 9 is the 3rd bad step in a row \(max_bad_steps_in_a_row 3\)"):
+        judge(resumed, 9, bad=True)
 
 
 def test_zero_counts_by_parameter() -> None:

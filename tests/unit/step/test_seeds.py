@@ -44,7 +44,7 @@ def _as_before():
 def draws(of: SampleSeeds, microbatch: int = 0, step: int = 1) -> dict[str, float]:
     """The first number of each stream in the forward of a micro-batch."""
     with of.flush(step):
-        of.begin_forward(microbatch)
+        of.begin_forward(0, microbatch)
         drawn = {"default": float(torch.rand(()))}
         for name in ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"):
             with get_cuda_rng_tracker().fork(name):

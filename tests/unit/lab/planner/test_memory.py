@@ -17,8 +17,8 @@ from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layo
 from megaaccum.lab.planner.memory import KINDS, MemoryModel, Usage
 from megaaccum.lab.planner.partial_sums import Passes
 from megaaccum.lab.planner.workload import Workload, make_workload
-from megaaccum.model import param_count
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import param_count
 from tests.support.configs import plan
 
 SEQ, MICRO, HIDDEN, HEADS = 2048, 4, 1024, 16

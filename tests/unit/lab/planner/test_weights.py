@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megaaccum.config import Layout, Plan, resolve
+from megaaccum.config import Plan, RankLayout, resolve
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
 from megaaccum.lab.planner.weights import rank_parameters, with_input_grad
-from megaaccum.model.param_count import count_parameters
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics.param_count import count_parameters
 from tests.support.configs import plan
 
 CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
@@ -141,10 +141,12 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
         get_gpt_decoder_layer_specs,
         get_gpt_mtp_block_spec,
     )
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megaaccum.model.flops import padded_vocab_size
     from megaaccum.model.gpt import transformer_config
-    from megaaccum.model.local_norm import with_own_norms
+    from megaaccum.model.layer_specs import replaced
+    from megaaccum.model.local_norm import Norm
+    from megaaccum.model.sizes import padded_vocab_size
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.
@@ -155,7 +157,8 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     chunks = []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
-        spec = with_own_norms(get_gpt_decoder_block_spec(config, False, vp_stage=vp_stage, pp_rank=rank))
+        block = get_gpt_decoder_block_spec(config, False, vp_stage=vp_stage, pp_rank=rank)
+        spec = replaced(block, WrappedTorchNorm, Norm)
         if model.multi_latent_attention:
             # Megatron's local attention kernel does not construct under MLA; it has no parameters to count.
             for layer in spec.layer_specs:
@@ -186,7 +189,7 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     return chunks
 
 
-def collection(layout: Layout, rank: int) -> Any:
+def collection(layout: RankLayout, rank: int) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     one = Group(0, 1)

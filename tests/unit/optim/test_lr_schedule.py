@@ -11,7 +11,7 @@ import torch
 from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import BatchConfig, Config, OptimizerConfig, RunConfig
 from megaaccum.errors import CheckpointError
-from megaaccum.step.lr_schedule import build, param_groups, scheduler_arguments
+from megaaccum.optim.lr_schedule import build, param_groups, scheduler_arguments
 
 BATCH = 32
 

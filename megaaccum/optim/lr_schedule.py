@@ -76,7 +76,7 @@ class LrSchedule:
     @property
     def num_samples(self) -> int:
         """Samples of all steps that were committed."""
-        return self._scheduler.num_steps
+        return int(self._scheduler.num_steps)
 
     def step(self, num_samples: int | None = None) -> None:
         """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
@@ -139,9 +139,9 @@ class LrSchedule:
 
     def _matters(self, name: str) -> bool:
         if name == "wd_incr_steps":
-            return self._scheduler.wd_incr_style != "constant"
+            return bool(self._scheduler.wd_incr_style != "constant")
         if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
-            return self._scheduler.lr_decay_style == "WSD"
+            return bool(self._scheduler.lr_decay_style == "WSD")
         return True
 
     @staticmethod
@@ -181,7 +181,7 @@ def build(
     ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
     whole = ramp.intervals[-1][1]
-    factor_of = partial(lr_scaling.of_step, config.optimizer, whole=whole)
+    factor_of = partial(lr_scaling.step_factor, config.optimizer, whole=whole)
     return LrSchedule(scheduler, config, ramp, differing=differing, factor_of=factor_of)
 
 

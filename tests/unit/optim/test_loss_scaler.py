@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megaaccum.errors import CheckpointError
-from megaaccum.step.loss_scaler import LossScaler, build
+from megaaccum.optim.loss_scaler import LossScaler, build
 from tests.support.configs import plan
 
 STEPS = 50

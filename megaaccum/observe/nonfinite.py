@@ -18,13 +18,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megaaccum.executor.wgrad import at_once
-from megaaccum.model import gpt
+from megaaccum.model import names
 
 if TYPE_CHECKING:
-    from megaaccum.config.schema import StepConfig
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -59,8 +56,9 @@ class Finding:
 class Probe:
     """Looks at every micro-batch of a step while the schedule runs it again.
 
-    `watch` each chunk's output in the forward. Gradients that are not finite are noted and count as zero, so that the
-    next micro-batch is seen for itself. A context manager: hooks on the parameters of `chunks` live inside it.
+    Gradients that are not finite are noted and count as zero, so that the next micro-batch is seen for itself. A
+    context manager: hooks on the parameters of `chunks` live inside it. The schedule must not put weight gradients off,
+    so that each belongs to the backward that runs.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: Groups):
@@ -72,31 +70,27 @@ class Probe:
         self._inside = ExitStack()
 
     def __enter__(self) -> Probe:
-        self._inside.enter_context(at_once())
         for name, param in whole_parameters(self._chunks):
             if param.requires_grad:
                 # Before the gradient is added to others or handed to a backend, each of which takes it from the param.
-                whose = self._experts_tokens_of if gpt.is_expert(param) else (self._groups.dp.rank(),)
-                handle = param.register_hook(lambda grad, at=(name, whose): self._look_at(grad, *at))  # type: ignore[misc]
+                whose = self._experts_tokens_of if names.is_expert(param) else (self._groups.dp.rank(),)
+                handle = param.register_hook(lambda grad, of=(name, whose): self._check(grad, *of))
                 self._inside.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._inside.close()
 
-    def watch(self, chunk: torch.nn.Module, microbatch: int, output: torch.Tensor) -> None:
-        """Look at what `chunk` computed from `microbatch` (its index in the step), and follow its backward."""
-        place = (next(i for i, each in enumerate(self._chunks) if each is chunk), microbatch)
+    def end_forward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """Look at what a chunk computed from a micro-batch (its index in the step)."""
         if not torch.isfinite(output.detach()).all():
             what = f"its output holds {_kinds(output.detach())}"
-            self._note(place, backward=False, what=what, tokens_of=(self._groups.dp.rank(),))
-        if output.requires_grad:
-            output.register_hook(lambda _grad: self._enter_backward(place))
+            self._note((chunk, microbatch), backward=False, what=what, tokens_of=(self._groups.dp.rank(),))
 
-    def _enter_backward(self, place: tuple[int, int]) -> None:
-        self._current = place
+    def begin_backward(self, chunk: int, microbatch: int) -> None:
+        self._current = chunk, microbatch
 
-    def _look_at(self, grad: torch.Tensor | None, name: str, tokens_of: tuple[int, ...]) -> torch.Tensor | None:
+    def _check(self, grad: torch.Tensor | None, name: str, tokens_of: tuple[int, ...]) -> torch.Tensor | None:
         """grad: None where a function gives none (torch calls hooks all the same)."""
         if grad is None or torch.isfinite(grad).all():
             return grad
@@ -104,9 +98,9 @@ class Probe:
         self._note(self._current, backward=True, what=what, tokens_of=tokens_of)
         return torch.zeros_like(grad)
 
-    def _note(self, place: tuple[int, int], *, backward: bool, what: str, tokens_of: tuple[int, ...]) -> None:
+    def _note(self, at: tuple[int, int], *, backward: bool, what: str, tokens_of: tuple[int, ...]) -> None:
         """Keep the first finding of a chunk, micro-batch, direction and owners."""
-        chunk, microbatch = place
+        chunk, microbatch = at
         stage, stages = self._groups.stage(chunk), len(self._chunks) * self._groups.pp.size()
         finding = Finding(
             dp_rank=self._groups.dp.rank(),
@@ -143,7 +137,7 @@ def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Para
         for unit in units or [None]:
             if unit is not None:
                 unit.unshard()
-            for name, param in gpt.named_parameters([chunk]):
+            for name, param in names.named_parameters([chunk]):
                 if not isinstance(param, DTensor) and id(param) not in seen:
                     seen.add(id(param))
                     yield name, param
@@ -245,12 +239,3 @@ def describe(zero: ZeroNonFinite) -> str:
     return ", ".join(places[:MOST_SHOWN]) + (
         f" and {len(places) - MOST_SHOWN} more" if len(places) > MOST_SHOWN else ""
     )
-
-
-def install(backend: ShardingBackend, step: StepConfig) -> ZeroNonFinite | None:
-    """Give the backend the sanitizer that `nonfinite: zero` asks for; None, and nothing is done, for every other."""
-    if step.nonfinite != "zero":
-        return None
-    zero = ZeroNonFinite()
-    backend.before_reduce = zero
-    return zero

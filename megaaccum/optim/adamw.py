@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
+from megaaccum.optim import lr_schedule
 from megaaccum.platform import cpu
-from megaaccum.step import lr_schedule
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -38,7 +39,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
 
 def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
     """The groups; none of the backends starts on ranks without any."""
-    named = list(gpt.named_parameters(chunks))  # type: ignore[arg-type]
+    named = list(names.named_parameters(chunks))
     groups = lr_schedule.param_groups(
         named,
         plan.config.optimizer.weight_decay,
@@ -85,7 +86,7 @@ def _takes_fused(plan: Plan) -> bool:
     return cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
 
 
-def _fused_adam():
+def _fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
     """Transformer Engine's FusedAdam, else apex's, else None (torch's fused kernel serves then)."""
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
@@ -94,4 +95,5 @@ def _fused_adam():
             from apex.optimizers import FusedAdam
         except ImportError:
             return None
-    return FusedAdam
+    kind: Callable[..., torch.optim.Optimizer] = FusedAdam
+    return kind

@@ -1,0 +1,215 @@
+"""The reductions of each engine with sums in one order: `deterministic` adds in rank order, `reproducible: layout`
+along the tree of micro-batches (sum_tree.py). They take the place of the engine's own, one per backend.
+
+Each is an all-to-all of rows, which moves the bytes of a reduce-scatter, and a sum of what arrived on the rank that
+keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.sharding.reduction import PartitionReducer
+from megaaccum.sharding.sum_tree import AnyOrder, Order, SumTree, exchange_rows
+from megaaccum.upstream import zero, zero12
+
+OtherSums = Callable[[torch.Tensor], list[torch.Tensor]]
+"""A rank's other partial sums of the gradients in a flat tensor, each laid out like it."""
+
+
+class Zero3InOneOrder(zero.Zero3):
+    """The driver of a ZeRO-3 engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums,
+    not averages. bucket: elements that are summed in one collective."""
+
+    def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
+        super().__init__(engine)
+        self._reducer, self._bucket = reducer, bucket
+        self._pending: list[torch.nn.Parameter] = []
+
+    def begin_reduction(self) -> None:
+        self._handed_over.clear()
+        self.begin_accumulation()
+
+    def reduce(self, param: torch.nn.Parameter) -> None:
+        """Put the gradient into the bucket; a full bucket is sent."""
+        self._handed_over.add(id(param))
+        self._pending.append(param)
+        if sum(self.numel(waiting) for waiting in self._pending) >= self._bucket:
+            self._send()
+
+    def finish_reduction(self) -> None:
+        self._send()
+        self._reducer.wait()
+        self.finish_accumulation()
+
+    def _send(self) -> None:
+        if self._pending:
+            self._reducer.add([(param, self.accumulator(param)) for param in self._pending])
+        self._pending = []
+
+
+class Zero12InOneOrder(zero12.Zero12):
+    """The same for ZeRO-1 and -2, where a rank owns a run of each group of parameters, so that most parameters are
+    summed on one rank."""
+
+    def __init__(
+        self,
+        engine: Any,
+        group: dist.ProcessGroup,
+        accumulate_in: torch.dtype,
+        order: Order,
+        sums: AnyOrder,
+        bucket: int,
+    ):
+        super().__init__(engine, accumulate_in)
+        self._ranks, self._order, self._sums, self._bucket = group, order, sums, bucket
+        self._pending: list[torch.nn.Parameter] = []
+
+    def begin_reduction(self) -> None:
+        self._handed_over.clear()
+        self.begin_partitions()
+
+    def reduce(self, param: torch.nn.Parameter) -> None:
+        """Put the gradient into the bucket; a full bucket is sent."""
+        self._handed_over.add(id(param))
+        self._pending.append(param)
+        if sum(waiting.numel() for waiting in self._pending) >= self._bucket:
+            self._send()
+
+    def finish_reduction(self) -> None:
+        self._send()
+        self.give_partitions()
+
+    def _cut(self, param: torch.nn.Parameter) -> list[list[torch.Tensor]]:
+        """Each rank's part of each of this one's partial sums of the gradient."""
+        assert param.grad is not None
+        sums = [param.grad, *self._sums.pop_others(param)]
+        flats = [(torch.zeros_like(param.grad) if each is None else each).view(-1) for each in sums]
+        return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
+
+    def _send(self) -> None:
+        """One all-to-all of what each rank owns of the bucket."""
+        params, self._pending = self._pending, []
+        if not params:
+            return
+        cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
+        parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
+        counts, rank = self._order.counts, self._ranks.rank()
+        mine = parts[rank].numel() // counts[rank]
+        theirs = parts[0].new_empty(sum(counts) * mine)
+        taken, sent = [count * mine for count in counts], [part.numel() for part in parts]
+        for param in params:
+            param.grad = None
+        dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=self._ranks)
+        if mine:
+            total = self._order.add(theirs.view(-1, mine), theirs.dtype)
+            places = [self.gradient_partition(param) for param in params]
+            for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
+                place.copy_(part)
+
+
+class ReduceScatter:
+    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: an all-to-all, and a sum of rows. others: of the
+    input, what is sent beside it."""
+
+    def __init__(self, order: Order, others: OtherSums = lambda flat: []):
+        self._order, self._others = order, others
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Add up each rank's piece of `input_tensor` into `output_tensor`; op: SUM or AVG."""
+        flats = [input_tensor, *self._others(input_tensor)]
+        output_tensor.copy_(_summed_piece(flats, group, self._order))
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
+class StreamedReduceScatter(ReduceScatter):
+    """The same for the gradients of single micro-batches: they wait in a tree over those of all ranks. It gives zeros,
+    to which fully_shard adds, until the last has come, and then the sum."""
+
+    def __init__(self, sums: AnyOrder, place: Callable[[int, int], int]):
+        self._sums, self._place = sums, place
+        self._tree: SumTree | None = None
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        rows = torch.empty_like(input_tensor).view(group.size(), -1)
+        dist.all_to_all_single(rows, input_tensor.view_as(rows), group=group)
+        self._tree = self._tree or SumTree(self._sums.count * group.size())
+        for rank, row in enumerate(rows):
+            is_last = self._tree.add(self._place(self._sums.of_backward, rank), row, lent=True)
+        total = self._tree.total() if is_last else None
+        if total is None:
+            output_tensor.zero_()
+            return
+        self._tree = None
+        output_tensor.copy_(total)
+
+    def clear(self) -> None:
+        """Drop what came, at the beginning of a step."""
+        self._tree = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The partial sums that it holds."""
+        if self._tree is not None:
+            yield from self._tree.tensors()
+
+
+def all_reduce_hook(
+    order: Order, sums: AnyOrder, group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for torch DDP: the sum over `group`, each rank adding its piece up."""
+    flat = bucket.buffer()
+    flats = [flat, *others_like(flat, bucket.parameters(), bucket.gradients(), sums)]  # type: ignore[arg-type]
+    padded = [torch.nn.functional.pad(each, (0, -flat.numel() % group.size())) for each in flats]
+    mine = _summed_piece(padded, group, order)
+    dist.all_gather_into_tensor(padded[0], mine.clone(), group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(padded[0][: flat.numel()])
+    return done
+
+
+def others_like(
+    flat: torch.Tensor,
+    params: Sequence[torch.nn.Parameter],
+    views: Sequence[torch.Tensor],
+    sums: AnyOrder,
+) -> list[torch.Tensor]:
+    """OtherSums of `flat`, in which the gradient of each of `params` is one of `views`."""
+    if sums.num_parts == 1:
+        return []
+    starts = [view.storage_offset() - flat.storage_offset() for view in views]
+    found = [torch.zeros_like(flat) for _ in range(sums.num_parts - 1)]
+    for param, start in zip(params, starts, strict=True):
+        for other, part in zip(found, sums.pop_others(param), strict=True):
+            if part is not None:
+                other[start : start + part.numel()] = part.view(-1)
+    return found
+
+
+def _summed_piece(flats: Sequence[torch.Tensor], group: dist.ProcessGroup, order: Order) -> torch.Tensor:
+    """This rank's piece, flat.numel() / ranks elements, of the sum of all ranks' `flats`."""
+    cut = [flat.view(group.size(), 1, -1) for flat in flats]
+    rows = torch.cat(cut, dim=1) if len(cut) > 1 else cut[0]
+    theirs, _ = exchange_rows(rows, order.counts, group)
+    return order.add(theirs, rows.dtype)

@@ -1,0 +1,48 @@
+"""The micro-batches of a step once more, after it went wrong: to find those that were not finite, or without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megaaccum.observe.nonfinite import Findings, Probe
+from megaaccum.step import short_batch
+
+if TYPE_CHECKING:
+    from megaaccum.step.recovery import Attempt
+    from megaaccum.step.train_step import OpenStep, TrainStep
+
+
+def look(steps: TrainStep, opened: OpenStep) -> Findings | None:
+    """Run the micro-batches of `opened` unreduced, from the random states of before it, and look at each; leaves no
+    gradient. None if they cannot be run again. Collective over the world."""
+    if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
+        return None  # they came from an iterator, or to another loop
+    steps.backend.discard()
+    opened.restore()
+    tally = opened.tally
+    steps.begin_attempt(opened, lambda: opened.divisor)
+    with Probe(steps.chunks, steps.groups) as steps.probe:
+        for batch in opened.calls:
+            steps.flush(opened, batch, reduce=False)
+        findings = steps.probe.gather()
+    steps.probe = None
+    steps.backend.begin_step()
+    opened.tally = tally
+    return findings
+
+
+def without(steps: TrainStep, opened: OpenStep, findings: Findings) -> Attempt:
+    """The gradient of the micro-batches that `findings` does not name, divided by their weight. Collective over the
+    world."""
+    bad = findings.bad_microbatches()
+    mine = set(bad.get(steps.groups.dp.rank(), []))
+    opened.restore()
+    every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
+    healthy = [each for index, each in every.items() if index not in mine]
+    replaced = {index: short_batch.stand_in(every[index], healthy) for index in mine}
+    calls = [batch.without(replaced) for batch in opened.calls]
+    steps.begin_attempt(opened, steps.divisor_of(calls, alone=opened.divisor.total is not None))
+    for number, batch in enumerate(calls):
+        steps.flush(opened, batch, reduce=number == len(calls) - 1 or not steps.backend.can_defer)
+    return replace(steps.reduce_and_measure(opened), num_dropped=sum(map(len, bad.values())))
