@@ -254,7 +254,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     from megaaccum.engine import initialize
     from megaaccum.lab import advisor
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
     from megaaccum.pretrain.training.run_log import open_log
 
     parts = _Parts(plan)
@@ -262,7 +262,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader, watchdog = loop._loader(engine, parts.data), loop._watchdog(engine)
+    loader, watchdog = training_run.training_loader(engine, parts.data), training_run.watchdog_of(engine)
 
     def step() -> Any:
         microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
@@ -270,7 +270,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
             result = engine.train_step(microbatches, problem=problem)
         engine.gather_ahead()
         loader.commit(plan.batch.global_batch_size)
-        loop.log_step(log, engine, result, plan.batch)
+        training_run.log_step(log, engine, result, plan.batch)
         return of(result)
 
     return step

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop.launch import Launch
+from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import read
 
 

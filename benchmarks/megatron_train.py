@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import megatron_cases, megatron_reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed, run_ranks
 from megaaccum.pretrain.data.indexed import PairWriter, id_type
-from megaaccum.pretrain.interop.megatron_lists import fork_flags
+from megaaccum.pretrain.interop.megatron.verdicts import fork_flags
 
 STEPS, VOCAB, TOLERANCE = 3, 128, 1e-5
 LAUNCH = Path(__file__).parents[1] / "launch" / "pretrain_gpt.py"

@@ -90,12 +90,12 @@ def own_seconds(step: Callable[[], StepResult], steps: int) -> dict[str, float]:
     """Seconds of the processor that this rank spends in the code of each observer, per step."""
     from megaaccum.observe import memory, observer
     from megaaccum.pretrain.metrics import ranks
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
 
     parts: dict[str, tuple[Any, str]] = {
         "memory": (memory.HighWater, "look"),
         "phases": (observer.Observer, "phase"),
-        "log and receipt": (loop, "log_step"),
+        "log and receipt": (training_run, "log_step"),
         "ranks": (ranks.Ranks, "after"),
     }
     spent, calls = dict.fromkeys(parts, 0.0), 0
@@ -125,7 +125,7 @@ def _loop(plan):
     from megaaccum.lab import advisor
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.metrics.ranks import Ranks
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
     from megaaccum.pretrain.training.run_log import open_log
 
     parts = _Parts(plan)
@@ -133,7 +133,7 @@ def _loop(plan):
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader = loop._loader(engine, parts.data)
+    loader = training_run.training_loader(engine, parts.data)
     ranks = Ranks(plan, engine.groups, engine.chunks, advisor.expected_of(plan, parts.data.vocabulary.size))
     observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.trace)}
 
@@ -144,7 +144,7 @@ def _loop(plan):
         result = engine.train_step(microbatches, problem=problem)
         loader.commit(plan.batch.global_batch_size)
         if observed:
-            loop.log_step(log, engine, result, plan.batch)
+            training_run.log_step(log, engine, result, plan.batch)
             ranks.after(result, data=loader.read_seconds)
         return result
 

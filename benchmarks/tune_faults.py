@@ -25,8 +25,8 @@ from typing import Any
 
 from megaaccum import cli
 from megaaccum.cli import tune
+from megaaccum.lab.planner.fallbacks import MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.lab.planner.ladder import MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.interop.load import load
@@ -101,7 +101,7 @@ def start(words: list[str]) -> int:
 
 def run(path: str) -> int:
     """`megaaccum train` with the fault of its turn."""
-    from megaaccum.pretrain.launch import launch
+    from megaaccum.pretrain.launch import local
 
     rows = Path(os.environ[ROWS])
     with rows.open("a") as file:
@@ -110,7 +110,7 @@ def run(path: str) -> int:
     if turn == KILLED:
         os.kill(os.getppid(), signal.SIGKILL)
     worker = FAULTS.get(turn, "begins_slowly")
-    launch.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}")
+    local.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}")
     return cli.main(["train", path])
 
 

@@ -6,7 +6,7 @@ import torch
 
 from examples.tiny_gpt import LENGTH, WIDTH, sample, stages_of
 from megaaccum import Plan
-from megaaccum.loop.megatron_loop import get_forward_backward_func, wrap
+from megaaccum.loop import get_forward_backward_func, wrap
 
 SIZE = dict(micro_batch_size=1, seq_length=LENGTH)
 

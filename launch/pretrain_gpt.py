@@ -11,7 +11,7 @@ import sys
 
 from megaaccum.cli import main
 from megaaccum.distributed import preload
-from megaaccum.pretrain.launch.launch import threads_per_rank
+from megaaccum.pretrain.launch.local import threads_per_rank
 
 
 def without_local_rank(argv: list[str]) -> list[str]:

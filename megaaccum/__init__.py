@@ -16,12 +16,12 @@ from megaaccum.errors import (
 )
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` imports each name on first use
+    from megaaccum import loop as megatron_loop
     from megaaccum.config import Plan
     from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step
     from megaaccum.engine import Engine, initialize
     from megaaccum.executor.entry import get_forward_backward_func
     from megaaccum.lab.verification import verify
-    from megaaccum.loop import megatron_loop
     from megaaccum.step.result import StepResult
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use. An engine's names import torch, DeepSpeed and Megatron, preceded by CPU
     stand-ins on a machine without a GPU: import them before Megatron there."""
     if name == "megatron_loop":
-        return importlib.import_module("megaaccum.loop.megatron_loop")
+        return importlib.import_module("megaaccum.loop")
     if name in _WITH_TORCH:
         from megaaccum.distributed import preload
 

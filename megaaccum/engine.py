@@ -379,7 +379,7 @@ class Engine:
 
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)
-        notes = raise_on_all_ranks(resume.settle, checkpoint, self.differences(progress), self.override)
+        notes = raise_on_all_ranks(resume.check_differences, checkpoint, self.differences(progress), self.override)
         save_load.load(checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers)
         self.resume(progress)
         for note in notes:

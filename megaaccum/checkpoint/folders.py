@@ -1,4 +1,4 @@
-"""The folders of checkpoints: written aside, then made current in one rename, with the ones before it still there."""
+"""Checkpoint folders: a checkpoint is written aside and becomes current in one rename; earlier ones stay until then."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import torch.distributed as dist
 
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
-from megaaccum.platform.files import sync
+from megaaccum.platform.files import replace_text, sync
 
 FORMAT = 2
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not whole, or not what was written. The one before it may serve."""
+    """A checkpoint is incomplete, or its bytes are not those that were written. The one before it may be usable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Where a run stands, next to its tensors. step: committed optimizer steps; consumed_samples: over all ranks;
-    lr_schedule: its state; data: which samples come in which order (data/dataset.py), empty with a loader of the
-    user's; shape: what a model must share to take these tensors; transaction: state of Transaction (skipped steps, loss
-    scale, guards), batch_ramp: that of the batch of each step (Plan.ramp_state); metadata_sha256: of the list of
-    tensors, once it is written."""
+    """A checkpoint's record beside its tensors. step: committed optimizer steps. consumed_samples: over all ranks.
+    lr_schedule: its state. data: which samples are read in which order (data/dataset.py); empty with a user's own
+    loader. shape: properties that a model must share to load these tensors. transaction: state of Transaction (skipped
+    steps, loss scale, guards). batch_ramp: state of the batch warm-up (Plan.ramp_state). metadata_sha256: SHA-256 of
+    the list of tensors, once that is written."""
 
     step: int
     consumed_samples: int
@@ -44,20 +44,20 @@ class Progress:
 
     @property
     def num_updates(self) -> int:
-        """Steps that changed the weights: what Adam's bias correction counts."""
-        return self.transaction.get("num_updates", self.step)
+        """Steps that changed the weights, which Adam's bias correction counts."""
+        return int(self.transaction.get("num_updates", self.step))
 
 
-def latest(folder: str | os.PathLike) -> Path | None:
-    """The checkpoint that `folder` calls current, or the newest whole one where it calls none so; None where there is
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that `latest` in `folder` names; if it names none, the newest complete one; None if there is
     none."""
-    found, _ = to_try(folder)
+    found, _ = resume_candidates(folder)
     return found[0] if found else None
 
 
-def to_try(folder: str | os.PathLike) -> tuple[list[Path], str]:
-    """(the checkpoints of `folder` in the order in which a run tries to go on from them, what is wrong with the file
-    that names the current one). The current one comes first, then those of earlier steps, the newest first."""
+def resume_candidates(folder: str | os.PathLike[str]) -> tuple[list[Path], str]:
+    """(checkpoints of `folder` in the order in which a resume tries them, what is wrong with the file `latest`). The
+    current checkpoint is first, then those of earlier steps, newest first."""
     whole = sorted(Path(folder).glob("step_*/state.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     newest = [state.parent for state in whole if state.parent.suffix != ".tmp"]
     pointer = Path(folder) / "latest"
@@ -72,14 +72,14 @@ def to_try(folder: str | os.PathLike) -> tuple[list[Path], str]:
 
 
 def _step(checkpoint: Path) -> int:
-    """By the folder's name; -1 for a name that is not ours."""
+    """The step in a checkpoint folder's name; -1 if the name is not one of ours."""
     match = re.fullmatch(r"step_(\d+)(-\d+)?", checkpoint.name)
     return int(match[1]) if match else -1
 
 
 def read_progress(current: Path) -> Progress:
-    """A checkpoint's record beside its tensors. Raises DamagedCheckpoint when it is not what was written, and
-    CheckpointError when it is of another format."""
+    """Read a checkpoint's record. Raises DamagedCheckpoint if its bytes are not those that were written, and
+    CheckpointError if it has another format."""
     path = current / "state.json"
     try:
         state = json.loads(path.read_text())
@@ -99,7 +99,7 @@ def write_progress(aside: Path, progress: Progress) -> None:
     """Write the record of the checkpoint whose tensors are in `aside`, with the SHA-256 of their list and its own."""
     digest = hashlib.sha256((aside / ".metadata").read_bytes()).hexdigest()
     state = {"format": FORMAT} | asdict(replace(progress, metadata_sha256=digest))
-    write_text(aside / "state.json", json.dumps(state | {"sha256": _seal(state)}, indent=1))
+    replace_text(aside / "state.json", json.dumps(state | {"sha256": _seal(state)}, indent=1))
 
 
 def _seal(state: dict[str, Any]) -> str:
@@ -107,9 +107,9 @@ def _seal(state: dict[str, Any]) -> str:
 
 
 class Files:
-    """The folders of one checkpoint that is being written: `aside`, and `target`, which it becomes.
+    """The folders of a checkpoint while it is written: `aside`, and `target`, its final name.
 
-    Built on every rank; global rank 0 moves and removes.
+    Built on every rank; only global rank 0 moves and removes files.
     """
 
     def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None):
@@ -117,23 +117,23 @@ class Files:
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
         self.target = folder / name
-        # A run that starts afresh in a folder comes by the steps of the one before: whatever is current stays until
-        # the new one is.
+        # A fresh run in an old folder reaches the old run's steps: the current checkpoint stays until the new one is
+        # complete.
         number = 1
         while self.target.exists():
             number += 1
             self.target = folder / f"{name}-{number}"
 
     def prepare(self) -> None:
-        """Make `aside`, empty. Collective over the world; raises CheckpointError on every rank."""
+        """Create `aside`, empty. Collective over the world; raises CheckpointError on every rank."""
         raise_on_all_ranks(_on_rank0, self._make_empty, f"cannot make the folder {self.aside}")
 
     def publish_on_rank0(self) -> None:
-        """Make what was written current. Call it on every rank; raises CheckpointError on rank 0 alone."""
+        """Make the written checkpoint current. Call it on every rank; raises CheckpointError on rank 0 only."""
         _on_rank0(self._publish, f"cannot make {self.target} current")
 
-    def given_up(self, error: BaseException) -> CheckpointError:
-        """The error to raise on every rank, once the space that the attempt took is free again."""
+    def abandon(self, error: BaseException) -> CheckpointError:
+        """Remove what the failed save wrote, and return the error to raise on every rank."""
         if dist.get_rank() == 0:
             shutil.rmtree(self.aside, ignore_errors=True)
         current = latest(self._folder)
@@ -142,7 +142,7 @@ class Files:
         return printed_once(CheckpointError(f"{what} ({self._space()}); {still}"))
 
     def _space(self) -> str:
-        """Free bytes where checkpoints are written, as seen by this rank's host."""
+        """Free space in the checkpoints' folder, as this rank's host reports it."""
         try:
             free = shutil.disk_usage(self._folder).free
         except OSError as error:
@@ -151,15 +151,15 @@ class Files:
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob("step_*.tmp"):  # of runs that were killed: only one is written at a time
+        for left in self._folder.glob("step_*.tmp"):  # of runs that were killed: one is written at a time
             shutil.rmtree(left, ignore_errors=True)
         self.aside.mkdir()
 
     def _publish(self) -> None:
         write_progress(self.aside, self._progress)
         self.aside.rename(self.target)
-        sync(self._folder)  # after a power cut the name in `latest` is there only with what it names
-        write_text(self._folder / "latest", self.target.name + "\n")
+        sync(self._folder)  # so that after a power failure `latest` never names a folder that is missing
+        replace_text(self._folder / "latest", self.target.name + "\n")
         others = [p for p in self._folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp" and p != self.target]
         same_step = [p for p in others if p.name.partition("-")[0] == self.target.name.partition("-")[0]]
         older = sorted((p for p in others if p not in same_step and not self._is_retained(p)), key=_written_at)
@@ -168,29 +168,18 @@ class Files:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _is_retained(self, checkpoint: Path) -> bool:
-        """Whether it is kept for good (save_retain_interval)."""
-        step = checkpoint.name.removeprefix("step_").partition("-")[0]
-        return self._retain is not None and int(step) % self._retain == 0
+        """Whether the checkpoint is never removed (save_retain_interval)."""
+        return self._retain is not None and _step(checkpoint) % self._retain == 0
 
 
 def _written_at(checkpoint: Path) -> int:
-    """Time in ns; a folder without a state.json, which is no checkpoint, comes first."""
+    """Modification time in ns; 0 for a folder without state.json, which is no checkpoint."""
     state = checkpoint / "state.json"
     return state.stat().st_mtime_ns if state.exists() else 0
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one, never a part."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 def cause(error: BaseException) -> str:
-    """The line that a reader can act on, out of the tracebacks of all ranks that torch collects."""
+    """The one line of an error that a user can act on, out of the tracebacks of all ranks that torch collects."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
@@ -201,7 +190,7 @@ def cause(error: BaseException) -> str:
 
 
 def _on_rank0(action: Callable[[], None], failure: str) -> None:
-    """Run `action` on global rank 0. Raises CheckpointError there when the disk refuses."""
+    """Run `action` on global rank 0. Raises CheckpointError there if the file system refuses."""
     if dist.get_rank() == 0:
         try:
             action()

@@ -1,12 +1,13 @@
-"""The pieces of a checkpoint: which elements of which whole parameter each tensor in it holds, whatever the layout.
+"""Pieces of a checkpoint: the elements of a whole parameter that one stored tensor holds, independent of the layout.
 
-A piece's key says all that a rank of another layout needs:
+A piece's key identifies its elements for a rank of any other layout:
 
     decoder.layers.0.mlp.linear_fc2.weight/exp_avg/64x256/64:1of2/0:4096
 
-The first moment of this parameter, whole 64 x 256. Flattened and cut into 64 rows, each row into 2 runs of which this
-is number 1 (tensor parallelism over the input; over the output it is one row, `1:1of2`, and with a gate two). The runs
-in a row are this tensor-parallel rank's part; the piece holds its elements 0 to 4096 (ZeRO's cut).
+This is the first moment of a 64 x 256 parameter. Flattened, it is cut into 64 rows, and each row into 2 runs, of which
+this piece has number 1 (tensor parallelism over the input; over the output it is one row, `1:1of2`, and with a gate
+two). The runs with one number are a tensor-parallel rank's part. The piece holds elements 0 to 4096 of that part
+(ZeRO's cut).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from megaaccum.sharding.base import StatePiece
 
 _AT_ONCE = 1 << 24
-"""Elements whose places are computed together where tp changes: 8 bytes each, a few times over."""
+"""Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""
 _STATE_SPACE = re.compile(r"\.mixer\.(in_proj|conv1d)\.")
-"""Several matrices in one, each cut over tensor-parallel ranks: not as `Cut` describes it."""
+"""Parameters that consist of several matrices, each cut over tensor-parallel ranks, which `Cut` does not describe."""
 _SHOWN = 4
 """Parameters that a message names."""
 
@@ -41,7 +42,7 @@ _SHOWN = 4
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A tensor-parallel rank's part of a whole parameter of `numel` elements: run number `run` of the `runs` equal ones
-    in each of `rows` equal rows. Positions count in the part, indices in the whole."""
+    in each of `rows` equal rows. A position counts elements of the part, an index elements of the whole."""
 
     numel: int
     rows: int = 1
@@ -49,8 +50,8 @@ class Cut:
     runs: int = 1
 
     @classmethod
-    def of(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
-        """This rank's part."""
+    def from_param(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
+        """This rank's part of `param`."""
         shape = names.whole_shape(param, groups)
         if groups.tp.size() == 1 or not names.is_sharded_over_tp(param):
             return cls(math.prod(shape))
@@ -63,19 +64,20 @@ class Cut:
         return self.numel // self.rows, self.numel // self.rows // self.runs
 
     def index[Number: (int, torch.Tensor)](self, position: Number) -> Number:
-        """Where in the whole an element of the part is."""
+        """The index in the whole of the part's element at `position`."""
         row, run = self._lengths
         return position // run * row + self.run * run + position % run
 
     def position[Number: (int, torch.Tensor)](self, index: Number) -> Number:
-        """How many elements of the part come before an element of the whole; of one that it has, its position."""
+        """The number of elements of the part before `index` of the whole: the position of that element if the part has
+        it."""
         row, run = self._lengths
         column = index % row - self.run * run
         clamped = column.clamp(0, run) if isinstance(column, torch.Tensor) else min(max(column, 0), run)
         return index // row * run + clamped
 
     def has(self, index: torch.Tensor) -> torch.Tensor:
-        """Whether elements of the whole are in the part."""
+        """Whether the part holds elements `index` of the whole."""
         row, run = self._lengths
         return index % row // run == self.run
 
@@ -100,7 +102,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Its key in the checkpoint."""
+        """The piece's key in the checkpoint."""
         shape = "x".join(map(str, self.shape)) or "1"
         cut = f"{self.cut.rows}:{self.cut.run}of{self.cut.runs}"
         return f"{self.name}/{self.kind}/{shape}/{cut}/{self.start}:{self.stop}"
@@ -117,17 +119,17 @@ class Piece:
 
 
 def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
-    """Whether another rank holds the same piece, and writes it."""
+    """Whether another rank holds the same piece and writes it."""
     twice = names.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and names.is_same_over_tp(piece.param))
     return twice or backend.replica > 0 or piece.replica > 0
 
 
-def own(
+def held_pieces(
     backend: ShardingBackend, groups: Groups, *, only_weights: bool = False
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
-    """(piece, its flat view, whether this rank is the one that writes it) of everything that this rank holds."""
+    """(piece, flat view of its tensor, whether this rank writes it) for every piece on this rank."""
     for state in backend.state():
-        shape, cut = names.whole_shape(state.param, groups), Cut.of(state.param, groups)
+        shape, cut = names.whole_shape(state.param, groups), Cut.from_param(state.param, groups)
         writes = not is_elsewhere(state, backend, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
@@ -140,7 +142,7 @@ def _start(piece: Piece) -> int:
 
 
 class Stored:
-    """The pieces of a checkpoint by what they are parts of."""
+    """The pieces of a checkpoint, by parameter, kind and cut."""
 
     def __init__(self, keys: Iterable[str]):
         self._pieces: dict[tuple[str, str], dict[Cut, list[Piece]]] = {}
@@ -159,25 +161,25 @@ class Stored:
 
     @property
     def names(self) -> set[str]:
-        """Of all parameters."""
+        """Names of all parameters."""
         return {name for name, _ in self._pieces}
 
     def is_trained(self, name: str) -> bool:
-        """Whether the checkpoint has moments of a parameter."""
+        """Whether the checkpoint holds moments of a parameter."""
         return (name, "exp_avg") in self._pieces
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The whole shape of a parameter, None if the checkpoint has none of that name."""
+        """The whole shape of a parameter; None if the checkpoint has no parameter of that name."""
         by_cut = self._pieces.get((name, "param"))
         return next(iter(by_cut.values()))[0].shape if by_cut else None
 
     def has_cut(self, name: str, cut: Cut) -> bool:
-        """Whether a parameter's weight was cut like that, but for the rank."""
+        """Whether a parameter's weight was cut like `cut`, on whichever rank."""
         return any(replace(each, run=cut.run) == cut for each in self._pieces[name, "param"])
 
     def covering(self, wanted: Piece) -> list[tuple[Piece, int, int]]:
-        """(piece, start, stop) of the stored pieces that hold elements of `wanted`: of those elements the positions in
-        the piece's part lie between start and stop. Raises DamagedCheckpoint where they leave a hole."""
+        """(piece, start, stop) for the stored pieces that hold elements of `wanted`, whose positions in the piece's
+        part are in start to stop. Raises DamagedCheckpoint if elements are missing."""
         if wanted.start == wanted.stop:
             return []
         first, last = wanted.cut.index(wanted.start), wanted.cut.index(wanted.stop - 1)
@@ -204,8 +206,8 @@ class Stored:
 
 
 def copy(source: torch.Tensor, stored: Piece, start: int, stop: int, wanted: Piece, target: torch.Tensor) -> None:
-    """Copy what two pieces share into `target`, the flat view of `wanted`. source: the tensor of `stored`, of which
-    positions start to stop of its part matter."""
+    """Copy the elements that two pieces share into `target`, the flat view of `wanted`. source: the tensor of `stored`;
+    only positions start to stop of its part are copied."""
     if stored.cut == wanted.cut:
         target[start - wanted.start : stop - wanted.start].copy_(source[start - stored.start : stop - stored.start])
         return
@@ -219,19 +221,19 @@ def copy(source: torch.Tensor, stored: Piece, start: int, stop: int, wanted: Pie
 
 
 def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: Groups, *, only_weights: bool) -> None:
-    """Check that this rank's parameters are in the checkpoint `current` with their shapes, and (but for only_weights)
-    trained there if they are here. Raises CheckpointError, naming what differs."""
+    """Check that the checkpoint `current` has this rank's parameters with their shapes and, unless only_weights, with
+    moments exactly if they are trained here. Raises CheckpointError, naming what differs."""
     wrong = []
     for state in backend.state():
         name, here, there = state.name, tuple(names.whole_shape(state.param, groups)), stored.shape(state.name)
         if there is None:
             wrong.append(f"{current} has no {name}")
         elif there != here:
-            wrong.append(f"{name} is {_by(there)} in {current} and {_by(here)} in the model")
+            wrong.append(f"{name} is {_by(there)} in {current}, but {_by(here)} in the model")
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
-            wrong.append(f"{name} is {words[0]} in {current} and {words[1]} in the model")
-        elif _STATE_SPACE.search(name) and not stored.has_cut(name, Cut.of(state.param, groups)):
+            wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
+        elif _STATE_SPACE.search(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")
     if wrong:
         raise CheckpointError(

@@ -1,9 +1,8 @@
-"""Reading a checkpoint that may come from anywhere: nothing in it is run, and what was damaged is noticed.
+"""Reading a checkpoint from an untrusted source: no code in it runs, and damage is detected.
 
 torch.distributed.checkpoint stores the list of a checkpoint's tensors, `.metadata`, as a pickle, and a pickle can call
-any function by name. Here only the classes that such a list is made of may be named. The tensors themselves torch
-reads with `weights_only`. The SHA-256 of each stored tensor is in `.metadata`, that of `.metadata` in state.json, and
-that of state.json in itself.
+any function by name. The unpickler here accepts only the classes of which such a list consists. Tensors are read with
+`weights_only`. `.metadata` holds the SHA-256 of each stored tensor, state.json that of `.metadata`, and its own.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from megaaccum.upstream import pytorch
 
 
 class CheckpointReader:
-    """The tensors of the checkpoint in folder `path`. metadata_sha256: of its `.metadata`, from state.json.
+    """The tensors of the checkpoint in folder `path`. metadata_sha256: SHA-256 of its `.metadata`, from state.json.
 
-    Raises DamagedCheckpoint when `.metadata` is missing or damaged, CheckpointError when it names something that no
-    list of tensors holds, or a file outside the folder.
+    Raises DamagedCheckpoint if `.metadata` is missing or damaged, and CheckpointError if it names a class that no list
+    of tensors holds, or a file outside the folder.
     """
 
     def __init__(self, path: Path, metadata_sha256: str):
@@ -40,7 +39,7 @@ class CheckpointReader:
         self._storage = {index.fqn: storage for index, storage in metadata.storage_data.items()}
 
     def check_files(self, keys: Collection[str]) -> None:
-        """Check that the files in which `keys` lie are there and long enough. Raises DamagedCheckpoint."""
+        """Check that the files of `keys` exist and are long enough. Raises DamagedCheckpoint."""
         ends: dict[str, int] = {}
         for key in keys:
             storage = self._storage[key]
@@ -56,7 +55,8 @@ class CheckpointReader:
                 raise DamagedCheckpoint(f"{path} is cut short: {size:,} bytes, where .metadata says at least {end:,}")
 
     def read(self, keys: Collection[str]) -> dict[str, torch.Tensor]:
-        """The tensors under `keys`, in host memory. Raises DamagedCheckpoint where one is not what was written."""
+        """The tensors of `keys`, in host memory. Raises DamagedCheckpoint if a tensor's bytes are not those that were
+        written."""
         by_file: dict[str, list[str]] = {}
         for key in sorted(keys, key=lambda key: self._storage[key].offset):
             by_file.setdefault(self._storage[key].relative_path, []).append(key)
@@ -86,7 +86,7 @@ def _unreadable(path: Path, error: OSError) -> DamagedCheckpoint:
 
 
 def _read_metadata(path: Path, sha256: str) -> Metadata:
-    """The list of a checkpoint's tensors. Raises as CheckpointReader."""
+    """The list of a checkpoint's tensors. Raises what CheckpointReader raises."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -112,15 +112,12 @@ def _read_metadata(path: Path, sha256: str) -> Metadata:
 
 
 class _Refused(Exception):
-    """A name that is not on the list."""
+    """A pickle names a class that is not on the list."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in pytorch.CHECKPOINT_METADATA_CLASSES or _is_dtype(module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in pytorch.CHECKPOINT_METADATA_CLASSES:
             return super().find_class(module, name)
         raise _Refused(f"{module}.{name}")
-
-
-def _is_dtype(module: str, name: str) -> bool:
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

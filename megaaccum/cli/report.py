@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaaccum.errors import MegaaccumError
-from megaaccum.pretrain.metrics.journal import replace_text
+from megaaccum.platform.files import replace_text
 
 _DESCRIPTION = """\
 Write one HTML page of a run of `megaaccum train`: losses, norms, memory, bytes, seconds, goodput, the schedule, and the
@@ -16,14 +16,14 @@ it shows: it loads nothing and can be sent as it is."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `megaaccum report` with these arguments; returns the exit code. Raises MegaaccumError where a folder is no
+    """Run `megaaccum report` with these arguments; returns the exit code. Raises MegaaccumError if a folder is no
     run's, or the page cannot be written."""
     args = _parse(argv)
     from megaaccum.pretrain.metrics.report import page
     from megaaccum.pretrain.metrics.report.run import Run
 
     runs = [Run.read(folder) for folder in filter(None, (args.run, args.other))]
-    text = page.of_one(runs[0]) if len(runs) == 1 else page.of_two(*runs)
+    text = page.render_run(runs[0]) if len(runs) == 1 else page.render_comparison(*runs)
     output = args.output or args.run / ("report.html" if len(runs) == 1 else f"report_with_{args.other.name}.html")
     try:
         replace_text(output, text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megaaccum.schedule.actions import place
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.actions import stage_map
+from megaaccum.schedule.build import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RankLayout:
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages, 0 to num_stages - 1 in model order, that global rank `rank` holds, chunk by chunk."""
-        return place(self.placement, pp=self.pp, chunks=self.vpp)[rank // (self.world_size // self.pp)]
+        return stage_map(self.placement, pp=self.pp, chunks=self.vpp)[rank // (self.world_size // self.pp)]
 
     @property
     def splits_backward(self) -> bool:

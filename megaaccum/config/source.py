@@ -17,6 +17,9 @@ from megaaccum.errors import ConfigError, did_you_mean
 
 COMMAND_LINE = "command line"
 
+REPLACED = {"core_metric_every": "text_comparisons_every"}
+"""Recipes' names for what is not done here, and the nearest key. Only 0, which switches them off, is accepted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
@@ -38,8 +41,16 @@ class Unknown:
                 f"{self.place}: commands read a DeepSpeed JSON, but Plan.of and Plan.load take megaaccum's keys alone:"
                 " write those (`megaaccum convert CONFIG` translates the block)."
             )
+        plain = self.written.removeprefix("--").replace("-", "_")
+        if plain in REPLACED:
+            return f"{self.place}: unknown key {self.written} (did you mean {REPLACED[plain]}?)."
         known = [*all_keys(), *ALIASES, "deepspeed"]
         return f"{self.place}: unknown key {self.written}{did_you_mean(self.written.replace('-', '_'), known)}."
+
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether it switches off something that is not done here."""
+        return self.written.removeprefix("--").replace("-", "_") in REPLACED and self.value in (0, ["0"])
 
 
 @dataclass(slots=True)
@@ -63,7 +74,7 @@ class Source:
         """Store the value under the key that `written` names; a repeated key is a problem."""
         name = canonical(written)
         if name is None:
-            self.unknown.append(Unknown(written, value, place, section))
+            self.put_unknown(Unknown(written, value, place, section))
         elif name in self.values:
             first = self.places[name]
             also = "" if name == written.replace("-", "_") else f" (another name of {name})"
@@ -71,6 +82,11 @@ class Source:
         else:
             self.values[name] = value
             self.places[name] = place
+
+    def put_unknown(self, unknown: Unknown) -> None:
+        """Keep a name that is no key for another reader."""
+        if not unknown.is_switched_off:
+            self.unknown.append(unknown)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -164,7 +180,7 @@ def read_command_line(argv: Sequence[str]) -> Source:
         if name is None and _is_negation(written) and not values:
             source.put(written.replace("-", "_").removeprefix("no_"), False, flag)
         elif name is None:
-            source.unknown.append(Unknown(flag, values, COMMAND_LINE))
+            source.put_unknown(Unknown(flag, values, COMMAND_LINE))
         else:
             _put_flag(name, written, flag, values, source)
     return source

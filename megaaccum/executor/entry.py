@@ -18,9 +18,9 @@ from megaaccum.executor.passes import Call, FusedPass
 from megaaccum.executor.timeline import measured_costs, write_trace
 from megaaccum.platform import cpu
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.build import build
+from megaaccum.schedule.build import build, by_executor
 from megaaccum.schedule.overlap import warm_up
-from megaaccum.schedule.simulate import BY_MEGATRON, simulate
+from megaaccum.schedule.simulate import simulate
 from megaaccum.schedule.validate import sends, validate
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def get_forward_backward_func(
     micro-batches is only known when the function is called, which then raises for those.
     """
     name = config if isinstance(config, str) else config.layout.schedule
-    if name == "none" or (name in BY_MEGATRON and not own):
+    if name == "none" or not (own or by_executor(name)):
         from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
 
         # Only whether there are several ranks and several chunks matters to it.

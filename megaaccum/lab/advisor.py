@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def resolve(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
     """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit, and, where there is a choice, why
     these; the same on every rank. Raises ConfigError if none fits."""
-    settled = auto_schedule.settle(plan, device_bytes, layers_of=layer_kind)
+    settled = auto_schedule.choose_schedule(plan, device_bytes, layers_of=layer_kind)
     is_chosen = sync_mode.limit_of(plan, device_bytes) is not None or auto_schedule.is_open(plan)
     return settled, [note for note in settled.notes if is_chosen and note not in plan.notes]
 

@@ -16,6 +16,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of `path` atomically: a reader, even after a crash, finds the old file or the new one
+    whole."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
 def folder_problems(key: str, folder: str) -> list[str]:
     """Reasons why the folder that `key` names cannot be written; empty if it can. Makes the folder, and writes a byte
     to it, since a full disk still makes empty files."""

@@ -147,7 +147,7 @@ def loss_times_context_parallel(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="micro-batches, unequal weights",
 )  # fmt: skip
 def mean_of_means(plan: Plan) -> Iterator[None]:
-    def divided(original: Any, self: ForwardStep, index: int, loss_func: Any) -> Any:
+    def divided(original: Any, self: ForwardStep, index: int, at: Any, loss_func: Any) -> Any:
         def own_mean(output: torch.Tensor) -> Any:
             total, weight, reports = loss_func(output)
             mean_weight = (self._divisor.total or 1.0) / (len(self._batch) * plan.layout.dp)

@@ -385,7 +385,7 @@ def auto_at_the_edge(*, dry: bool) -> Found:
     def settled(limit: float) -> bool:
         keys = f"--pp_microbatches 8 --sync auto --memory_gib {limit / 2**30:.9f} --vocab_size 61"
         try:
-            sync_mode.settle(Case(1, keys, flags, "bf16").plan(), layers=made_of)
+            sync_mode.choose_sync_mode(Case(1, keys, flags, "bf16").plan(), layers=made_of)
         except ConfigError:
             return False
         return True

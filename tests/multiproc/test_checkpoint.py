@@ -315,7 +315,7 @@ def half_a_state(folder: Path) -> str:
 
 def another_model(folder: Path) -> str:
     write_progress(folder, replace(read_progress(folder), shape={"num_layers": 3}))
-    return f"num_layers is 3 in {folder} and 2 in the configuration"
+    return f"num_layers is 3 in {folder}, but 2 in the configuration"
 
 
 def another_format(folder: Path) -> str:
@@ -452,9 +452,9 @@ def with_bad_ones(folder: str, *bad: str) -> tuple[int | None, list[str]]:
 @pytest.mark.parametrize(
     ("bad", "step", "texts"),
     [
-        (["step_0000004"], 3, ["is cut short", "the run goes on from step_0000003"]),
-        (["step_0000004", "step_0000003"], 2, ["step_0000003/__0_0.distcp is cut short", "goes on from step_0000002"]),
-        (["latest"], 4, ["names 'step_000', which is not a whole checkpoint", "goes on from step_0000004"]),
+        (["step_0000004"], 3, ["is cut short", "the run resumes from step_0000003"]),
+        (["step_0000004", "step_0000003"], 2, ["step_0000003/__0_0.distcp is cut short", "resumes from step_0000002"]),
+        (["latest"], 4, ["names 'step_000', which is not a whole checkpoint", "resumes from step_0000004"]),
         (["latest", "step_0000004"], 3, ["step_0000004/__0_0.distcp is cut short"]),
         ([f"step_000000{n}" for n in (1, 2, 3, 4)], None, ["holds no other whole checkpoint: start afresh with"]),
     ],

@@ -11,13 +11,14 @@ import pytest
 from megaaccum import cli
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import try_ranks
-from megaaccum.pretrain.launch import launch
+from megaaccum.pretrain.launch import local
 
 
 def launch_here(worker, argv, nproc, options):
+    local.GRACE_SECONDS = options.pop("grace", local.GRACE_SECONDS)
     try:
-        code = launch.launch_local(argv, nproc=nproc, worker=f"{__name__}:{worker}", **{"fork": True, **options})
-    except launch.LaunchError as error:
+        code = local.launch_local(argv, nproc=nproc, worker=f"{__name__}:{worker}", **{"fork": True, **options})
+    except local.LaunchError as error:
         code = cli.complain(error, cli.exit_code_of(error))
     print("exit code", code, flush=True)
     return code

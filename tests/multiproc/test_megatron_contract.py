@@ -27,7 +27,7 @@ class ByHand:
 
     def __init__(self, case: Case, *, ours: bool):
         from megaaccum.distributed import groups
-        from megaaccum.loop.megatron_loop import wrap
+        from megaaccum.loop import wrap
         from megaaccum.model import gpt
 
         plan = case.plan()
@@ -136,7 +136,7 @@ def test_a_loop_by_hand(name, measured):
 
 def with_a_step_that_stays(case: Case) -> list[float]:
     """By mistake what a step that was not taken has left is kept."""
-    from megaaccum.loop.megatron_contract import LoopStep
+    from megaaccum.loop.contract import LoopStep
 
     with patch.object(LoopStep, "abandon", lambda self: None):
         loop = ByHand(case, ours=True)

@@ -55,7 +55,7 @@ def test_train_step(name, measured):
 
 def with_a_second_division(loop: Loop):
     """What Megatron's own wrapper does when it is given 1 / N: gradients are multiplied, before the commit does it."""
-    from megaaccum.loop.megatron_contract import LoopStep
+    from megaaccum.loop.contract import LoopStep
 
     plain = LoopStep.note_scaling
 

@@ -46,7 +46,7 @@ def test_a_missed_no_sync_is_an_alarm_once():
     for rank in run_ranks(found, 2, FSDP2, missed=True):
         assert [len(each) for each in rank] == [0, 1, 0, 0, 0, 0]
         ((kind, text),) = rank[1]
-        assert kind == "alarm" and "from data-parallel ranks in a step, and the plan says" in text
+        assert kind == "alarm" and "from data-parallel ranks in a step, but the plan says" in text
 
 
 def test_a_rank_that_computes_slowly_is_named_once_while_it_does():

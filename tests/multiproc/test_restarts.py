@@ -96,7 +96,7 @@ def transposed_tp_axis(run: Run) -> Any:
     """Matrices that are cut by rows are read as if by columns, and the other way round."""
     from megaaccum.checkpoint import pieces
 
-    of = pieces.Cut.of
+    of = pieces.Cut.from_param
 
     def transposed(param: Any, groups: Any) -> Any:
         cut = of(param, groups)
@@ -104,7 +104,7 @@ def transposed_tp_axis(run: Run) -> Any:
             return cut
         return replace(cut, rows=1 if cut.rows > 2 else math.gcd(cut.numel // cut.runs, 32))
 
-    return patch.object(pieces.Cut, "of", transposed)
+    return patch.object(pieces.Cut, "from_param", transposed)
 
 
 def padding_kept(run: Run) -> Any:

@@ -1,4 +1,4 @@
-"""The core metric and samples under every kind of layout, and the command line that asks for them."""
+"""Text comparisons and samples under every kind of layout, and the command line that asks for them."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ def test_the_line_of_a_recipe_runs_as_it_is(tmp_path):
     assert [record["kind"] for record in records] == ["train"] * 4
     assert {record["global_batch_size"] for record in records} == {64}
     assert {record["lr"] for record in records[:1]} == {6e-3}, "a warm-up of nothing"
-    assert "core metric" not in output
+    assert "comparisons" not in output
     assert "sample" not in output
 
 
-def test_core_metric_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path):
-    line = LINE.replace("core_metric_every 0", "core_metric_every 2").replace("sample_every 0", "sample_every 3")
+def test_comparisons_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path):
+    line = LINE.replace("core_metric_every 0", "text_comparisons_every 2").replace("sample_every 0", "sample_every 3")
     small = " --num_layers 2 --hidden_size 32 --seq_length 64 --nproc_per_node 2"
     output, records = run(line.replace("grad_accum_steps 8", "grad_accum_steps 2") + small, tmp_path)
     looks = [(record["kind"], record["step"]) for record in records if record["kind"] not in ("train", "valid")]
-    assert looks == [("core_metric", 2), ("sample", 3), ("core_metric", 4), ("sample", 4)]
-    assert all(-1 <= record["core_metric"] <= 1 for record in records if record["kind"] == "core_metric")
-    assert "step   2/300 | core metric" in output
+    assert looks == [("text_comparisons", 2), ("sample", 3), ("text_comparisons", 4), ("sample", 4)]
+    assert all(-1 <= record["centered_accuracy"] <= 1 for record in records if record["kind"] == "text_comparisons")
+    assert "step   2/300 | text comparisons: accuracy" in output
     (text, _) = [record["text"] for record in records if record["kind"] == "sample"]
     assert f"-> {text!r}" in output

@@ -270,5 +270,5 @@ def test_a_signal_waits_for_the_checkpoint_that_is_being_written(whole, tmp_path
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_kept(half):
-    only_error(train(half, hidden_size=32), f"hidden_size is 16 in {half / 'run/checkpoints/step_0000004'} and 32")
+    only_error(train(half, hidden_size=32), f"hidden_size is 16 in {half / 'run/checkpoints/step_0000004'}, but 32")
     assert (half / "run/checkpoints/latest").read_text().strip() == "step_0000004"

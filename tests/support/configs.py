@@ -8,7 +8,7 @@ from pathlib import Path
 from megaaccum.config import Config, Plan, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop.deepspeed_json import adopt
+from megaaccum.pretrain.interop.deepspeed.reconcile import reconcile
 
 SMALL: dict[str, object] = dict(
     num_layers=8,
@@ -53,6 +53,6 @@ def make(**keys: object) -> Config:
 def plan(world_size: int = 1, *, deepspeed: dict[str, object] | None = None, **keys: object) -> Plan:
     """SMALL with these keys and this DeepSpeed block, resolved."""
     config = make(**keys)
-    if deepspeed is not None and (problems := adopt(config, deepspeed, "test.yaml")):
+    if deepspeed is not None and (problems := reconcile(config, deepspeed, "test.yaml")):
         raise ConfigError(problems)
     return resolve(config, world_size=world_size)

@@ -30,9 +30,9 @@ def globals_of(plan) -> None:
     from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.training import global_vars
 
-    from megaaccum.pretrain.interop import megatron_args
+    from megaaccum.pretrain.interop.megatron import parser
 
-    args = SimpleNamespace(**megatron_args.defaults())
+    args = SimpleNamespace(**parser.defaults())
     args.seq_length, args.micro_batch_size = plan.batch.seq_length, plan.batch.micro_batch_size
     args.data_parallel_size, args.decoder_seq_length, args.gtp_weight_remat_size = plan.layout.dp, None, 1
     global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TIMERS = args, global_vars.Timers(0, "minmax")
@@ -57,7 +57,7 @@ class LoopRig(Rig):
         from megatron.core.distributed import finalize_model_grads
 
         from megaaccum.distributed import groups
-        from megaaccum.loop.megatron_loop import get_forward_backward_func, wrap
+        from megaaccum.loop import get_forward_backward_func, wrap
         from megaaccum.model import gpt
 
         plan = loop.case.plan()

@@ -107,7 +107,7 @@ def pretrained(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _pretrained(run: Run) -> list[str]:
-    from megaaccum.loop.megatron_loop import pretrain as our_pretrain  # isort: skip  # the changed import
+    from megaaccum.loop import pretrain as our_pretrain  # isort: skip  # the changed import
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, training

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megaaccum.pretrain.training.core_metric import Row, mean_log_likelihoods
 from megaaccum.pretrain.training.sampling import sample
+from megaaccum.pretrain.training.text_comparisons import Row, mean_log_likelihoods
 from tests.support.engines import engine_of
 from tests.support.parity import VOCAB, Case, microbatches
 

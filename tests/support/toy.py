@@ -88,7 +88,7 @@ def forward_step(data_iterator, chunk):
 
 def pipeline(name: str, *, chunks: int, placement: str, **keys):
     """(config, toy chunks of this rank, notes, groups) on a pipeline over all ranks."""
-    from megaaccum.schedule.actions import place
+    from megaaccum.schedule.actions import stage_map
 
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     config = ModelParallelConfig(
@@ -100,7 +100,7 @@ def pipeline(name: str, *, chunks: int, placement: str, **keys):
     config.hidden_size, config.calculate_per_token_loss = HIDDEN, True
     for key, value in keys.items():
         setattr(config, key, value)
-    notes, stages = Notes(), place(placement, pp=world, chunks=chunks)[rank]
+    notes, stages = Notes(), stage_map(placement, pp=world, chunks=chunks)[rank]
     model = [Toy(config, notes, chunk, stage) for chunk, stage in enumerate(stages)]
     for chunk, toy in enumerate(model):
         toy.vp_stage = chunk if chunks > 1 else None

@@ -66,12 +66,13 @@ def train(
 
 def _train(argv: list[str], worker: str, max_bytes: int) -> None:
     from megaaccum import cli
-    from megaaccum.pretrain.launch import launch
+    from megaaccum.pretrain.launch import local
 
     for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
         os.environ.pop(name, None)
     if worker:
-        launch.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}", grace=1.0)
+        local.launch_local.__kwdefaults__.update(worker=f"{__name__}:{worker}")
+        local.GRACE_SECONDS = 1.0
     if max_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
     code = cli.main(["train", *argv])
@@ -133,10 +134,10 @@ def losses(folder: Path) -> list[float]:
 
 def dies_before_the_ranks_meet(argv: list[str]) -> int:
     from megaaccum.cli import train
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
 
-    start = loop.start_together
-    loop.start_together = lambda plan: _die_on_rank_1() or start(plan)
+    start = training_run.start_together
+    training_run.start_together = lambda plan: _die_on_rank_1() or start(plan)
     return train.main(argv)
 
 
@@ -152,16 +153,16 @@ def builds_no_model(argv: list[str]) -> int:
 def dies_after_three_steps(argv: list[str]) -> int:
     """Rank 1 is killed when the log has step 3."""
     from megaaccum.cli import train
-    from megaaccum.pretrain.training import loop
+    from megaaccum.pretrain.training import training_run
 
-    log_step = loop.log_step
+    log_step = training_run.log_step
 
     def and_die(log, engine, *args):
         log_step(log, engine, *args)
         if engine.step == 3:
             _die_on_rank_1()
 
-    loop.log_step = and_die
+    training_run.log_step = and_die
     return train.main(argv)
 
 

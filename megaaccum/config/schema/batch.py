@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megaaccum.config.facts import Facts
+from megaaccum.schedule.build import BUILT_IN
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[("auto", "none", *BUILT_IN)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,12 +36,7 @@ class ParallelConfig:
     """Tensor parallelism inside experts; default tensor_model_parallel_size."""
     sequence_parallel: Annotated[bool, Facts(core=True, planned=True)] = False
     """Split norms and dropout along the sequence over the tp ranks."""
-    schedule: Annotated[
-        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]
-        | str
-        | None,
-        Facts(planned=True),
-    ] = None
+    schedule: Annotated[ScheduleName | str | None, Facts(planned=True)] = None
     """Pipeline schedule, or the path of a .csv table. Default, as Megatron: none at pp 1, interleaved when vpp is set,
     else 1f1b. auto: of the built-in ones that are legal here and fit into memory_gib, or the GPU's memory, the one with
     the fastest predicted step."""

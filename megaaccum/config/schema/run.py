@@ -182,7 +182,7 @@ class RunConfig:
     """Global batches per evaluation; 0 is off."""
     sample_every: Annotated[int, Facts(at_least=0)] = 0
     """Steps between samples: a short text that the model continues, printed; 0 is off."""
-    core_metric_every: Annotated[int, Facts(at_least=0)] = 0
+    text_comparisons_every: Annotated[int, Facts(at_least=0)] = 0
     """Steps between evaluations of the likelihood comparisons in the package; 0 is off."""
     output_dir: Annotated[str, Facts(per_host=True)] = "runs/default"
     """Folder of logs, pictures and, unless save is set, checkpoints."""

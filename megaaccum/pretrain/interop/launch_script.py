@@ -1,9 +1,9 @@
-"""A training script recorded: it runs in a jail with recorders in place of launchers, and what it would have started is
-read.
+"""Recording a training script: it runs in a jail with recorders in place of launchers, and the command that it would
+have started is read.
 
-The jail is a user, mount, network and process namespace (util-linux `unshare`): the system read-only, the script's
-project under an overlay that takes what is written to it, a root folder of its own for everything else, no network, no
-input, ten seconds.
+The jail is a user, mount, network and process namespace (util-linux `unshare`): the system is read-only, the script's
+project is under an overlay that takes its writes, everything else is in a root folder of its own; there is no network
+and no input, and the script ends after ten seconds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop.launch import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The training program's command line, without the launcher."""
+
+    program: str
+    """The training program, as the launch names it."""
+    argv: Sequence[str]
+    """Its arguments."""
+    script: str
+    """The script that launches it, for error texts."""
+    folder: Path
+    """Folder in which it is launched."""
+    world_size: int | None = None
+    """Ranks, where the launcher says how many."""
+    written: tuple[tuple[Path, Path], ...] = ()
+    """Where a recorded script's files are: (folder as the script saw it, folder that holds what it wrote there)."""
+
+    def path(self, name: str) -> Path:
+        """The path of a file that the flags name: the one that the script wrote if there is one."""
+        path = self.folder / name
+        for seen, holds in self.written:
+            if path.is_relative_to(seen) and (holds / path.relative_to(seen)).exists():
+                return holds / path.relative_to(seen)
+        return path
+
 
 SECONDS = 10
-"""A script that takes longer is not one that starts training."""
+"""The time limit of a script; one that starts training takes less."""
 
 LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate")
 """Commands whose words are recorded."""
@@ -32,7 +58,7 @@ LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate")
 WRAPPERS = (
     "srun", "sbatch", "mpirun", "mpiexec", "uv", "nohup", "numactl", "nsys", "singularity", "apptainer", "docker",
 )  # fmt: skip
-"""Commands that start another command, which is looked for among their words."""
+"""Commands that start another command, which is among their words."""
 
 SILENT = (
     "sleep", "wget", "curl", "pip", "pip3", "conda", "nvidia-smi", "scontrol", "ssh", "scp", "rsync", "ds_ssh", "ray",
@@ -87,12 +113,12 @@ exec chroot "$ROOT" /bin/sh -c 'cd "$1" && shift && exec "$@"' sh "$FOLDER" "$@"
 
 
 _Places = tuple[tuple[Path, Path], ...]
-"""As Launch.written."""
+"""The type of Launch.written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One command that the script would have started."""
+    """A command that the script would have started."""
 
     folder: str
     words: list[str]
@@ -100,14 +126,10 @@ class _Record:
 
 @contextmanager
 def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
-    """Run `command` (such as bash train.sh ARGS) with recorders, and give the one training launch in it. The files that
-    the script wrote are there until the block ends.
-
-    jail: False runs it as it is, with the recorders first on PATH.
-
-    Raises:
-        ConfigError: it does not end in ten seconds, starts no training or more than one, or there is no jail to be had.
-    """
+    """Run `command` (such as bash train.sh ARGS) with recorders, and yield the one training launch in it. The files
+    that the script wrote exist until the context ends. jail: False runs the script as it is, with the recorders first
+    on PATH. Raises ConfigError if the script does not end in ten seconds, starts no training or more than one, or no
+    jail can be made."""
     script = _script_of(command)
     top = _top(script)
     with tempfile.TemporaryDirectory(prefix="megaaccum-record-") as scratch:
@@ -152,7 +174,7 @@ def _write_recorders(folder: Path) -> None:
 
 
 def _top(script: Path) -> Path:
-    """The project that the script is in: up to the folder with .git, or its own folder."""
+    """The project of the script: its nearest parent folder with .git, or its own folder."""
     top = next((each for each in script.parents if (each / ".git").exists()), script.parent)
     return script.parent if top == Path(top.anchor) else top
 
@@ -169,13 +191,13 @@ def _in_jail(command: Sequence[str]) -> list[str]:
 
 
 _NO_JAIL = (
-    "--record runs the script in namespaces of its own, and this machine gives none: {reason}. Pass"
-    " --record-without-jail to run it as it is, with recorders in place of the launchers: what else it does, it does."
+    "--record runs the script in namespaces of its own, but this machine provides none: {reason}. Pass"
+    " --record-without-jail to run it as it is, with recorders in place of the launchers: all else in it takes effect."
 )
 
 
 def _run(words: list[str], places: dict[str, str], *, tools: str, records: str) -> str:
-    """Run the script without input. Returns the end of what it printed."""
+    """Run the script without input. Returns the end of its output."""
     path = f"{tools}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = os.environ | {"PATH": path, "MEGAACCUM_RECORD": records, "FOLDER": os.getcwd()} | places
     environment.pop("BASH_ENV", None)
@@ -208,7 +230,7 @@ def _read_records(folder: Path) -> list[_Record]:
 # --- what was recorded ----------------------------------------------------------------------------------------------
 
 _OF_TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-cfg", "--config"}
-"""Flags by one of which a command is known to be training, whatever its program is called."""
+"""Flags any of which identifies a command as training, whatever the program's name."""
 
 
 def _the_launch(records: list[_Record], script: Path, shown: _Places, output: str) -> Launch:
@@ -236,7 +258,7 @@ def _as_launch(record: _Record, script: Path, shown: _Places) -> Launch:
 
 
 def world_size(words: Sequence[str]) -> int | None:
-    """Ranks that a launcher's own flags ask for, or None where they leave it open."""
+    """Ranks that a launcher's own flags request; None if they leave it open."""
     text = " ".join(words).replace("=", " ")
 
     def number(*names: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The front door: a configuration in any dialect that megaaccum reads, made into megaaccum's own keys."""
+"""Reading a configuration in any supported format into megaaccum's own keys."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ from megaaccum.config.load import assemble
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read_command_line, read_text, read_yaml
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop import deepspeed_json, megatron_args, megatron_fields
-from megaaccum.pretrain.interop.launch import Launch
-from megaaccum.pretrain.interop.megatron_keys import read_flags
-from megaaccum.pretrain.interop.megatron_rules import Reading
+from megaaccum.pretrain.interop.deepspeed.reconcile import read_json, reconcile
+from megaaccum.pretrain.interop.launch_script import Launch
+from megaaccum.pretrain.interop.megatron.keys import read_flags
+from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
+from megaaccum.pretrain.interop.megatron.parser import is_flag
+from megaaccum.pretrain.interop.megatron.rules import Reading
 
 
 def load(
     path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, launch: Launch | None = None
 ) -> Config:
-    """The configuration of a run, as written: nothing is derived yet (see `megaaccum.config.resolve`).
-
-    Args:
-        path: a YAML or JSON file of keys (which may hold fields of Megatron's model configuration under `model`), or a
-            file of Megatron's flags.
-        overrides: command-line arguments (keys or Megatron's flags), which outrank the file.
-        launch: a recorded launch, in place of a file.
-
-    Raises:
-        ConfigError: with everything that is wrong in both sources.
-    """
+    """The configuration of a run, as written: nothing is derived yet (see `megaaccum.config.resolve`). path: a YAML or
+    JSON file of keys (which may hold fields of Megatron's model configuration under `model`), or a file of Megatron's
+    flags. overrides: command-line arguments (keys or Megatron's flags), which outrank the file. launch: a recorded
+    launch, in place of a file. Raises ConfigError with every problem of both sources."""
     config, problems = read(path, overrides, launch=launch)
     if problems:
         raise ConfigError(problems)
@@ -42,29 +37,26 @@ def load(
 def read(
     path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, launch: Launch | None = None
 ) -> tuple[Config, list[str]]:
-    """As `load`, but gives back what could be read together with the problems.
-
-    Raises:
-        ConfigError: the file cannot be opened at all.
-    """
-    found = _Found()
+    """The configuration as `load` returns it, and its problems, which are not raised. Raises ConfigError only if the
+    file cannot be opened."""
+    contents = _Contents()
     if launch is not None:
-        found.sources += _of_another_program(launch)
-        _read_words(launch.argv, overrides, launch.script, launch.path, found, world_size=launch.world_size)
+        contents.sources += _of_another_program(launch)
+        _read_words(launch.argv, overrides, launch.script, launch.path, contents, world_size=launch.world_size)
     elif path is None:
-        _read_overrides(overrides, found, whole=True)
+        _read_overrides(overrides, contents, whole=True)
     else:
         text, path = read_text(path), Path(path)
         if is_yaml(text, path):
-            _read_keys(text, path, found)
-            _read_overrides(overrides, found, whole=False)
+            _read_keys(text, path, contents)
+            _read_overrides(overrides, contents, whole=False)
         else:
-            _read_words(words_of(text), overrides, path.name, path.parent.joinpath, found)
-    config, problems = assemble(found.sources)
-    config.megatron = found.megatron
-    if found.blocks:
-        block, origin = found.blocks[-1]
-        problems += deepspeed_json.adopt(config, block, origin)
+            _read_words(words_of(text), overrides, path.name, path.parent.joinpath, contents)
+    config, problems = assemble(contents.sources)
+    config.megatron = contents.megatron
+    if contents.blocks:
+        block, origin = contents.blocks[-1]
+        problems += reconcile(config, block, origin)
     return config, problems
 
 
@@ -106,7 +98,7 @@ def words_of(text: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Contents:
     """The contents of one configuration's sources."""
 
     sources: list[Source] = field(default_factory=list)
@@ -115,41 +107,41 @@ class _Found:
     megatron: dict[str, object] = field(default_factory=dict)
 
 
-def _read_keys(text: str, path: Path, found: _Found) -> None:
-    """A YAML file: keys, a DeepSpeed block, fields of Megatron's model configuration, and flags without dashes."""
+def _read_keys(text: str, path: Path, contents: _Contents) -> None:
+    """Read a YAML file: keys, a DeepSpeed block, fields of Megatron's model configuration, and flags without dashes."""
     source = read_yaml(text, path.name)
     left, words = [], []
     for unknown in source.unknown:
         if unknown.written == "deepspeed":
             block = _deepspeed_block(unknown, path.parent, source.problems)
-            found.blocks += [] if block is None else [(block, source.name)]
+            contents.blocks += [] if block is None else [(block, source.name)]
         elif unknown.written in SECTIONS:
             left.append(unknown)
-        elif megatron_fields.take(unknown, found.megatron, source.problems):
+        elif accept_model_field(unknown, contents.megatron, source.problems):
             continue
-        elif megatron_args.is_flag(unknown.written):
+        elif is_flag(unknown.written):
             words += _as_words(unknown)
         else:
             left.append(unknown)
     source.unknown = left
     if words:
-        _put(read_flags(words, locate=path.parent.joinpath, whole=False), source, found)
-    found.sources.append(source)
+        _put(read_flags(words, locate=path.parent.joinpath, whole=False), source, contents)
+    contents.sources.append(source)
 
 
-def _read_overrides(overrides: Sequence[str], found: _Found, *, whole: bool) -> None:
-    """A command line: keys alone, or with flags of Megatron's among them. whole: there is no file beside it."""
+def _read_overrides(overrides: Sequence[str], contents: _Contents, *, whole: bool) -> None:
+    """Read a command line: keys, possibly with Megatron's flags among them. whole: there is no file beside it."""
     if not overrides:
         return
     source = read_command_line(overrides)
     foreign, source.unknown = source.unknown, []
     if whole and foreign:
         source = Source(COMMAND_LINE)
-        _put(read_flags(overrides), source, found)
+        _put(read_flags(overrides), source, contents)
     elif foreign:
         words = [word for unknown in foreign for word in _as_words(unknown)]
-        _put(read_flags(words, whole=False), source, found)
-    found.sources.append(source)
+        _put(read_flags(words, whole=False), source, contents)
+    contents.sources.append(source)
 
 
 def _read_words(
@@ -157,26 +149,26 @@ def _read_words(
     overrides: Sequence[str],
     name: str,
     locate: Callable[[str], Path],
-    found: _Found,
+    contents: _Contents,
     *,
     world_size: int | None = None,
 ) -> None:
-    """A list of flags and the command line over it, as one list: the last of two equal flags holds."""
+    """Read a list of flags and the command line after it as one list: the last of two equal flags holds."""
     reading = read_flags([*words, *overrides], locate=locate, world_size=world_size)
     file, line = Source(name), Source(COMMAND_LINE)
     again = read_flags(overrides, locate=locate, whole=False).values if overrides else {}
     for key in again.keys() & reading.values.keys():
         line.put(key, reading.values.pop(key), COMMAND_LINE)
-    _put(reading, file, found)
-    found.sources += [file, line]
+    _put(reading, file, contents)
+    contents.sources += [file, line]
 
 
-def _put(reading: Reading, source: Source, found: _Found) -> None:
+def _put(reading: Reading, source: Source, contents: _Contents) -> None:
     source.problems += [f"{source.name}: {text}" for text in reading.problems]
     source.notes += reading.notes
-    found.megatron |= reading.megatron
+    contents.megatron |= reading.megatron
     if reading.deepspeed is not None:
-        found.blocks.append((reading.deepspeed, source.name))
+        contents.blocks.append((reading.deepspeed, source.name))
     for key, value in reading.values.items():
         source.put(key, value, source.name)
 
@@ -194,7 +186,7 @@ def _deepspeed_block(unknown: Unknown, base_dir: Path, problems: list[str]) -> d
     if isinstance(unknown.value, dict):
         return unknown.value
     if isinstance(unknown.value, str):
-        return deepspeed_json.read_json(base_dir / unknown.value, unknown.place, problems)
+        return read_json(base_dir / unknown.value, unknown.place, problems)
     if unknown.value is not None:
         problems.append(f"{unknown.place}: deepspeed must be a mapping, or the path of a DeepSpeed JSON file.")
     return None

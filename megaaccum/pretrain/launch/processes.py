@@ -1,7 +1,7 @@
-"""Rank processes on this machine: started from this process, watched, ended, and their end put in words.
+"""Rank processes on this machine: started, watched and ended by this process, and their end described.
 
-A rank is a fork of the process that starts it, so that whatever was imported before is there at once; a rank that needs
-a fresh interpreter replaces itself by one. Linux only: process file descriptors and the parent-death signal are used.
+A rank is a fork of the process that starts it, with everything that was imported before; a rank that needs a fresh
+interpreter replaces itself by one. Linux only: uses process file descriptors and the parent-death signal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @dataclass(slots=True)
 class RankProcess:
-    """One rank, a child of this process and the leader of a session of its own.
+    """One rank: a child of this process and the leader of its own session.
 
     `status` is None while it runs, then its exit code, or minus the number of the signal that ended it.
     """
@@ -45,20 +45,20 @@ class RankProcess:
     status: int | None = None
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the rank alone; nothing happens when it has ended."""
+        """Send a signal to the rank alone; does nothing if it has ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)
 
     def kill(self) -> None:
-        """Ends the rank and every process that it started in its session, at once."""
+        """End the rank and every process of its session, at once."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self.send(signal.SIGKILL)  # a rank that does not lead its session yet is no process group
+            self.send(signal.SIGKILL)  # a rank that is not yet a session leader has no process group
 
     def reap(self) -> None:
-        """Takes the exit status of a rank that has ended; blocks while it runs."""
+        """Read the exit status of a rank that has ended; blocks while it runs."""
         _, status = os.waitpid(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
         os.close(self.pidfd)
@@ -68,7 +68,8 @@ class RankProcess:
 class RankError:
     """The record that a rank wrote about the exception that ended it.
 
-    `kind` is the class name, `text` what a user reads, `traceback` None when `text` says it all (MegaaccumError).
+    `kind` is the class name, `text` the message for the user, `traceback` None if `text` is sufficient
+    (MegaaccumError).
     """
 
     kind: str
@@ -77,7 +78,7 @@ class RankError:
     exit_code: int
 
     @classmethod
-    def of(cls, error: BaseException) -> RankError:
+    def from_exception(cls, error: BaseException) -> RankError:
         code = exit_code_of(error)
         if isinstance(error, MegaaccumError):
             return cls(type(error).__name__, str(error), None, code)
@@ -85,14 +86,14 @@ class RankError:
         return cls(type(error).__name__, "".join(traceback.format_exception_only(error)).strip(), "".join(lines), code)
 
     def write(self, path: Path) -> None:
-        """Writes the file in one piece: a reader sees all of it or nothing."""
+        """Write the file atomically."""
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)))
         part.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> RankError | None:
-        """None when the rank wrote no such file."""
+        """The record in `path`; None if the rank wrote none."""
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
 
@@ -114,10 +115,10 @@ def describe_status(status: int) -> str:
 
 
 def listen(port: int = 0) -> socket.socket:
-    """A listening socket on the loopback address; port 0 takes a free one.
+    """A listening socket on the loopback address; port 0 chooses a free one.
 
-    The ranks' store is given this very socket, so no other program can take the port between the choice and its use.
-    Raises LaunchError when the port cannot be had.
+    The ranks' store gets this very socket, so no other program can take the port in between. Raises LaunchError if the
+    port cannot be used.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -147,14 +148,13 @@ def serve_store(sock: socket.socket) -> object:
 
 
 def rank_environment(rank: int, world_size: int, port: int, num_threads: int) -> dict[str, str]:
-    """The variables by which torch, DeepSpeed and Megatron find their rank on this one machine.
+    """The variables by which torch, DeepSpeed and Megatron find their rank on this machine.
 
-    TORCHELASTIC_USE_AGENT_STORE tells torch that the store at MASTER_PORT is served by the parent: every rank is a
-    client of it (torch/distributed/rendezvous.py).
+    TORCHELASTIC_USE_AGENT_STORE tells torch that the parent serves the store at MASTER_PORT: every rank is a client of
+    it (torch/distributed/rendezvous.py).
 
-    LOCAL_SIZE is left out on purpose: with it DeepSpeed 0.19 sums through
-    70 MB per rank in /dev/shm on a CPU, named after MASTER_PORT, which stay there when the ranks end
-    (deepspeed/ops/csrc/cpu/comm/shm.cpp).
+    LOCAL_SIZE is not set: with it DeepSpeed 0.19 sums on a CPU through 70 MB per rank in /dev/shm, named after
+    MASTER_PORT, which remain when the ranks end (deepspeed/ops/csrc/cpu/comm/shm.cpp).
     """
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     variables = {name: str(number) for name, number in numbers.items()}
@@ -169,10 +169,10 @@ def rank_environment(rank: int, world_size: int, port: int, num_threads: int) ->
 def start(
     rank: int, body: Callable[[], None], *, env: Mapping[str, str], output: Path | None, error: Path
 ) -> RankProcess:
-    """Forks a rank that runs `body` and exits: with 0 when it returns, with `exit_code_of` its exception otherwise.
+    """Fork a rank that runs `body` and exits: with 0 if it returns, with `exit_code_of` its exception otherwise.
 
-    `output` takes the rank's stdout and stderr; None leaves them where this process has them.
-    `error` is the file to which the rank writes a RankError when an exception ends it.
+    `output` receives the rank's stdout and stderr; None leaves them as they are here. `error` is the file to which the
+    rank writes a RankError if an exception ends it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -197,11 +197,11 @@ def become_rank(
     error: Path,
     mask: Iterable[int] = (),
 ) -> NoReturn:
-    """Makes a fork of process `parent` a rank: as `start`. Never returns into the parent's code. mask: signals that the
-    rank blocks."""
+    """Make a fork of process `parent` a rank; arguments as those of `start`. Never returns into the parent's code.
+    mask: signals that the rank blocks."""
     code = 1
     try:
-        atexit._clear()  # the parent's exit handlers are the parent's
+        atexit._clear()  # the parent runs its exit handlers itself
         _end_children_at_exit()
         _detach(parent, output)
         os.environ.update(env)
@@ -211,16 +211,16 @@ def become_rank(
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe is no reason to lose the exit code
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not change the exit code
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
 
 
 def _end_children_at_exit() -> None:
-    """Have what the rank starts through multiprocessing (workers of a loader, managers) end with it, as with a process
-    of multiprocessing's own: its exit handler was among those that were cleared, and knew of the parent's children.
-    The three names are what multiprocessing uses for that (Python 3.12: BaseProcess._bootstrap)."""
+    """End the rank's children of multiprocessing (workers of a loader, managers) with the rank. multiprocessing's exit
+    handler was cleared with the parent's other handlers, and it knew the parent's children. The three names are those
+    that multiprocessing itself uses (Python 3.12: BaseProcess._bootstrap)."""
     process, util = multiprocessing.process, multiprocessing.util
     process._children.clear()  # type: ignore[attr-defined]  # noqa: SLF001
     util._finalizer_registry.clear()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -228,7 +228,8 @@ def _end_children_at_exit() -> None:
 
 
 def _detach(parent: int, output: Path | None) -> None:
-    """A session of its own, so that Ctrl-C in the terminal reaches the rank through its parent only, and only once."""
+    """Start a session of its own, so that Ctrl-C in the terminal reaches the rank only through its parent, and only
+    once."""
     os.setsid()
     end_with(parent)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -257,7 +258,7 @@ def _reset_signals(mask: Iterable[int]) -> None:
 
 
 def run_and_report(body: Callable[[], None], error_file: Path) -> int:
-    """Runs `body` and returns the exit code of this process; an exception goes to `error_file` as a RankError."""
+    """Run `body` and return the exit code of this process; an exception is written to `error_file` as a RankError."""
     try:
         body()
     except SystemExit as stop:
@@ -266,14 +267,14 @@ def run_and_report(body: Callable[[], None], error_file: Path) -> int:
         RankError("SystemExit", str(stop.code), None, 1).write(error_file)
         return 1
     except BaseException as error:
-        report = RankError.of(error)
+        report = RankError.from_exception(error)
         report.write(error_file)
         return report.exit_code
     return 0
 
 
 def wait(processes: Sequence[RankProcess], timeout: float | None, *, also: Sequence[int] = ()) -> list[RankProcess]:
-    """The ranks that ended since the last call, reaped, in the order of `processes`.
+    """Reap and return the ranks that have ended since the last call, in the order of `processes`.
 
     Returns as soon as one has ended, one of the file descriptors `also` is readable or closed, or `timeout` seconds
     have passed.
@@ -292,7 +293,7 @@ def wait(processes: Sequence[RankProcess], timeout: float | None, *, also: Seque
 
 
 def wait_all(processes: Sequence[RankProcess], timeout: float) -> bool:
-    """Waits until all have ended, at most `timeout` seconds; True when they have."""
+    """Wait up to `timeout` seconds until all have ended. Returns whether they have."""
     deadline = time.monotonic() + timeout
     while any(process.status is None for process in processes):
         left = deadline - time.monotonic()
@@ -303,7 +304,8 @@ def wait_all(processes: Sequence[RankProcess], timeout: float) -> bool:
 
 
 def end(processes: Sequence[RankProcess], *, grace: float) -> list[RankProcess]:
-    """Ends what still runs: SIGTERM, `grace` seconds later SIGKILL. Returns the ranks that had to be ended."""
+    """End the ranks that still run: SIGTERM, and `grace` seconds later SIGKILL. Returns the ranks that had to be
+    ended."""
     running = [process for process in processes if process.status is None]
     if grace > 0:
         for process in running:

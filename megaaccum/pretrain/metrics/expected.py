@@ -1,4 +1,4 @@
-"""The bytes that a plan expects of a rank, to which real steps are held."""
+"""The bytes that a plan predicts for a rank, with which real steps are compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A rank of pipeline rank `pp_rank`: bytes that it receives from other data-parallel ranks in a step, of parameters
-    and of gradients, and bytes that it holds, by kind. per_element: bytes of both per parameter of its stage, for what
-    padding adds. least_share: of `reduced`, what the data-parallel rank that receives the least does."""
+    """The prediction for a rank of pipeline rank `pp_rank`. gathered, reduced: bytes of parameters and gradients that
+    it receives from other data-parallel ranks in a step. per_element: bytes of both per parameter of its stage, to
+    account for padding. memory: bytes that it holds, by kind. least_share: the share of `reduced` that the
+    data-parallel rank with the least receives."""
 
     pp_rank: int
     gathered: float

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all of its starts: what trained it, and the rest by cause."""
+"""Goodput: the share of a run's wall time, over all starts, that trained the model, and the rest by cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAUSES = (
     "idle",
     "other",
 )
-"""What a second of the run went to. productive: steps that the model kept, less their wait for data, which is `data`.
+"""Causes of the run's seconds. productive: steps that the model kept, less their wait for data, which is `data`.
 start_up: from the launch of each start to its first step. skipped: steps that left the weights as they were. repeated:
 steps that a later start took again, as it went on from a checkpoint before them. idle: from the last record of a start
 to the launch of the next, so what a killed start did after its last record too. other: the end of a start, and the
@@ -29,7 +29,7 @@ difference between a rank's two clocks."""
 
 
 class Goodput:
-    """Adds up the records of a journal, in order, those of earlier starts too (`journal.lines`).
+    """Sums the records of a journal, in order, including those of earlier starts (`journal.lines`).
 
     seconds: by cause; together the time from the first launch to the last record.
     """
@@ -53,7 +53,7 @@ class Goodput:
         return self.seconds["productive"] / self.total if self.total > 0 else 0.0
 
     def add(self, record: Record) -> None:
-        """Take note of one record; those without a time, of a version that noted none, count for nothing."""
+        """Count one record; a record without a time, of an earlier version, is ignored."""
         if "time" not in record:
             return
         if record["kind"] == "start":
@@ -88,7 +88,7 @@ class Goodput:
             self.seconds[cause] += seconds
 
     def line(self) -> str:
-        """`87.3% of 1:02:03 in 2 starts (start-up 5.1%, data 3.2%)`, causes of at least 0.5 %, the largest first."""
+        """`87.3% of 1:02:03 in 2 starts (start-up 5.1%, data 3.2%)`: causes of at least 0.5 %, largest first."""
         if self.total <= 0:
             return "unknown: no record has a time"
         shares = {cause: seconds / self.total for cause, seconds in self.seconds.items() if cause != "productive"}

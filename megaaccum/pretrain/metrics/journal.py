@@ -1,4 +1,4 @@
-"""log.jsonl: one JSON object per line: one for each start of the run, optimizer step, evaluation, and end."""
+"""The journal log.jsonl: one JSON object per line for each start of the run, optimizer step, evaluation, and end."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from megaaccum.errors import MegaaccumError
 
 Record = dict[str, Any]
 
-KINDS = ("train", "valid", "core_metric", "sample", "start", "end")
-"""Values of a record's `kind`: an optimizer step, an evaluation, a look by core_metric_every or sample_every, a start
-that goes on after `step` (0: a fresh one), the end of a start that was not killed."""
+KINDS = ("train", "valid", "text_comparisons", "sample", "start", "end")
+"""Values of a record's `kind`: an optimizer step, an evaluation, the text comparisons, a sampled text, a start that
+continues after `step` (0: a fresh run), the end of a start that was not killed."""
+_FORMER_KINDS = ("core_metric",)
+"""Kinds that journals of earlier versions hold."""
 
 
 class Journal:
-    """The file, open for appending; held by one rank.
+    """The journal, open for appending on one rank.
 
-    A line is handed to the operating system whole as soon as it is written, so killing the process loses none, and a
-    machine that dies tears at most the end of the file, which the next start cuts off.
+    Each line reaches the operating system whole as soon as it is written: killing the process loses none. If the
+    machine fails, at most the end of the file is torn, which the next start removes.
     """
 
     def __init__(self, path: Path, *, start_step: int, start: Record | None = None):
-        """Open the journal of a run that goes on after step `start_step`; 0 is a run that starts afresh.
+        """Open the journal of a run that continues after step `start_step`; 0 is a fresh run.
 
-        The first line of each start is of kind `start`, with what `start` has to say of it. A resume appends: what the
-        file has of steps after `start_step` before that line was taken again, and is still there. An earlier run's
-        journal that a fresh start finds in its place is moved aside (`log.1.jsonl`, ...), never overwritten. Raises
-        MegaaccumError when a line in the middle is no record, or the file cannot be written.
+        The first line of each start is of kind `start`, with the fields of `start`. A resume appends: earlier lines of
+        steps after `start_step` remain, although those steps were repeated. A fresh run moves an earlier run's journal
+        aside (`log.1.jsonl`, ...) and never overwrites it. Raises MegaaccumError if a line in the middle is no record,
+        or the file cannot be written.
         """
         self.path = path
         try:
@@ -46,15 +48,14 @@ class Journal:
             raise unwritable(path, error) from error
 
     def append(self, record: Record) -> None:
-        """Add one line. Raises MegaaccumError where it cannot be written, e.g. on a full disk."""
+        """Append one line. Raises MegaaccumError if it cannot be written, for example on a full disk."""
         try:
             self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
         except OSError as error:
             raise unwritable(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file. Closing twice is harmless. Raises MegaaccumError where a line that could not be written
-        before still cannot."""
+        """Close the file; closing twice is harmless. Raises MegaaccumError if buffered lines cannot be written."""
         try:
             self._file.close()
         except OSError as error:
@@ -62,16 +63,16 @@ class Journal:
 
 
 def read(path: Path) -> list[Record]:
-    """The steps and evaluations of a journal, in order, without those that a later start took again; a torn end (any
-    unreadable lines after the last good one) is left out.
+    """The steps and evaluations of a journal, in order, without those that a later start repeated. A torn end
+    (unreadable lines after the last good one) is left out.
 
-    Raises MegaaccumError, with the line's number, when an unreadable line is before a good one.
+    Raises MegaaccumError, with the line's number, if an unreadable line is before a good one.
     """
     return kept(lines(path))
 
 
 def kept(records: Iterable[Record]) -> list[Record]:
-    """Those of `lines` that `read` returns."""
+    """The records that `read` returns, of all those of `lines`."""
     found: list[Record] = []
     for record in records:
         if record["kind"] == "start":
@@ -82,7 +83,8 @@ def kept(records: Iterable[Record]) -> list[Record]:
 
 
 def lines(path: Path) -> list[Record]:
-    """Every record of a journal, in order: starts and ends, and steps that were taken again, too. Raises as `read`."""
+    """Every record of a journal, in order, including starts, ends and repeated steps. Raises MegaaccumError as `read`
+    does."""
     records: list[Record] = []
     unreadable: tuple[int, bytes] | None = None
     with path.open("rb") as file:
@@ -101,7 +103,7 @@ def lines(path: Path) -> list[Record]:
 
 
 def strict(record: Record) -> Record:
-    """The same record in strict JSON: NaN and infinities become null, and `nonfinite` says what they were."""
+    """The record in strict JSON: NaN and infinities become null, and `nonfinite` holds their names."""
     nonfinite = {key: str(value) for key, value in record.items() if _is_nonfinite(value)}
     if not nonfinite:
         return record
@@ -116,18 +118,8 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Give `path` this content at once: a reader, even after a crash, finds the old file or the new one whole."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 def _cut_torn_end(path: Path) -> None:
-    """Leave the file at the end of its last good line."""
+    """Truncate the file after its last good line."""
     lines(path)  # raises where it is damaged in the middle
     end = position = 0
     with path.open("rb") as file:
@@ -139,15 +131,15 @@ def _cut_torn_end(path: Path) -> None:
 
 
 def _parse(line: bytes) -> Record | None:
-    """The record that a line holds, or None. A last line that lacks its newline was torn, even if it parses."""
+    """The record on a line; None if there is none. A last line without its newline was torn, even if it parses."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    is_record = isinstance(record, dict) and record.get("kind") in KINDS and isinstance(record.get("step"), int)
-    return record if is_record else None
+    is_record = isinstance(record, dict) and record.get("kind") in KINDS + _FORMER_KINDS
+    return record if is_record and isinstance(record.get("step"), int) else None
 
 
 def _is_nonfinite(value: object) -> bool:

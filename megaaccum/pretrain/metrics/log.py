@@ -1,4 +1,4 @@
-"""The run's log: one object that the training loop tells every step and evaluation."""
+"""The run's log, to which the training loop reports every step and evaluation."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import Journal, Record
-from megaaccum.pretrain.metrics.progress import Progress, evaluation_line
+from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step
 from megaaccum.pretrain.metrics.services import Services, missing_packages
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.pretrain.metrics.summary import summarize
 
 
 class RunLog:
-    """Journal (output_dir/log.jsonl), receipt (output_dir/receipts), progress line on standard output, TensorBoard /
-    W&B / CSV, and at the end a picture (output_dir/loss.png) and a summary.
+    """The run's journal (output_dir/log.jsonl), receipt (output_dir/receipts), progress line on standard output,
+    TensorBoard, W&B and CSV, and at the end a picture (output_dir/loss.png) and a summary.
 
-    One rank writes, `is_writer`; a pipeline has to bring the loss there. On every other rank all methods do nothing.
+    Only one rank, `is_writer`, writes; the loss has to be on that rank. On every other rank all methods do nothing.
     Nothing here communicates.
 
-    Values may be tensors of one element. They are read once, when the step is recorded: the verdict on the step was
-    read by then, so the device is idle and nothing waits longer, and no step is missing from the journal of a run that
-    is killed.
+    Values may be tensors of one element. They are read when the step is recorded: by then the verdict on the step has
+    been read, so the device is idle and reading costs no further wait, and a run that is killed has recorded every
+    step.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ):
-        """Open the files of a run that goes on after step `start_step` (0: a fresh one).
+        """Open the files of a run that continues after step `start_step` (0: a fresh one).
 
-        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device, None where
-        unknown) from `flops.peak_flops`; `opening` is what the receipt holds at the start (`receipts.opening`);
-        `clock` gives seconds, `now` those since 1970. Raises MegaaccumError where a file cannot be written or the
-        journal of an earlier start is damaged, and ConfigError as `check` does.
+        `flops_per_step` comes from `model.flops.step_flops`, `peak_flops` (FLOP/s of one device, None if unknown) from
+        `model.flops.peak_flops`; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
+        seconds, `now` seconds since 1970. Raises MegaaccumError if a file cannot be written or the journal of an
+        earlier start is damaged, and ConfigError as `check` does.
         """
         self._is_writer = is_writer
         self._repeated = ("", 0, 0)
@@ -69,7 +69,7 @@ class RunLog:
             sequences_per_step=plan.batch.global_batch_size,
         )
         self._first_step, self._last_seen = start_step + 1, start_step
-        self._last_step = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
+        self._last_step = last_step(run, start_step)
         self._progress = Progress(
             self._speed, start_step=start_step, last_step=self._last_step, total_steps=run.train_iters, clock=clock
         )
@@ -79,7 +79,7 @@ class RunLog:
         self._goodput = Goodput(journal.lines(self._journal.path))
         self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
         if start_step:
-            self.event("restart", start_step, f"goes on after step {start_step}")
+            self.event("restart", start_step, f"continues after step {start_step}")
         self._services = Services(plan.config, start_step=start_step)
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -113,8 +113,9 @@ class RunLog:
         self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
         self._services.flush()
 
-    def look(self, kind: str, record: Mapping[str, Any], text: str) -> None:
-        """Record another look at the model after `step` steps (kind `core_metric`, `sample`), and print `text`."""
+    def add_text(self, kind: str, record: Mapping[str, Any], text: str) -> None:
+        """Record text comparisons or a sample after `step` steps (kind `text_comparisons`, `sample`), and print
+        `text`."""
         if not self._is_writer:
             return
         self._write({"kind": kind, **_read(record)})
@@ -122,8 +123,8 @@ class RunLog:
         self._services.flush()
 
     def step_note(self, step: int, text: str) -> None:
-        """Print what was wrong with `step` ("": nothing); what is the same but for its numbers in the next steps is
-        counted, and printed when it ends."""
+        """Print what was wrong with `step` ("": nothing). Texts of following steps that differ only in numbers are
+        counted, and the count is printed when they end."""
         kind = re.sub(r"\d[\d.e+-]*", "#", text)
         if kind and kind == self._repeated[0]:
             self._repeated = kind, self._repeated[1] + 1, step
@@ -136,7 +137,7 @@ class RunLog:
             self.note(f"step {step}: {text}")
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Note in the receipt that something happened in `step` (`Receipt.event`)."""
+        """Record in the receipt that something happened in `step` (`Receipt.event`)."""
         if self._is_writer:
             self._receipt.event(kind, step, text)
 
@@ -146,18 +147,18 @@ class RunLog:
             print(text, flush=True)
 
     def failed(self, error: BaseException) -> None:
-        """Note in journal and receipt that the run ends with `error`, as far as they can be written."""
+        """Record in journal and receipt that the run ends with `error`, as far as they can be written."""
         if self._is_writer and not self._closed:
             with suppress(MegaaccumError):
                 self._end(f"{type(error).__name__}: {error}", {})
 
     def close(self, outcome: str = "Done", *, checkpoint: str = "", seconds: Mapping[str, float] | None = None) -> None:
-        """Write what is left, draw the picture, print the summary after `outcome`. Closing twice is harmless. Raises
-        MegaaccumError when a record is missing because it could not be written. seconds: beside the steps
+        """Write what is left, draw the picture, and print the summary under the heading `outcome`. Closing twice is
+        harmless. Raises MegaaccumError if a record could not be written. seconds: outside of steps
         (`phases.between_steps`), since the last one.
 
-        A picture that cannot be written is noted in the summary and ends nothing: the run is over, and log.jsonl, from
-        which it can be drawn again, is whole.
+        A picture that cannot be written is noted in the summary and raises nothing: the run is over, and the picture
+        can be drawn again from log.jsonl.
         """
         if not self._is_writer or self._closed:
             return
@@ -197,7 +198,7 @@ class RunLog:
             self._services.add(record)
 
     def _end(self, outcome: str, seconds: Record) -> None:
-        """The last record of this start, and its receipt as it stays."""
+        """Write the last record of this start and the final receipt."""
         record = {"kind": "end", "step": self._last_seen, "outcome": outcome, **seconds}
         self._write(record)
         try:
@@ -224,8 +225,8 @@ class RunLog:
 
 
 def check(config: Config) -> None:
-    """Checks before the run starts: output_dir can be written, and the packages of the services asked for
-    are installed. Imports none of them and needs no process group, so a launcher can ask before it starts a rank.
+    """Check before the run starts that output_dir can be written and that the packages of the configured services are
+    installed. Imports none of them and needs no process group, so a launcher can call it before it starts a rank.
     `config` is a resolved one. Raises ConfigError with every problem at once."""
     problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)
     if problems:

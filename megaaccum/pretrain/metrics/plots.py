@@ -41,8 +41,8 @@ def draw(records: Iterable[Record], path: Path, *, tokens_after: Callable[[int],
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps matplotlib from reporting that it builds its font cache, or puts it into a temporary folder: it is neither
-    this run's business nor anything to act on."""
+    """Context in which matplotlib does not report that it builds its font cache, or puts it into a temporary folder: a
+    user cannot act on either."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -103,7 +103,8 @@ def _draw_rate(axes: Axes, train: list[Record]) -> None:
 
 
 def _add_token_axis(axes: Axes, tokens_after: Callable[[int], int], last_step: int) -> None:
-    """Tokens over steps, which is no straight line during batch warm-up; as steep beyond the ends as at them."""
+    """Add an axis of tokens, which are not proportional to steps during batch warm-up. Beyond the ends its slope is
+    that at the ends."""
     import numpy as np
 
     unit, name = token_unit(tokens_after(last_step))
@@ -130,8 +131,8 @@ def token_unit(tokens: float) -> tuple[float, str]:
 
 
 def smoothed(values: list[float], *, span: int) -> list[float]:
-    """The mean of `span` values around each one (one more where `span` is even), of fewer near the ends; as long as
-    `values`. It does not lag on a falling loss as a running average would."""
+    """The mean of `span` values around each value (one more if `span` is even), of fewer near the ends; as long as
+    `values`. Unlike a running average it does not lag a falling loss."""
     half = span // 2
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]

@@ -1,20 +1,27 @@
-"""The line that says how far a run is, every `log_interval` steps."""
+"""The progress line, printed every `log_interval` steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
+from megaaccum.config.schema import RunConfig
 from megaaccum.pretrain.metrics.journal import Record
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.units import duration
 
 SHOWN_WAIT = 0.05
-"""Share of the time at which the wait for data is worth a word."""
+"""Share of the time from which the wait for data is shown."""
+
+
+def last_step(run: RunConfig, start_step: int) -> int:
+    """The step after which a start that continues after `start_step` ends."""
+    return run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
 
 
 class Progress:
-    """Gathers the steps since the last line and words the next one. Plain text, as good in a file as on a terminal."""
+    """Collects the steps since the last progress line and formats the next one, as plain text for a terminal or a
+    file."""
 
     def __init__(self, speed: Speed, *, start_step: int, last_step: int, total_steps: int, clock: Callable[[], float]):
         """`last_step` is where this start ends, `total_steps` the whole run; `clock` gives seconds."""
@@ -27,7 +34,7 @@ class Progress:
         self._clear()
 
     def add(self, record: Record) -> None:
-        """Take note of a step, skipped ones too."""
+        """Count a step, also a skipped one."""
         if self._first_seen is None:
             self._first_seen = self._clock()
         self._num_steps += 1
@@ -37,9 +44,9 @@ class Progress:
         self._data += record.get("seconds_data", 0.0)
 
     def line(self, record: Record) -> str:
-        """The line for `record`, the step added last: its loss, norm and learning rate; rates over all steps since
-        the line before; the time left by the clock, evaluations and checkpoints so far included, to the end of this
-        start."""
+        """The line after `record`, the step added last: its loss, norm and learning rate; rates over all steps since
+        the line before; the estimated time to the end of this start, including evaluations and checkpoints at their
+        rate so far."""
         parts = [self.position(record["step"]), f"loss {_number(record['loss'], '.4f')}"]
         if "grad_norm" in record:
             parts.append(f"grad norm {_number(record['grad_norm'], '.3g')}")
@@ -54,11 +61,11 @@ class Progress:
         return " | ".join(parts)
 
     def position(self, step: int) -> str:
-        """`step  20/200`, as wide for every step of the run."""
+        """`step 20/200`, equally wide for every step of the run."""
         return f"step {step:{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _time_left(self, step: int) -> list[str]:
-        # The first step is left out of the pace: it compiles, allocates and warms up.
+        # The pace excludes the first step, which compiles, allocates and warms up.
         num_timed = step - self._first_step
         if num_timed <= 0 or self._first_seen is None:
             return []

@@ -1,4 +1,4 @@
-"""A look at all ranks every few steps: which is late, and which moves or holds more than the plan says."""
+"""Comparing all ranks every few steps: stragglers, and ranks that move or hold more bytes than the plan predicts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from megaaccum.step.result import StepResult
 
 TOLERANCE = 0.1
-"""By how much bytes may leave the plan before it is an alarm."""
+"""Relative deviation of bytes from the plan above which an alarm is raised."""
 ACTIVATIONS_TOLERANCE = 0.25
-"""The same of activations, beside which kernels have workspaces of their own."""
+"""Relative deviation of activations, which include workspaces of kernels."""
 LEAST = 2**20
-"""Bytes of memory that are no alarm."""
+"""Bytes of memory below which a deviation is no alarm."""
 SMALL = 1024
-"""Bytes per call below which a collective is one of counts and norms, which no plan has."""
+"""Bytes per call below which a collective is of counts and norms, which the plan does not include."""
 PADDED_TO = 64
-"""Elements to a multiple of which Megatron pads a parameter; the others pad to fewer, or to one of the ranks."""
+"""Elements to whose multiple Megatron pads a parameter; other backends pad to fewer, or to the number of ranks."""
 
 Finding = tuple[str, str]
 """Kind (`alarm`, `straggler`) and text."""
@@ -38,11 +38,11 @@ Finding = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A rank since the last report. data, compute: seconds of a step, waiting for micro-batches (nan on ranks that are
-    sent theirs) and in its forwards: the least and the median. step: median seconds. moved: the most bytes that a step
-    received from other data-parallel ranks, by how many calls; nan where no step was as planned. parameters to
-    activations: the most bytes held. tensors, largest, frozen: its parameters: how many, elements of the largest,
-    whether some are not trained."""
+    """A rank's steps since the last report. least_data, data, least_compute, compute: minimum and median seconds of a
+    step spent waiting for micro-batches (nan on ranks that receive theirs from another) and in forwards. step: median
+    seconds. moved, calls: maximum bytes that a step received from other data-parallel ranks, and in how many
+    collectives; nan if no step was as planned. parameters to activations: maximum bytes held. tensors, largest, frozen:
+    number of its parameters, elements of the largest, whether some are not trained."""
 
     pp_rank: float
     least_data: float
@@ -62,7 +62,7 @@ class RankReport:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Window:
     """This rank's steps since the last report."""
 
     data: list[float] = field(default_factory=list)
@@ -74,8 +74,8 @@ class _Seen:
 
 
 class Ranks:
-    """Reports of the ranks of a run. interval: steps between two looks, 0 for none; the first look is after the second
-    step. threshold: share of a step by which a rank is late. stages: by pipeline rank, what is planned."""
+    """Compares the ranks of a run by run.rank_report_interval, first after the second step. stages: the plan's
+    prediction, by pipeline rank."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module], stages: Sequence[Expected]):
         run = plan.config.run
@@ -84,60 +84,64 @@ class Ranks:
         sizes = [getattr(p, "ds_numel", p.numel()) for chunk in chunks for p in chunk.parameters()]
         frozen = any(not param.requires_grad for chunk in chunks for param in chunk.parameters())
         self._parameters = {"tensors": len(sizes), "largest": max(sizes, default=0), "frozen": float(frozen)}
-        self._seen, self._num_steps = _Seen(), 0
+        self._window, self._num_steps = _Window(), 0
         self._named: set[str] = set()
 
     def after(self, result: StepResult, *, data: float, whole_batch: bool = True) -> list[Finding]:
-        """Take note of a step; every `interval` steps, what stands out, on every rank alike. Collective over the world
-        then. data: seconds that this rank waited for its own reading, nan where it is sent its micro-batches.
-        whole_batch: the step took the configured batch, whose bytes are planned, and no smaller one of a warm-up."""
+        """Count a step; every `rank_report_interval` steps return what stands out, the same on every rank
+        (collective over the world). data: seconds that this rank waited for its own reading; nan if it receives its
+        micro-batches. whole_batch: the step had the configured batch, for which bytes are predicted, not a smaller
+        one of a warm-up."""
         if not self._interval:
             return []
         self._note(result, data, counts=whole_batch or self._plan.config.sharding.sync != "streaming")
         self._num_steps += 1
         if self._num_steps != 2 and self._num_steps % self._interval:
             return []
-        mine, self._seen = self._report(), _Seen()
+        mine, self._window = self._report(), _Window()
         reports = _gathered(mine)
         late = self.stragglers(reports) if self._num_steps >= self._interval else {}
         found = late | self.alarms(reports)
         new = [("straggler" if key in late else "alarm", text) for key, text in found.items() if key not in self._named]
-        # A straggler is named again once it was not one; an alarm once in a start.
+        # A straggler is reported again only after it was none; an alarm is reported once per start.
         self._named = {key for key in self._named if key in found or not key.startswith("late")} | found.keys()
         return new
 
     def _note(self, result: StepResult, data: float, *, counts: bool) -> None:
-        seen = self._seen
-        seen.data.append(data)
-        seen.compute.append(result.forward_seconds)
-        seen.step.append(by_phase(result.seconds)["seconds_per_step"])
+        window = self._window
+        window.data.append(data)
+        window.compute.append(result.forward_seconds)
+        window.step.append(by_phase(result.seconds)["seconds_per_step"])
         for kind, size in result.memory.items():
-            seen.memory[kind] = max(size, seen.memory.get(kind, 0))
-        # The first step sets up; one that went wrong may be run again.
+            window.memory[kind] = max(size, window.memory.get(kind, 0))
+        # The first step sets up, and a bad step may run its micro-batches again: both move more bytes.
         if self._num_steps and counts and not result.note:
             moved, calls = _moved(result.traffic, with_experts=self._plan.layout.ep == 1)
-            seen.moved, seen.calls = max(moved, seen.moved), max(calls, seen.calls)  # nan in second place gives way
+            window.moved, window.calls = (
+                max(moved, window.moved),
+                max(calls, window.calls),
+            )  # nan in second place gives way
 
     def _report(self) -> RankReport:
-        seen = self._seen
+        window = self._window
         return RankReport(
             pp_rank=self._pp_rank,
-            least_data=min(seen.data),
-            data=statistics.median(seen.data),
-            least_compute=min(seen.compute),
-            compute=statistics.median(seen.compute),
-            step=statistics.median(seen.step),
-            moved=seen.moved,
-            calls=seen.calls,
-            **{kind: seen.memory.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "activations")},
+            least_data=min(window.data),
+            data=statistics.median(window.data),
+            least_compute=min(window.compute),
+            compute=statistics.median(window.compute),
+            step=statistics.median(window.step),
+            moved=window.moved,
+            calls=window.calls,
+            **{kind: window.memory.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "activations")},
             **self._parameters,
         )
 
     # --- stragglers ---
 
     def stragglers(self, reports: Sequence[RankReport]) -> dict[str, str]:
-        """Each rank whose best step was later than its peers' usual one, in words, by a key of its own. Peers are, for
-        data, those that read, and for compute those of its stage."""
+        """Describe each rank whose fastest step was slower than its peers' median, {key: text}. Peers are, for data,
+        the ranks that read, and for computing the ranks of the same stage."""
         readers = [rank for rank, each in enumerate(reports) if not math.isnan(each.data)]
         found = dict(self._late("data", "waits for data", reports, readers))
         for stage in sorted({each.pp_rank for each in reports}):
@@ -156,7 +160,7 @@ class Ranks:
             if least - usual > self._threshold * report.step:
                 yield (
                     f"late in {what} {rank}",
-                    f"rank {rank} {words} at least {least:.3g} s in each of the last {self._interval} steps, and its"
+                    f"rank {rank} {words} at least {least:.3g} s in each of the last {self._interval} steps, but its"
                     f" peers {usual:.3g} s, of a step of {report.step:.3g} s (straggler_threshold"
                     f" {self._threshold:g})",
                 )
@@ -164,18 +168,18 @@ class Ranks:
     # --- alarms ---
 
     def alarms(self, reports: Sequence[RankReport]) -> dict[str, str]:
-        """Each thing that left the plan, in words, with the first rank on which it did."""
+        """Describe each deviation from the plan, {key: text}, with the first rank that has it."""
         found: dict[str, str] = {}
         for rank, report in enumerate(reports):
             if self._stages:
-                for key, text in self._left(report, self._stages[int(report.pp_rank)]):
+                for key, text in self._deviations(report, self._stages[int(report.pp_rank)]):
                     found.setdefault(key, f"rank {rank} {text}")
         return found
 
-    def _left(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
-        yield from self._left_by_traffic(report, planned)
+    def _deviations(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
+        yield from self._traffic_deviations(report, planned)
         kinds = dict(planned.memory)
-        if self._plan.config.model.num_experts is None:  # the tokens of an expert vary
+        if self._plan.config.model.num_experts is None:  # an expert's number of tokens varies
             kinds["activations"] += kinds["loss"] + kinds["workspace"]
         else:
             del kinds["activations"]
@@ -185,12 +189,12 @@ class Ranks:
             if kind in kinds and held > kinds[kind] * (1 + tolerance) + slack:
                 yield (
                     f"memory {kind}",
-                    f"holds {amount(held)} of {kind}, and the plan says {amount(kinds[kind])}",
+                    f"holds {amount(held)} of {kind}, but the plan says {amount(kinds[kind])}",
                 )
 
-    def _left_by_traffic(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
-        """A step that reduces or gathers for each micro-batch what it should once moves a multiple; the least are the
-        gradients, since an evaluation may have left the parameters gathered."""
+    def _traffic_deviations(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
+        """Compare traffic with the plan. Reducing or gathering for each micro-batch moves a multiple of it; the lower
+        bound is the gradients alone, because an evaluation may have left the parameters gathered."""
         expected = planned.gathered + planned.reduced
         ranks = self._plan.layout.dp * self._plan.layout.cp
         padding = planned.per_element * (report.tensors * max(PADDED_TO, ranks) + 256 * ranks)
@@ -199,20 +203,20 @@ class Ranks:
         if too_much or (whole and report.moved < planned.reduced * planned.least_share * (1 - TOLERANCE)):
             yield (
                 "bytes",
-                f"received {amount(report.moved)} from data-parallel ranks in a step, and the plan says"
+                f"received {amount(report.moved)} from data-parallel ranks in a step, but the plan says"
                 f" {amount(expected)}: a reduction that is made for every micro-batch, or none, is the usual cause",
             )
         most = report.tensors * self._passes()
         if report.calls > most:
             yield (
                 "calls",
-                f"made {report.calls:.0f} collectives with data-parallel ranks in a step, and the plan has at most"
+                f"made {report.calls:.0f} collectives with data-parallel ranks in a step, but the plan has at most"
                 f" {most:.0f}: {report.tensors:.0f} parameters, {self._passes()} times",
             )
 
     def _passes(self) -> int:
-        """How often a step may gather or reduce a parameter, each in a call of its own: once each and once more over
-        replicas, and for every micro-batch where layers are streamed, with a third gather for recomputation."""
+        """How often a step may gather or reduce a parameter, each in its own call: once each and once more over
+        replicas; if layers are streamed also for every micro-batch, with a third gather for recomputation."""
         once = 2 + (self._plan.config.sharding.data_parallel_replicas > 1)
         streams = self._plan.config.sharding.sync == "streaming"
         return once + (1 + once) * self._plan.batch.num_microbatches if streams else once

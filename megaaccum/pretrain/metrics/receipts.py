@@ -1,7 +1,7 @@
-"""Receipts: for each start of a run one JSON file that says what ran, on what, as planned and as measured.
+"""Receipts: one JSON file per start of a run, with what ran, on what, as planned and as measured.
 
-`output_dir/receipts/start_1.json` is written when the log opens, again while the run goes on, and when it ends; each
-time as a whole. docs/reference/receipts.md documents every field; a change of their meaning raises `VERSION`.
+`output_dir/receipts/start_1.json` is written as a whole when the log opens, again during the run, and when it ends.
+docs/reference/receipts.md documents every field; if the meaning of one changes, `VERSION` rises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import megaaccum
 from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.errors import MegaaccumError
-from megaaccum.pretrain.metrics.journal import Record, replace_text, set_aside, unwritable
+from megaaccum.platform.files import replace_text
+from megaaccum.pretrain.metrics.journal import Record, set_aside, unwritable
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 
 SCHEMA, VERSION = "megaaccum receipt", 1
 LAUNCHED = "MEGAACCUM_LAUNCHED"
-"""Environment variable in which a launcher leaves the time of the command, in seconds since 1970."""
+"""Environment variable in which a launcher passes the time of the command, in seconds since 1970."""
 REWRITTEN_AFTER = 60.0
-"""Seconds between two writings of a receipt while the run goes on."""
+"""Least seconds between two writings of a receipt during the run."""
 STEPS_KEPT = 1000
-"""Last steps of which a median is taken."""
+"""Number of last steps over which medians are taken."""
 
 _OF_THE_BATCH = ("num_microbatches", "device_batch_size", "global_batch_size", "tokens_per_step")
 _PACKAGES = (
@@ -49,7 +50,7 @@ _VARIABLES = (
     "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "NVTE_", "DS_", "TRITON_", "UCX_", "SLURM_JOB_ID",
     "SLURM_NNODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "MEGAACCUM_",
 )  # fmt: skip
-"""What the names of environment variables that change how a run goes begin with."""
+"""Prefixes of environment variables that influence a run."""
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
@@ -60,8 +61,8 @@ class Receipt:
     def __init__(
         self, folder: Path, content: Record, *, fresh: bool = False, clock: Callable[[], float] = time.monotonic
     ):
-        """Write `content` as the next receipt of `folder`/receipts; fresh: as the first, and an earlier run's are set
-        aside (`receipts.1`, ...). clock: gives seconds. Raises MegaaccumError where it cannot be written."""
+        """Write `content` as the next receipt in `folder`/receipts. fresh: as the first one; receipts of an earlier run
+        are moved aside (`receipts.1`, ...). clock: gives seconds. Raises MegaaccumError if it cannot be written."""
         home = folder / "receipts"
         if fresh and home.exists():
             try:
@@ -81,7 +82,7 @@ class Receipt:
         self.write()
 
     def step(self, record: Record, goodput: Goodput) -> None:
-        """Take note of a step's record in the journal."""
+        """Count a step's record in the journal."""
         self._num_steps += 1
         if self._num_steps > 1:  # the first one compiles, allocates and warms up
             self._seconds.append(record["seconds_per_step"])
@@ -105,17 +106,17 @@ class Receipt:
             self.write()
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Something that happened in `step`: `skip`, `drop` (of micro-batches, or of elements set to 0), `restart`,
-        `resume`, `verify`, `alarm`, `straggler`."""
+        """Record an event of `step`: `skip`, `drop` (of micro-batches, or of elements set to 0), `restart`, `resume`,
+        `verify`, `alarm`, `straggler`."""
         self.content["events"].append({"kind": kind, "step": step, "text": text})
 
     def close(self, outcome: str, step: int, now: float) -> None:
-        """The last writing. now: seconds since 1970."""
+        """Write the final receipt. now: seconds since 1970."""
         self.content["outcome"] = {"text": outcome, "step": step, "time": now}
         self.write()
 
     def write(self) -> None:
-        """Write it as it is now. Raises MegaaccumError where that cannot be."""
+        """Write the receipt in its present state. Raises MegaaccumError if that fails."""
         measured = self.content["measured"]
         if self._seconds:
             measured["seconds_per_step"] = statistics.median(self._seconds)
@@ -133,7 +134,7 @@ class Receipt:
 
 
 def read(path: Path) -> Record:
-    """One receipt. Raises MegaaccumError where the file is none, or is of a later version."""
+    """Read one receipt. Raises MegaaccumError if the file is none, or is of a later version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -142,14 +143,14 @@ def read(path: Path) -> Record:
         raise MegaaccumError(f"{path} is no receipt: it lacks schema {SCHEMA!r} and a version")
     if content["version"] > VERSION:
         raise MegaaccumError(
-            f"{path} is a receipt of version {content['version']}, and megaaccum {megaaccum.__version__} reads up to"
+            f"{path} is a receipt of version {content['version']}, but megaaccum {megaaccum.__version__} reads up to"
             f" version {VERSION}: read it with the megaaccum that wrote it ({_writer(content)}), or a later one"
         )
     return content
 
 
 def read_all(folder: Path) -> list[Record]:
-    """The receipts of a run, by start. Raises MegaaccumError where there are none."""
+    """Read the receipts of a run, by start. Raises MegaaccumError if there are none."""
     found = [read(path) for path in _files(folder / "receipts")]
     if not found:
         what = "is no folder" if not folder.is_dir() else "holds no receipts (receipts/start_1.json, ...)"
@@ -204,12 +205,12 @@ def opening(
 
 
 def launched() -> float:
-    """When this start was launched, in seconds since 1970: the command's begin where the launcher left it."""
+    """When this start was launched, in seconds since 1970: the time of the command, if the launcher recorded it."""
     return float(os.environ.get(LAUNCHED) or time.time())
 
 
 def _launcher() -> list[str]:
-    """The words of the command that started this rank; none where that is a shell, or is not known."""
+    """The words of the command that started this rank; empty if that is a shell or unknown."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
     except OSError:
@@ -218,7 +219,7 @@ def _launcher() -> list[str]:
 
 
 def this_rank(device: str | None, device_bytes: float | None) -> Record:
-    """The host and device of this rank. device: its name, None for a CPU. device_bytes: its memory, where known."""
+    """The host and device of this rank. device: its name, None for a CPU. device_bytes: its memory, if known."""
     return {
         "rank": int(os.environ.get("RANK", "0")),
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
@@ -238,7 +239,7 @@ def _environment() -> dict[str, str]:
 
 
 def _configuration(config: Config) -> dict[str, Record]:
-    """Every key by section: its value, and where it comes from."""
+    """Every key by section: its value and its origin."""
     sections: dict[str, Record] = {section: {} for section in SECTIONS}
     for name, key in all_keys().items():
         now, plain = value(config, name), getattr(SECTIONS[key.section](), name)
@@ -248,7 +249,7 @@ def _configuration(config: Config) -> dict[str, Record]:
 
 
 def code() -> Record:
-    """Version, a hash of the package's Python files, and, in a checkout, its commit and whether files differ from it
+    """Version, a hash of the package's Python files and, in a git checkout, its commit and whether files differ from it
     (None elsewhere)."""
     package = Path(megaaccum.__file__).parent
     digest = hashlib.sha256()
@@ -265,7 +266,7 @@ def code() -> Record:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """The answer of git; None where it fails, or is not installed."""
+    """The output of git; None if it fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -284,7 +285,7 @@ def _versions() -> dict[str, str]:
 
 
 def _strict(content: Any) -> Any:
-    """The same in strict JSON: a number that is not finite becomes its name."""
+    """The content in strict JSON: a number that is not finite becomes its name."""
     if isinstance(content, Mapping):
         return {str(key): _strict(each) for key, each in content.items()}
     if isinstance(content, list | tuple | set | frozenset):

@@ -14,29 +14,30 @@ from typing import Any
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.metrics.journal import KINDS, Record, replace_text, set_aside
+from megaaccum.platform.files import replace_text
+from megaaccum.pretrain.metrics.journal import KINDS, Record, set_aside
 
 
 class Services:
-    """Every service that the configuration asks for. Only the process that writes the log opens them.
+    """Every service that the configuration names. Only the process that writes the log opens them.
 
-    Events carry the step as their x. After a resume each holds every step once: CSV files lose the rows after the
-    checkpoint, TensorBoard hides them, and Weights & Biases goes on with the run of `output_dir` (or with that of its
-    own variable WANDB_RUN_ID).
+    Events have the step as their x. After a resume every service shows each step once: CSV files lose the rows after
+    the checkpoint, TensorBoard hides them, and Weights & Biases continues the run of `output_dir` (or that of
+    WANDB_RUN_ID).
     """
 
     def __init__(self, config: Config, *, start_step: int):
-        """Open them at `start_step` (0: a fresh run). Raises ConfigError where one refuses (not logged in, folder not
-        writable)."""
+        """Open the services at `start_step` (0: a fresh run). Raises ConfigError if one refuses (not logged in, folder
+        not writable)."""
         self._open: list[_Service] = []
-        for name in asked_for(config):
+        for name in configured_services(config):
             try:
                 self._open.append(_BY_BLOCK[name](config, start_step))
             except Exception as error:  # a service's own classes, known only where its package is installed
                 raise ConfigError(f"{name} could not be opened: {type(error).__name__}: {error}") from error
 
     def add(self, record: Record) -> None:
-        """Write the finite numbers of a record of the journal; a gap shows where one was not."""
+        """Write the finite numbers of a record of the journal; numbers that are not finite leave a gap."""
         values = {
             f"{record['kind']}/{name}": float(value)
             for name, value in record.items()
@@ -54,17 +55,17 @@ class Services:
             service.close()
 
 
-def asked_for(config: Config) -> list[str]:
+def configured_services(config: Config) -> list[str]:
     """The blocks of DeepSpeed's JSON (tensorboard, wandb, csv_monitor) whose key is set in a resolved configuration."""
     return [name for name, (key, _) in _KEYS.items() if getattr(config.run, key) is not None]
 
 
 def missing_packages(config: Config) -> list[str]:
-    """One text for each service that is asked for and whose package is not installed, with what to do."""
+    """One text, with a remedy, for each configured service whose package is not installed."""
     return [
         f"{key} is set, but the Python package {package} is not installed: "
         f"install it (pip install {package}) or remove {key}"
-        for key, package in (_KEYS[name] for name in asked_for(config))
+        for key, package in (_KEYS[name] for name in configured_services(config))
         if package and importlib.util.find_spec(package) is None
     ]
 
@@ -74,7 +75,7 @@ _KEYS = {
     "wandb": ("wandb_project", "wandb"),
     "csv_monitor": ("csv_dir", ""),
 }
-"""Of each block of DeepSpeed's JSON the key that stands for it, and the package that it needs."""
+"""(key, required package) of each block of DeepSpeed's JSON."""
 
 
 def _block(config: Config, name: str) -> dict[str, Any]:
@@ -85,7 +86,8 @@ def _block(config: Config, name: str) -> dict[str, Any]:
 
 
 def _folder(config: Config, name: str) -> Path:
-    """The folder that the key names; from a DeepSpeed JSON the folder of the job inside it, as DeepSpeed has it."""
+    """The folder that the key names; with a block in DeepSpeed's JSON the folder of the job inside it, as DeepSpeed has
+    it."""
     block = _block(config, name)
     return Path(getattr(config.run, _KEYS[name][0])) / (block.get("job_name", "DeepSpeedJobName") if block else "")
 
@@ -97,17 +99,17 @@ class _Service:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Have what was written where a reader finds it."""
+        """Make what was written visible to readers."""
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the service; nothing is written after this."""
 
 
 class _TensorBoard(_Service):
     def __init__(self, config: Config, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events after the checkpoint belong to a run that was cut off.
+        # Events after the checkpoint are of steps that are repeated.
         purge_step = start_step + 1 if start_step else None
         self._writer = SummaryWriter(str(_folder(config, "tensorboard")), purge_step=purge_step)
 
@@ -149,7 +151,7 @@ class _Csv(_Service):
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in (path for kind in KINDS for path in sorted(self._folder.glob(f"{kind}_*.csv"))):
             if "." in path.stem:
-                continue  # an earlier run's, set aside
+                continue  # of an earlier run, moved aside
             if start_step == 0:
                 set_aside(path)
             else:

@@ -1,4 +1,4 @@
-"""How fast a run goes: tokens, floating-point operations, and the share of what the device could do."""
+"""The speed of a run: tokens, floating-point operations, and the share of the device's peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """The work of one optimizer step on the configured batch, from which its seconds make rates."""
+    """The work of one optimizer step on the configured batch, from which seconds give rates."""
 
     tokens_per_step: int
     """Tokens of the global batch, masked ones included."""
@@ -24,12 +24,12 @@ class Speed:
     """Of the configured batch."""
 
     def share(self, record: Mapping[str, Any]) -> float:
-        """Of the configured batch that the step of `record` took: less than 1 during batch warm-up."""
+        """The share of the configured batch that the step of `record` had: less than 1 during batch warm-up."""
         return float(record.get("global_batch_size", self.sequences_per_step) / self.sequences_per_step)
 
     def rates(self, seconds_per_step: float, share: float = 1.0) -> dict[str, float]:
         """`tokens_per_second` over all ranks, `tflops_per_second_per_rank`, and `mfu` between 0 and 1. share: of the
-        configured batch, that these seconds took."""
+        configured batch, processed in these seconds."""
         assert seconds_per_step > 0, f"a step took {seconds_per_step} seconds"
         flops_per_rank = share * self.flops_per_step / seconds_per_step / self.world_size
         rates = {

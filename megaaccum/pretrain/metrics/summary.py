@@ -1,4 +1,4 @@
-"""The few lines that close a run."""
+"""The summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megaaccum.units import duration
 def summarize(
     records: list[Record], *, outcome: str, seconds: float, goodput: str, files: dict[str, Path | str]
 ) -> str:
-    """`outcome` in front; losses and goodput of the whole run, all starts together, as `records` of its journal have
-    them; `seconds` of this start; `files` by what they are."""
+    """The summary under the heading `outcome`. records: of the journal, from which losses of all starts come; seconds:
+    of this start; files: by what they are."""
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return f"{outcome}: no step was taken."

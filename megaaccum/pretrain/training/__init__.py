@@ -1,1 +1,1 @@
-"""The parts that `megaaccum train` adds to a step: the loop, the optimizer, the learning rate."""
+"""Pretraining: the training loop, its checkpoints, evaluations and log."""

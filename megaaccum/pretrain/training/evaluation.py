@@ -1,4 +1,4 @@
-"""Looks at the model between steps: the validation loss, the core metric, a sample."""
+"""Evaluations between steps: validation loss, text comparisons, a sample."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megaaccum.model.gpt_forward import read_by
 from megaaccum.pretrain.data.loader import MicrobatchLoader
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.data.sources import read_run_tokenizer
-from megaaccum.pretrain.training.core_metric import core_metric
 from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
+from megaaccum.pretrain.training.text_comparisons import compare_texts
 
 if TYPE_CHECKING:
     from megaaccum.config.batch import BatchPlan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
-    """Log the mean loss per token over the validation samples, the same ones each time."""
+    """Log the mean loss per token over the validation samples, the same samples each time."""
     assert data.valid is not None
     total, weight = 0.0, 0.0
     with closing(loader_of(engine, data.valid, data, consumed_samples=0)) as loader:
@@ -38,40 +38,40 @@ def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
 
 
 class Texts:
-    """Looks at the model through texts: the core metric, and a sample, each by its interval. On every rank.
+    """Text comparisons and samples, each at its interval. On every rank.
 
-    Raises DataError where the data come without a tokenizer that encodes text.
+    Raises DataError if the data have no tokenizer that encodes text.
     """
 
     def __init__(self, engine: Engine, data: Datasets, log: RunLog):
         run = engine.plan.config.run
         self._engine, self._data, self._log = engine, data, log
-        self._every = {"core_metric_every": run.core_metric_every, "sample_every": run.sample_every}
+        self._every = {"text_comparisons_every": run.text_comparisons_every, "sample_every": run.sample_every}
         wanted = [key for key, interval in self._every.items() if interval]
         self._tokenizer = read_run_tokenizer(engine.plan.config, wanted[0]) if wanted else None
 
     def after(self, step: int, *, is_last: bool) -> None:
-        """Look, where it is time. Collective over the world."""
+        """Run what is due after `step`. Collective over the world."""
         due = [key for key, interval in self._every.items() if interval and (is_last or step % interval == 0)]
         with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-            if "core_metric_every" in due:
-                self._core_metric(step)
+            if "text_comparisons_every" in due:
+                self._compare(step)
             if "sample_every" in due:
                 self._sample(step)
 
-    def _core_metric(self, step: int) -> None:
+    def _compare(self, step: int) -> None:
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
-        found = core_metric(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-        text = f"core metric {found['core_metric']:.3f} (accuracy {found['accuracy']:.1%})"
-        self._log.look("core_metric", {"step": step, **found}, text)
+        found = compare_texts(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        text = f"text comparisons: accuracy {found['accuracy']:.1%}, centered {found['centered_accuracy']:.3f}"
+        self._log.add_text("text_comparisons", {"step": step, **found}, text)
 
     def _sample(self, step: int) -> None:
         assert self._tokenizer is not None
         prompt = self._data.train[0]["tokens"][: min(NUM_PROMPT, self._engine.batch.seq_length - 1)].tolist()
         drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
         before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
-        self._log.look("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
+        self._log.add_text("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
 
 
 def loader_of(
@@ -83,8 +83,8 @@ def loader_of(
     batch: BatchPlan | None = None,
     in_runs: bool | None = None,
 ) -> SharedLoader:
-    """This rank's micro-batches of `dataset`, after the samples that were consumed. batch, in_runs: another cut than
-    the plan's, dealt in another way. Collective over its model-parallel group."""
+    """This rank's micro-batches of `dataset` after `consumed_samples`. batch, in_runs: another batch, or way of dealing
+    samples to ranks, than the plan's. Collective over its model-parallel group."""
     plan, groups = engine.plan, engine.groups
     batch = batch or plan.batch
     in_documents = plan.config.data.reset_attention_mask

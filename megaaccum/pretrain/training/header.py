@@ -1,4 +1,4 @@
-"""The four lines that open a run, and on GPUs a fifth."""
+"""The summary printed at the start of a run: four lines, and on GPUs a fifth."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum.platform import gpu
 from megaaccum.pretrain.metrics.param_count import count_parameters
+from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -19,14 +20,13 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
     sizes = (("tp", at.tp), ("cp", at.cp), ("pp", at.pp), ("ep", at.ep), ("dp", at.dp))
     cut = " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "dp")
     run = config.run
-    last = run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
     rows = {
         "ranks": f"{at.world_size} = {cut}, schedule {at.schedule}, {sync}",
         "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
         f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
         "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
         f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",
-        "run": f"steps {start_step + 1} to {last}, log in {run.output_dir}, {_checkpoints(plan)}",
+        "run": f"steps {start_step + 1} to {last_step(run, start_step)}, log in {run.output_dir}, {_checkpoints(plan)}",
     }
     if on_gpu := gpu.describe():
         rows["gpu"] = on_gpu

@@ -1,4 +1,4 @@
-"""The folders that a run writes into. Torch-free: a launcher asks before it starts a rank."""
+"""The folders that a run writes to. Torch-free, so that a launcher can check them before it starts a rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where checkpoints of a run with `config` are written."""
+    """The folder of a run's checkpoints."""
     return Path(config.run.save or Path(config.run.output_dir) / "checkpoints")
 
 
 def check_folders(config: Config) -> None:
-    """Logs and checkpoints can be written, known before anything takes long. Raises ConfigError."""
+    """Check that logs and checkpoints can be written, before anything takes long. Raises ConfigError."""
     log.check(config)
     saves = config.run.save_interval > 0 or config.run.save_at_end
     if saves and (problems := folder_problems("save", str(checkpoint_folder(config)))):

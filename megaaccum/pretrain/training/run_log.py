@@ -1,4 +1,4 @@
-"""The log of a run, opened with what its receipt has to say."""
+"""Opening the log of a run with the receipt's content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -> RunLog:
-    """The log of a run of `plan` that goes on after `start_step`; rank 0 writes. Collective over the world. Raises on
+    """The log of a run of `plan` that continues after `start_step`; rank 0 writes. Collective over the world. Raises on
     every rank what `RunLog` raises."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, receipts.this_rank(_device_name(), _device_bytes()))

@@ -1,4 +1,4 @@
-"""A short text from the model that trains, under any layout: one forward of the pipeline for each of its tokens."""
+"""Sampling a short text from the model in training, under any layout: one forward of the pipeline per token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from megaaccum.engine import Engine
 
 NUM_TOKENS, NUM_PROMPT = 24, 8
-"""Tokens of a sample, and of the training text that it goes on with."""
+"""Tokens of a sample, and of the training text that is its prompt."""
 TEMPERATURE = 0.8
 
 
 def sample(engine: Engine, prompt: list[int], *, vocab_size: int, num_tokens: int = NUM_TOKENS) -> list[int]:
-    """The tokens with which the model goes on after `prompt`, drawn at TEMPERATURE by the run's seed and step; fewer
-    where the sequence is full. Collective over the world, the same on every rank. The training's random states, and
-    what it trains on, are left as they are."""
+    """The tokens that continue `prompt`, drawn at TEMPERATURE by the run's seed and step; fewer if the sequence is
+    full. Collective over the world, the same on every rank. Leaves the training's random states and data unchanged."""
     plan, tokens = engine.plan, list(prompt)
     generator = torch.Generator().manual_seed(plan.config.run.seed * 1_000_003 + engine.step)
     forward = _LastLogits(engine.groups, "token")
@@ -46,7 +45,8 @@ def _fewest(plan: Plan) -> int:
 
 
 def _microbatch(plan: Plan, tokens: list[int]) -> dict[str, torch.Tensor]:
-    """`tokens` as the first row, with a mask at the last of them; what comes after it is not attended to."""
+    """`tokens` as the first row of a micro-batch, with a mask at the last of them; positions after it are not attended
+    to."""
     rows, length = plan.batch.micro_batch_size, plan.batch.seq_length
     padded, mask = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
     padded[0, : len(tokens)] = torch.tensor(tokens)
@@ -56,8 +56,8 @@ def _microbatch(plan: Plan, tokens: list[int]) -> dict[str, torch.Tensor]:
 
 
 class _LastLogits(GptForwardStep):
-    """Reports the logits at the masked position, [1, vocabulary], on the context-parallel rank that has it; on others
-    [0, vocabulary]."""
+    """Reports the logits at the masked position: [1, vocabulary] on the context-parallel rank that has it, [0,
+    vocabulary] on others."""
 
     def __init__(self, groups, loss_norm: str):
         super().__init__(groups, loss_norm)

@@ -1,4 +1,4 @@
-"""When checkpoints of a run are written, and which one a run goes on from."""
+"""When checkpoints of a run are written, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.checkpoint import resume, save_load
-from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, to_try
+from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resume_candidates
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
@@ -31,9 +31,9 @@ time that the launcher gives ranks to end."""
 
 @dataclass
 class Saver:
-    """Checkpoints of one run: where they are, when they are due, and what is in them beside tensors.
+    """The checkpoints of one run: their folder, when they are due, and their content beside tensors.
 
-    A context manager around the steps: at its end what is being written in the background is waited for.
+    A context manager around the steps, which waits at its end for a checkpoint that is still being written.
     """
 
     engine: Engine
@@ -50,8 +50,9 @@ class Saver:
         return checkpoint_folder(self.engine.plan.config)
 
     def is_due(self, step: int, ends: bool, *, bad: bool = False) -> bool:
-        """After every save_interval steps, and (save_at_end) after the last one or a signal. Never after a bad step,
-        but after the next good one: what a run goes back to is from before a bad streak."""
+        """Whether a checkpoint is due: after every save_interval steps, and (save_at_end) after the last step or a
+        signal. After a bad step it is postponed to the next good one, so that a resume starts before a streak of bad
+        steps."""
         run = self.engine.plan.config.run
         self._overdue = self._overdue or (run.save_interval > 0 and step % run.save_interval == 0)
         self._after_bad = bad
@@ -60,18 +61,18 @@ class Saver:
         return due
 
     def last_good(self) -> str:
-        """Which checkpoint a run that ends now goes on from, in words; the same on every rank."""
+        """The checkpoint from which a run that ends now would resume, as a sentence; the same on every rank."""
         current = save_load.latest(self.folder)
         return f"The last good checkpoint is {current}." if current else "There is no checkpoint of this run."
 
     def written(self) -> str:
-        """The current checkpoint, for the summary of a run that ended."""
+        """The current checkpoint, for the summary."""
         current = save_load.latest(self.folder)
         return str(current) if current else f"none in {self.folder} (save_interval, save_at_end)"
 
     def save(self) -> str:
-        """Write a checkpoint, or (async_save) begin to, once the one before is whole. Returns what the log reports.
-        Raises CheckpointError on every rank when this one, or the one that was being written, failed."""
+        """Write a checkpoint or, with async_save, start writing it once the one before is complete. Returns what to
+        log. Raises CheckpointError on every rank if this one, or the one before, failed."""
         self.finish()
         if not self.engine.plan.config.run.async_save:
             return str(self._save_now())
@@ -85,12 +86,12 @@ class Saver:
             writing.finish()
 
     def problem(self) -> MegaaccumError | None:
-        """The error of a save in the background, as far as this rank knows by now."""
+        """The error of a save in the background, as far as this rank knows."""
         return self._writing.problem() if self._writing is not None else None
 
-    def saved(self, error: MegaaccumError) -> MegaaccumError:
-        """`error`, which ends the run, after a checkpoint of the steps before it where one is wanted and possible: when
-        all ranks raise the error together, before the next step, they are in the same state."""
+    def save_before_raising(self, error: MegaaccumError) -> MegaaccumError:
+        """The error to raise in place of `error`, which ends the run. If all ranks raise it together before the next
+        step, they are in the same state, so a checkpoint of the steps before is written if one is wanted."""
         if isinstance(error, StepError):
             return StepError(f"{error} {self.last_good()}")
         everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
@@ -118,7 +119,7 @@ class Saver:
         return self._write_by(save_load.save)
 
     def _write_by[Written](self, write: Callable[..., Written], **more: object) -> Written:
-        """`write`, which is save_load.save or BackgroundSave, of this run's state as it is now."""
+        """Call `write` (save_load.save or BackgroundSave) with this run's present state."""
         run = self.engine.plan.config.run
         return write(
             self.folder,
@@ -137,22 +138,22 @@ class Saver:
         return self._group
 
     def resume(self) -> None:
-        """Take up the current checkpoint of `load` (default: `save`), if there is one, or, where it is damaged, the one
-        before it. Raises CheckpointError on every rank."""
+        """Load the current checkpoint of `load` (default: `save`), if there is one; if it is damaged, the one before
+        it. Raises CheckpointError on every rank."""
         run = self.engine.plan.config.run
         if run.no_load:
             return
-        if not resume.first_good(run.load or self.folder, self._take_up, self._note):
-            raise_on_all_ranks(self._without_checkpoint)
+        if not resume.first_good(run.load or self.folder, self._load, self._note):
+            raise_on_all_ranks(self._start_afresh)
 
-    def _take_up(self, checkpoint: Path) -> bool:
+    def _load(self, checkpoint: Path) -> bool:
         engine, run = self.engine, self.engine.plan.config.run
         only_weights, afresh = run.finetune or run.no_load_optim, run.finetune or run.reset_iteration
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
         if only_weights:
             differing.pop("lr_schedule", None)  # it begins afresh
-        notes = raise_on_all_ranks(resume.settle, checkpoint, differing, engine.override)
+        notes = raise_on_all_ranks(resume.check_differences, checkpoint, differing, engine.override)
         save_load.load(
             checkpoint,
             engine.backend,
@@ -176,8 +177,9 @@ class Saver:
         self.notes.append(text)
         self.engine.print(text)
 
-    def _without_checkpoint(self) -> None:
-        """Start afresh. Raises CheckpointError where the configuration asks for a checkpoint."""
+    def _start_afresh(self) -> None:
+        """Check that the run may start without a checkpoint. Raises CheckpointError if the configuration requires
+        one."""
         run = self.engine.plan.config.run
         if run.load:
             missing = f"load: {run.load} holds no checkpoint (no file named latest)"
@@ -192,12 +194,12 @@ class Saver:
 
 
 def continued(plan: Plan) -> Plan:
-    """`plan` with the batch of each step up to the checkpoint that the run goes on from, which other ranks may have
-    laid out. Raises ConfigError where these ranks cannot go on with it, or with another batch that is not asked for."""
+    """`plan` with the batch of each step up to the checkpoint that the run resumes from, which may be of another
+    layout. Raises ConfigError if these ranks cannot continue with it, or if the batch differs without `override`."""
     run = plan.config.run
     if run.no_load or run.finetune or run.reset_iteration:
         return plan
-    for checkpoint in to_try(run.load or checkpoint_folder(plan.config))[0]:
+    for checkpoint in resume_candidates(run.load or checkpoint_folder(plan.config))[0]:
         with suppress(DamagedCheckpoint):  # reported by `Saver.resume`
             progress = read_progress(checkpoint)
             return plan.continued(progress.batch_ramp, progress.consumed_samples)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.pretrain.launch.launch import threads_per_rank
+from megaaccum.pretrain.launch.local import threads_per_rank
 
 SCRIPT = Path(__file__).parents[3] / "launch" / "pretrain_gpt.py"
 

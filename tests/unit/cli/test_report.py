@@ -84,7 +84,7 @@ def test_the_page_of_a_run_with_restarts(tmp_path, capsys):
     assert page.tags.count("svg") == 7
     # 9 steps of 1.5 seconds beside the wait for data, of 2 starts of 7 seconds and 12 steps of 2.
     for words in (
-        "35.5% of 0:38", "goodput", "no end was recorded", "Done", "restart", "goes on after step 4",
+        "35.5% of 0:38", "goodput", "no end was recorded", "Done", "restart", "continues after step 4",
         "gradient <b> not finite", "rank 0 received 9.00 MiB", "train_iters", "test.yaml", "1f1b with equal stages",
         "bytes from data-parallel ranks, a step", "device_batch_size = micro_batch_size 1",
     ):  # fmt: skip

@@ -224,14 +224,23 @@ def test_a_file_that_is_no_mapping_is_told(tmp_path: Path, text: str) -> None:
 
 def test_names_of_recipes_are_keys() -> None:
     argv = (
-        "--dbs 4 --max_grad_accum_steps 8 --save_every 5 --core_metric_every 3 --sample_every 2 --eval_every 7"
+        "--dbs 4 --max_grad_accum_steps 8 --save_every 5 --text_comparisons_every 3 --sample_every 2 --eval_every 7"
         " --warmup_ratio 0.25 --max_seq_len 64 --gradient_checkpointing"
     )
     config = load(None, argv.split())
     assert (config.batch.device_batch_size, config.batch.grad_accum_steps, config.model.seq_length) == (4, 8, 64)
     run = config.run
-    assert (run.save_interval, run.core_metric_every, run.sample_every, run.eval_interval) == (5, 3, 2, 7)
+    assert (run.save_interval, run.text_comparisons_every, run.sample_every, run.eval_interval) == (5, 3, 2, 7)
     assert (config.optimizer.lr_warmup_fraction, config.model.gradient_checkpointing) == (0.25, True)
+
+
+def test_core_metric_every_is_no_key_but_may_be_switched_off(tmp_path: Path) -> None:
+    assert load(None, ["--core_metric_every", "0"]).run.text_comparisons_every == 0
+    assert load(write(tmp_path, "core_metric_every: 0\n")).run.text_comparisons_every == 0
+    with pytest.raises(ConfigError, match=r"core_metric_every.*did you mean text_comparisons_every"):
+        load(None, ["--core_metric_every", "3"])
+    (problem,) = problems(write(tmp_path, "core_metric_every: 3\n"))
+    assert problem == "run.yaml:1: unknown key core_metric_every (did you mean text_comparisons_every?)."
 
 
 def test_gradient_checkpointing_is_full_recompute() -> None:

@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG to put into a page."""
+"""The report's pictures, as SVG elements."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ COLOURS = (
     "#d98fb0", "#3d3d3d",
 )  # fmt: skip
 POINTS = 400
-"""Of a curve, at most: longer runs are averaged over as many steps as it takes."""
+"""Maximum points of a curve; longer runs are averaged over bins of steps."""
 MAX_ACTIONS = 1200
-"""Of a schedule's timeline; with more it is drawn for fewer micro-batches."""
+"""Maximum actions of a timeline; a longer schedule is drawn with fewer micro-batches."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "p2p", "host")
-"""Kinds that are shown; the others are parts of them."""
+"""The kinds of memory that are shown; other kinds are parts of these."""
 WIDTH, HEIGHT = 7.2, 2.9
 """Inches."""
 
 
 def svg(draw: Callable[[Axes], None], name: str, *, height: float = HEIGHT) -> str:
-    """A picture of one pair of axes. name: differs from those of other pictures on the page, whose marks it could
-    otherwise take for its own."""
+    """A picture of one pair of axes. name: unique on the page, so that pictures do not share ids of marks."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -73,7 +72,7 @@ def loss(run: Run, name: str) -> str:
 
 
 def grad_norm(run: Run, name: str) -> str:
-    """Before clipping; skipped steps are marked."""
+    """Gradient norm before clipping; skipped steps are marked."""
 
     def draw(axes: Axes) -> None:
         steps, values = binned(run.train, "grad_norm")
@@ -90,12 +89,12 @@ def grad_norm(run: Run, name: str) -> str:
 
 
 def seconds(run: Run, name: str) -> str:
-    """Seconds of a step by phase, one on the other."""
+    """Seconds of a step by phase, stacked."""
     return _stacked(run, name, "seconds", [f"seconds_{phase}" for phase in OF_A_STEP + BETWEEN_STEPS], 1.0)
 
 
 def memory(run: Run, name: str) -> str:
-    """High-water marks of rank 0 by kind, each of a moment of its own, so they are not put on each other."""
+    """Maximum memory of rank 0 by kind. Not stacked, because the maxima are at different moments."""
 
     def draw(axes: Axes) -> None:
         for kind, colour in zip(MEMORY, COLOURS, strict=False):
@@ -136,8 +135,8 @@ def _stacked(run: Run, name: str, label: str, names: Sequence[str], unit: float)
 
 
 def binned(records: Sequence[Record], key: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
-    """Steps, and the values of `key` in `unit`, each the mean over a bin where there are more than POINTS; those that
-    are not finite left out, and 0 where a step has none."""
+    """Steps, and the values of `key` in `unit`; beyond POINTS steps each is the mean of a bin. Values that are not
+    finite are left out; a step without the key counts as 0."""
     values = [(each["step"], each.get(key, 0.0)) for each in records]
     found = [(step, value / unit) for step, value in values if value is not None]
     size = max(1, -(-len(found) // POINTS))
@@ -149,7 +148,7 @@ def binned(records: Sequence[Record], key: str, unit: float = 1.0) -> tuple[list
 
 
 def goodput(run: Run, name: str) -> str:
-    """One bar: where the seconds of the run went."""
+    """One bar of the seconds of the run, by cause."""
 
     def draw(axes: Axes) -> None:
         left = 0.0
@@ -167,8 +166,8 @@ def goodput(run: Run, name: str) -> str:
 
 
 def timeline(run: Run, name: str) -> tuple[str, str]:
-    """(the pipeline's schedule over time, with equal stages and F = I = W; what there is to say of it). Empty without
-    a pipeline, or where its file is gone."""
+    """(the pipeline's schedule over time, with equal stages and F = I = W; a note on it). The picture is empty without
+    a pipeline, or if the schedule's file is missing."""
     import matplotlib
 
     plan = run.last.get("plan") or {}

@@ -1,4 +1,4 @@
-"""A run as its folder has it: receipts, journal, and what follows from them."""
+"""A run, read from its folder: receipts, journal, and what follows from them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MEASURED_AS = {
     "optimizer": ("optimizer",),
     "activations": ("activations", "loss", "workspace"),
 }
-"""Of each kind of memory that is measured the planner's kinds."""
+"""The planner's kinds of memory in each measured kind."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """folder: output_dir of the run. starts: its receipts, in order; at least one. lines: its journal."""
+    """A run. folder: its output_dir. starts: its receipts, in order, at least one. lines: its journal."""
 
     folder: Path
     starts: list[Record]
@@ -31,7 +31,8 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Raises MegaaccumError where there are no receipts, or one of a later version, or the journal is damaged."""
+        """Read the run in `folder`. Raises MegaaccumError if there are no receipts, one is of a later version, or the
+        journal is damaged."""
         starts, path = receipts.read_all(folder), folder / "log.jsonl"
         return cls(folder, starts, journal.lines(path) if path.exists() else [])
 
@@ -52,16 +53,17 @@ class Run:
 
     @cached_property
     def goodput(self) -> Goodput:
-        """Over all starts."""
+        """The goodput over all starts."""
         return Goodput(self.lines)
 
     @property
     def events(self) -> list[Record]:
-        """Of all receipts, with the number of the start."""
+        """The events of all receipts, each with the number of its start."""
         return [{"start": each["number"], **event} for each in self.starts for event in each["events"]]
 
     def median(self, name: str) -> float | None:
-        """Over the steps but the first of each start, which sets up; None where no step has it."""
+        """The median of `name` over the steps, except the first of each start, which sets up; None if no step has
+        it."""
         begins = {each["step"] + 1 for each in self.lines if each["kind"] == "start"}
         found = [each[name] for each in self.train if each.get(name) is not None and each["step"] not in begins]
         return statistics.median(found) if found else None
@@ -104,13 +106,13 @@ class Run:
 
 
 _BETWEEN_RANKS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-"""Collectives of data-parallel ranks; the last one where sums are made in one order."""
+"""Collectives of data-parallel ranks; all_to_all is used if sums are made in one order."""
 PASSING = ("environment: MEGAACCUM_LAUNCHED", "environment: MASTER_PORT")
 """Facts that differ between any two starts."""
 
 
 def differing(left: Run, right: Run) -> list[tuple[str, Any, Any]]:
-    """(name, of the left run, of the right) of each fact that is not the same; None where one has none."""
+    """(name, value of the left run, value of the right) of each fact that differs; None if a run does not have it."""
     first, second = left.facts(), right.facts()
     names = [name for name in dict.fromkeys([*first, *second]) if name not in PASSING]
     return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config import resolve
-from megaaccum.lab.planner import emit
+from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner.fallbacks import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, UNSTEADY, Candidate
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.lab.planner.ladder import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, UNSTEADY, Candidate
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.trial import Trials
 from megaaccum.lab.planner.workload import make_workload
@@ -43,7 +43,8 @@ STEADY = [(9.0, 2.0), (1.0, 2.1), (1.2, 1.9), (1.1, 2.0)]
 @pytest.fixture(scope="module")
 def trials_and_candidate() -> tuple[Trials, Candidate]:
     words = "--global_batch_size 8 --num_layers 4 --hidden_size 32 --num_attention_heads 4 --seq_length 16 --lr 1e-3"
-    more = "--train_iters 8 --vocab_size 64 --save_interval 2 --sample_every 1 --core_metric_every 2 --exit_interval 2"
+    words += " --train_iters 8 --vocab_size 64 --save_interval 2 --sample_every 1 --text_comparisons_every 2"
+    more = "--exit_interval 2"
     config = load(None, [*words.split(), *more.split(), "--nproc_per_node", "4", "--rampup_batch_size", "4", "4", "16"])
     workload = make_workload(config, world_size=2, hardware=load_hardware("h100"))
     ranked = search(workload)
@@ -74,7 +75,7 @@ def test_the_run_saves_nothing_and_evaluates_nothing(trials_and_candidate, tmp_p
     trials, candidate = trials_and_candidate
     run = trials.config(candidate, tmp_path).run
     assert (run.save_interval, run.save_at_end, run.eval_interval, run.max_steps) == (0, False, 0, 4)
-    assert (run.sample_every, run.core_metric_every, run.exit_interval) == (0, 0, None)
+    assert (run.sample_every, run.text_comparisons_every, run.exit_interval) == (0, 0, None)
     assert run.nproc_per_node == 2  # the ranks that the layout was planned for, and not the configuration's 4
     assert run.train_iters == 8  # the learning rate's schedule stays
 
@@ -86,7 +87,7 @@ def test_all_steps_of_a_run_that_warms_its_batch_up_have_the_batch_that_was_pric
     written = trials.config(candidate, tmp_path)
     assert written.batch.rampup_batch_size is None
     assert resolve(written, world_size=2).ramp.is_constant
-    planned = emit.planned_config(trials.workload, dict(candidate.axes))
+    planned = layout_config.planned_config(trials.workload, dict(candidate.axes))
     assert planned.batch.rampup_batch_size == [4, 4, 16]  # the winner's configuration keeps it
 
 

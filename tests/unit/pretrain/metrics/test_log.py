@@ -19,7 +19,7 @@ from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.pretrain.metrics import journal
 from megaaccum.pretrain.metrics.log import RunLog, check
-from megaaccum.pretrain.metrics.services import asked_for
+from megaaccum.pretrain.metrics.services import configured_services
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.units import duration
 
@@ -359,7 +359,7 @@ def test_a_deepspeed_json_names_the_folder_of_its_job(tmp_path):
 def test_a_block_that_is_off_stays_off(tmp_path):
     config = planned(tmp_path).config
     config.deepspeed = {"csv_monitor": {"enabled": False, "output_path": "csv"}}
-    assert asked_for(config) == []
+    assert configured_services(config) == []
 
 
 def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):

@@ -115,7 +115,7 @@ def test_every_start_has_its_own_and_a_fresh_run_begins_again(tmp_path):
     opened(tmp_path, start_step=5).failed(ValueError("no"))
     first, second = receipts.read_all(tmp_path)
     assert (first["number"], second["number"]) == (1, 2)
-    assert second["events"] == [{"kind": "restart", "step": 5, "text": "goes on after step 5"}]
+    assert second["events"] == [{"kind": "restart", "step": 5, "text": "continues after step 5"}]
     assert second["outcome"]["text"] == "ValueError: no"
     opened(tmp_path)
     assert [each["number"] for each in receipts.read_all(tmp_path)] == [1]

@@ -38,7 +38,7 @@ def test_never_after_a_bad_step_but_after_the_next_good_one():
 
 def test_an_empty_folder_to_load_from(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    saver(load=str(tmp_path))._without_checkpoint()
+    saver(load=str(tmp_path))._start_afresh()
     assert "holds no checkpoint (no file named latest): the run starts afresh" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="exit_on_missing_checkpoint is true"):
-        saver(load=str(tmp_path), exit_on_missing_checkpoint=True)._without_checkpoint()
+        saver(load=str(tmp_path), exit_on_missing_checkpoint=True)._start_afresh()

@@ -1,0 +1,254 @@
+"""The legal layouts of a model on a number of GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from megaaccum.config.schema import ModelConfig, ShardingConfig
+from megaaccum.errors import ConfigError, either, nearest_multiples
+from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
+from megaaccum.lab.planner.pipeline import is_simulated
+from megaaccum.lab.planner.stages import split_layers
+from megaaccum.schedule.build import BUILT_IN, interleaved_problems, is_v_shaped
+
+LARGEST_MICRO_BATCH = 64
+"""Sequences of a micro-batch beyond which no layout is looked at."""
+AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
+"""Axes that --fix and --why-not may name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The user's bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
+    mode)."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    max_tp: int | None = None
+    max_pp: int | None = None
+    max_cp: int | None = None
+
+    def allows(self, axis: str, value: Any) -> bool:
+        """Whether a value of an axis may be looked at."""
+        wanted = self.fixed.get(axis)
+        most = {"tp": self.max_tp, "pp": self.max_pp, "cp": self.max_cp}.get(axis)
+        return (wanted is None or wanted == value) and (most is None or value <= most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """A model, its batch and the GPUs: what the layouts divide."""
+
+    model: ModelConfig
+    """A resolved configuration's."""
+    world_size: int
+    """GPUs."""
+    gpus_per_node: int
+    """GPUs that tensor parallelism may span."""
+    global_batch_size: int
+    """Sequences per optimizer step."""
+    zero_stage: int = 3
+    fused_attention: bool = True
+    """Attention keeps no scores, and can be cut along the sequence."""
+    limits: Limits = field(default_factory=Limits)
+
+    def layouts(self) -> Layouts:
+        """Every legal layout.
+
+        Raises:
+            ConfigError: there is none; the text says which number divides nothing, and the nearest that does.
+        """
+        rows = list(self._rows())
+        if not rows:
+            raise ConfigError(self._nothing_legal())
+        return from_rows(rows)
+
+    def _rows(self) -> Iterator[dict[str, int]]:
+        for tp, cp, pp in self._grids():
+            dp = self.world_size // (tp * cp * pp)
+            if not self.limits.allows("dp", dp) or self.global_batch_size % dp:
+                continue
+            experts = list(self._expert_sizes(tp, pp))
+            for name, vpp in self._schedules(pp):
+                for batch in self._batches(dp, pp, name):
+                    for ep, etp in experts:
+                        yield from self._choices(
+                            dict(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=dp, schedule=SCHEDULES.index(name))
+                            | batch
+                        )
+
+    def _choices(self, row: dict[str, int]) -> Iterator[dict[str, int]]:
+        """The row under every recompute and mode."""
+        stage = int(self.limits.fixed.get("zero", self.zero_stage))
+        row |= dict(zero_stage=stage, sequence_parallel=int(row["tp"] > 1))
+        for recompute in self._recomputes():
+            if not self.limits.allows("recompute", recompute):
+                continue
+            for mode in modes(stage):
+                if self.limits.allows("sync", mode):
+                    yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
+
+    def _recomputes(self) -> tuple[str, ...]:
+        """Recomputing only the scores saves nothing if attention is fused and keeps none."""
+        modules = set(self.model.recompute_modules or ["core_attn"])
+        return ("none", "full") if self.fused_attention and modules == {"core_attn"} else RECOMPUTE
+
+    def _grids(self) -> Iterator[tuple[int, int, int]]:
+        """(tp, cp, pp) that divide the world and the model."""
+        for tp in self._tensor_sizes():
+            for cp in self._context_sizes(tp):
+                for pp in divisors(self.world_size // (tp * cp)):
+                    if self.limits.allows("pp", pp) and pp <= self.model.num_layers + 2:
+                        yield tp, cp, pp
+
+    def _tensor_sizes(self) -> Iterator[int]:
+        model = self.model
+        for tp in divisors(math.gcd(self.world_size, self.gpus_per_node)):
+            cuts = not any(width % tp for width in self._widths()) and self.limits.allows("tp", tp)
+            groups = model.num_query_groups or model.num_attention_heads
+            if cuts and (groups % tp == 0 or tp % groups == 0) and model.seq_length % tp == 0:
+                yield tp
+
+    def _widths(self) -> list[int]:
+        model = self.model
+        shared = model.moe_shared_expert_intermediate_size
+        return [model.num_attention_heads, model.ffn_hidden_size or 0, *([shared] if shared else [])]
+
+    def _context_sizes(self, tp: int) -> Iterator[int]:
+        """Context parallelism needs fused attention, and two even pieces of a sequence per rank."""
+        for cp in divisors(self.world_size // tp):
+            if cp == 1 and self.limits.allows("cp", 1):
+                yield cp
+            elif cp > 1 and cp & (cp - 1) == 0 and self.limits.allows("cp", cp):
+                whole = self.model.seq_length % (2 * cp) == 0 and self.model.seq_length % (tp * cp) == 0
+                if whole and self.model.seq_length // cp >= 1024 and self.fused_attention:
+                    yield cp
+
+    def _expert_sizes(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
+        """(ep, etp): experts divide over their ranks, and those over the pipeline stage's."""
+        if self.model.num_experts is None:
+            if self.limits.allows("ep", 1):
+                yield 1, tp
+            return
+        stage_ranks = self.world_size // pp
+        for ep in divisors(self.model.num_experts):
+            for etp in sorted({1, tp}):
+                fits = stage_ranks % (ep * etp) == 0 and (self.model.moe_ffn_hidden_size or 0) % etp == 0
+                if fits and self.limits.allows("ep", ep) and self.limits.allows("etp", etp):
+                    yield ep, etp
+
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        """(schedule, vpp) of a pipeline: those that the configuration can name and whose stages balance."""
+        for name in schedules():
+            for vpp in _chunk_counts(self.model.num_layers, pp, name):
+                if self.limits.allows("schedule", name) and self.limits.allows("vpp", vpp):
+                    yield name, vpp
+
+    def _batches(self, dp: int, pp: int, name: str) -> Iterator[dict[str, int]]:
+        """Cuts of a rank's share of the batch: micro-batches, and the device batch that fills the pipeline once."""
+        per_rank = self.global_batch_size // dp
+        for micro in divisors(per_rank):
+            if micro > LARGEST_MICRO_BATCH or not self.limits.allows("mbs", micro):
+                continue
+            count = per_rank // micro
+            if pp > 1 and (count < 2 * pp or (name == "interleaved" and any(interleaved_problems(count, pp, pp)))):
+                continue
+            for chunks in self._device_batches(count, pp, micro):
+                if self.limits.allows("ga", count // chunks):
+                    yield dict(micro_batch_size=micro, pp_microbatches=chunks, grad_accum_steps=count // chunks)
+
+    def _device_batches(self, count: int, pp: int, micro: int) -> list[int]:
+        """pp_microbatches: as many as fill the pipeline (2 * pp), unless the device batch or ga is fixed."""
+        if "dbs" in self.limits.fixed:
+            chunks, rest = divmod(int(self.limits.fixed["dbs"]), micro)
+            return [chunks] if not rest and chunks and count % chunks == 0 else []
+        if "ga" in self.limits.fixed:
+            steps = int(self.limits.fixed["ga"])
+            return [count // steps] if count % steps == 0 else []
+        return [next(n for n in divisors(count) if n >= (2 * pp if pp > 1 else 1))]
+
+    # --- when there is none ----------------------------------------------------------------------------------------
+
+    def _nothing_legal(self) -> str:
+        """Why no layout is legal: the first axis that leaves none, and what would."""
+        if not list(self._grids()):
+            return self._no_grid()
+        fitting = [self.world_size // (tp * cp * pp) for tp, cp, pp in self._grids()]
+        if all(self.global_batch_size % dp for dp in fitting):
+            near = sorted({n for dp in fitting for n in nearest_multiples(self.global_batch_size, dp)})
+            near.sort(key=lambda n: abs(n - self.global_batch_size))
+            return (
+                f"global_batch_size {self.global_batch_size} divides over no data-parallel size that"
+                f" {self.world_size} GPUs allow ({_some(fitting)}): set it to {either(sorted(near[:2]))}."
+            )
+        return (
+            f"no layout of {self.world_size} GPUs with global_batch_size {self.global_batch_size} has the 2 * pp"
+            f" micro-batches that a pipeline of pp ranks needs, and keeps {self._told()}: raise global_batch_size, or"
+            " leave one of these open."
+        )
+
+    def _no_grid(self) -> str:
+        tensor = list(self._tensor_sizes())
+        if not tensor:
+            legal = [tp for tp in divisors(self.gpus_per_node) if not any(width % tp for width in self._widths())]
+            return (
+                f"no tensor_model_parallel_size divides the model and {self.gpus_per_node} GPUs of a node under"
+                f" {self._told()}: legal ones are {_some(legal)}."
+            )
+        sizes = [pp for tp in tensor for pp in divisors(self.world_size // tp) if pp <= self.model.num_layers + 2]
+        return f"no layout of {self.world_size} GPUs keeps {self._told()}: legal pipeline sizes are {_some(sizes)}."
+
+    def _told(self) -> str:
+        bounds = {f"max_{a}": getattr(self.limits, f"max_{a}") for a in ("tp", "pp", "cp")}
+        told = {**self.limits.fixed, **{name: value for name, value in bounds.items() if value is not None}}
+        return ", ".join(f"{name}={value}" for name, value in told.items()) or "the rules"
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(small + [number // n for n in reversed(small) if n * n != number])
+
+
+@cache
+def schedules() -> tuple[str, ...]:
+    """The built-in schedules that a search looks at: simulating one for every layout would take too long."""
+    return ("none", *(name for name in BUILT_IN if not is_simulated(name)))
+
+
+@cache
+def modes(zero_stage: int) -> tuple[str, ...]:
+    """The ZeRO sync modes that a configuration can name at this stage: streaming is ZeRO-3's."""
+    legal = _named(get_type_hints(ShardingConfig)["sync"])
+    return tuple(name for name in SYNC_MODES if name in legal and (name == "resident" or zero_stage == 3))
+
+
+def _named(annotation: Any) -> set[Any]:
+    """The values that a type lists, be it a Literal or a union with one."""
+    inner = get_args(annotation)
+    return {value for one in inner for value in (_named(one) if get_args(one) else {one})}
+
+
+def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:
+    """Model chunks per rank under a schedule, with a layer in every stage but the first and the last."""
+    if pp == 1:
+        return [1] if name == "none" else []
+    if name == "none":
+        return []
+    if is_v_shaped(name):
+        # Embedding and head are on one rank here, so that shorter ends do not balance the ranks.
+        return [2] if num_layers % (2 * pp) == 0 else []
+    if name != "interleaved":
+        return [1] if split_layers(num_layers, pp) else []
+    most = (num_layers + 2) // pp
+    return [vpp for vpp in range(2, most + 1) if split_layers(num_layers, pp * vpp)]
+
+
+def _some(values: Iterable[int]) -> str:
+    """'1, 2, 4, 8' of the values, ten at most."""
+    ordered = sorted(set(values))
+    return ", ".join(str(value) for value in ordered[:10]) + (", ..." if len(ordered) > 10 else "")

@@ -1,0 +1,134 @@
+"""From a planned layout to a configuration that `megaaccum check` accepts and `megaaccum train` runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaaccum.config import Plan, resolve
+from megaaccum.config.keys import SECTIONS, all_keys, names_where
+from megaaccum.config.schema import Config
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner.stages import layout_text, split_layers
+from megaaccum.lab.planner.workload import Workload
+from megaaccum.model.layers import on_a_gpu
+from megaaccum.schedule.build import is_v_shaped
+
+
+def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
+    """The keys of one layout (`Layouts.axes`), by their names in a configuration."""
+    keys: dict[str, Any] = dict(
+        tensor_model_parallel_size=at["tp"],
+        context_parallel_size=at["cp"],
+        pipeline_model_parallel_size=at["pp"],
+        sequence_parallel=at["tp"] > 1,
+        schedule=at["schedule"],
+        transformer_impl=on_a_gpu(workload.config, at["schedule"]).impl,
+        micro_batch_size=at["mbs"],
+        pp_microbatches=at["dbs"] // at["mbs"],
+        grad_accum_steps=at["ga"],
+        global_batch_size=workload.global_batch_size,
+        zero_stage=at["zero"],
+        sync=at["sync"],
+    )
+    if workload.model.num_experts is not None:
+        keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])
+    if at["recompute"] == "full":
+        keys |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif at["recompute"] == "selective":
+        keys |= dict(recompute_granularity="selective")
+    return keys | _stage_keys(workload, at)
+
+
+def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
+    """How the layers are cut: a number of chunks where they divide, a layout where the ends are shorter."""
+    model, stages = workload.model, at["pp"] * at["vpp"]
+    if at["pp"] == 1:
+        return {}
+    if at.get("stages"):
+        return dict(pipeline_model_parallel_layout=at["stages"])
+    layers = split_layers(model.num_layers, stages)
+    assert layers is not None, "candidates.py plans only layers that have a split"
+    if len(set(layers)) > 1:
+        return dict(pipeline_model_parallel_layout=layout_text(layers, model.mtp_num_layers or 0))
+    has_chunks = at["vpp"] > 1 and not is_v_shaped(at["schedule"])
+    return dict(virtual_pipeline_model_parallel_size=at["vpp"]) if has_chunks else {}
+
+
+def set_aside(config: Config, names: Iterable[str]) -> None:
+    """Put keys back to their defaults, as if they had not been written."""
+    for name in names:
+        section = getattr(config, all_keys()[name].section)
+        setattr(section, name, getattr(type(section)(), name))
+        config.origin.pop(name, None)
+
+
+def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
+    """The workload's configuration with one layout's keys, as if a user had written them."""
+    config = copy.deepcopy(workload.config)
+    set_aside(config, names_where(lambda facts: facts.planned))
+    keys = planned_keys(workload, at)
+    if keys.get("recompute_granularity") != "selective":
+        config.model.recompute_modules = None
+        config.origin.pop("recompute_modules", None)
+    put(config, keys)
+    return config
+
+
+def put(config: Config, keys: Mapping[str, Any]) -> None:
+    """Set these keys, as written by the plan."""
+    for name, value in keys.items():
+        setattr(getattr(config, all_keys()[name].section), name, value)
+        config.origin[name] = "the plan"
+
+
+def checked(workload: Workload, at: dict[str, Any]) -> Plan:
+    """One layout's configuration, resolved as `megaaccum check` does. ConfigError if it breaks a rule."""
+    return resolve(planned_config(workload, at), world_size=workload.world_size)
+
+
+def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
+    """The error of `megaaccum check` for a layout, or None. Learning rate and length, without which there is a plan
+    but no run, may be missing."""
+    config = planned_config(workload, at)
+    config.optimizer.lr = config.optimizer.lr or 1.0
+    config.run.train_iters = config.run.train_iters or 1
+    try:
+        resolve(config, world_size=workload.world_size)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
+    """Write one layout's configuration, with the number of ranks and `comment` in the first lines. at: as
+    `planned_keys` takes it; `stages`, in Megatron's notation, replaces the even split of the layers.
+
+    Raises:
+        ConfigError: it breaks a rule of `check` (nothing is written).
+        OSError: the file cannot be written.
+    """
+    checked(workload, at)
+    text = yaml.safe_dump(as_sections(planned_config(workload, at)), sort_keys=False, allow_unicode=True, width=100)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# world_size: {workload.world_size}\n# {comment}\n{text}", encoding="utf-8")
+
+
+def as_sections(config: Config) -> dict[str, Any]:
+    """The keys that were written, by section, as a YAML file holds them."""
+    sections: dict[str, Any] = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        keys = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}
+        if keys:
+            sections[name] = keys
+    if config.megatron:
+        sections["model"] = {**sections.get("model", {}), **config.megatron}
+    if config.deepspeed:
+        sections["deepspeed"] = config.deepspeed
+    return sections

@@ -1,0 +1,184 @@
+"""`pretrain`: Megatron-LM's pretraining loop with the two objects of `wrap` in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megaaccum.config import Plan
+from megaaccum.distributed.agreement import printed_once
+from megaaccum.engine import groups_of
+from megaaccum.errors import ConfigError
+from megaaccum.loop.contract import get_forward_backward_func, wrap
+from megaaccum.model.names import tied_pair
+from megaaccum.upstream import megatron_training
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.loop.contract import LoopOptimizer
+
+
+def pretrain(
+    cfg_container: Any,
+    train_valid_test_dataset_provider: Callable[..., Any],
+    model_type: Any,
+    forward_step_func: Callable[..., Any],
+    model_provider: Callable[..., Any] | None = None,
+    *others: Any,
+    keys: Mapping[str, Any] | None = None,
+    **named: Any,
+) -> None:
+    """`megatron.training.pretrain`, over this package's sharding and schedules. Arguments as Megatron's.
+
+    What Megatron's arguments do not say is in `keys`, by the names of this package: `zero_stage`, `backend`, `sync`,
+    `schedule` (zbv and dualpipev want --num-virtual-stages-per-pipeline-rank 2), ... Default: ZeRO-3 with DeepSpeed,
+    resident, under the schedule that Megatron runs; with --use-distributed-optimizer Megatron's own distributed
+    optimizer.
+
+    Raises ConfigError on every rank, before anything starts, for arguments that do not go together with this.
+    """
+    args = megatron_training.args_of_run()
+    plan = plan_of(args, keys or {})
+    # A sharding backend overlaps reductions and gathers in its own way, and owns the gradient buffers.
+    args.overlap_grad_reduce = args.overlap_param_gather = args.gradient_accumulation_fusion = False
+    objects = _Objects(plan, megatron_training.function("get_model"))
+    stages = {"is_pipeline_first_stage": 0, "is_pipeline_last_stage": plan.layout.num_stages - 1}
+    in_v = {name: partial(objects.is_stage, stage) for name, stage in stages.items()}
+    names: dict[str, Callable[..., Any]] = {
+        "get_model": objects.get_model,
+        "get_megatron_optimizer": lambda *_, **__: objects.optimizer,
+        "get_forward_backward_func": lambda *_, **__: get_forward_backward_func(plan),
+    }
+    if getattr(cfg_container, "model", None) is not None:
+        cfg_container.model.gradient_accumulation_fusion = False
+        builder = cfg_container.model.get_builder_cls()
+        cfg_container.model.get_builder_cls = lambda: objects.builder(builder)
+    with megatron_training.in_place_of(**names, **(in_v if plan.layout.placement == "v" else {})):
+        megatron_training.function("pretrain")(
+            cfg_container,
+            train_valid_test_dataset_provider,
+            model_type,
+            forward_step_func,
+            model_provider and objects.provider(model_provider),
+            *others,
+            **named,
+        )
+
+
+REFUSED = {
+    "fp8": "scales are to follow micro-batches, which this loop does not hand over",
+    "log_params_norm": "parameters are in partitions between steps",
+    "log_num_zeros_in_grad": "zeros of the gradient are not counted",
+    "check_weight_hash_across_dp_replicas_interval": "data-parallel ranks hold parts of the weights, no replicas",
+    "save_wgrads_interval": "gradients are reduced into partitions",
+    "save_params_interval": "parameters are in partitions between steps",
+    "moe_use_upcycling": "the model would be built twice",
+    "perform_rl_step": "its inference reads whole weights at any time",
+    "optimizer_cuda_graph": "the optimizer's step reads a verdict",
+    "use_mup": "learning rates by width are not set here",
+}
+"""Arguments of Megatron's that this loop cannot have, and why."""
+
+
+def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
+    """The plan that Megatron's arguments and `keys` make. Raises ConfigError."""
+    problems = [
+        f"--{name.replace('_', '-')}: {why}: leave it out" for name, why in REFUSED.items() if getattr(args, name, None)
+    ]
+    if args.optimizer != "adam":
+        problems.append(f"--optimizer {args.optimizer}: partitions are stepped by AdamW: set it to adam")
+    if args.ckpt_format != "torch_dist":
+        problems.append(f"--ckpt-format {args.ckpt_format}: partitions are written as torch_dist: set it to that")
+    if problems:
+        raise printed_once(ConfigError(problems))
+    distributed: dict[str, Any] = {"backend": "megatron"} if args.use_distributed_optimizer else {}
+
+    def same(*names: str) -> dict[str, Any]:
+        return {name: getattr(args, name) for name in names}
+
+    return Plan.of(
+        layout=same(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        ),
+        batch=same("micro_batch_size", "seq_length", "global_batch_size") | {"allow_underfilled_pipeline": True},
+        sharding=same("bf16", "fp16"),
+        optimizer=same("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
+        **same("hidden_size", "distributed_timeout_minutes"),
+        **(distributed | dict(keys)),
+    )
+
+
+class _Objects:
+    """Stand-ins for the functions by which Megatron's loop makes model and optimizer and finds the ends of a V."""
+
+    optimizer: LoopOptimizer
+
+    def __init__(self, plan: Plan, get_model: Callable[..., list[torch.nn.Module]]):
+        self._plan, self._get_model = plan, get_model
+        self._built: Groups | None = None
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups that Megatron has initialised."""
+        if self._built is None:
+            self._built = groups_of(self._plan, None)
+        return self._built
+
+    def get_model(self, model_provider_func: Any, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
+        """Megatron's get_model of a model_provider, its chunks wrapped by `wrap`."""
+        return self._wrapped(self._get_model, model_provider_func, *args, **kwargs)
+
+    def builder(self, theirs: type) -> type:
+        """Megatron's builder of a model configuration, its models wrapped by `wrap`."""
+        objects = self
+
+        class Builder(theirs):  # type: ignore[misc]
+            def build_model(self, pg_collection: Any, *args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+                build = super().build_model
+                return objects.seated(build, *args, vp_stage=vp_stage, pg_collection=pg_collection, **kwargs)
+
+            def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
+                return objects._wrapped(super().build_distributed_models, *args, **kwargs)
+
+        return Builder
+
+    def provider(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's model_provider, whose chunks are those of this schedule's stages."""
+        return lambda *args, **kwargs: self.seated(theirs, *args, **kwargs)
+
+    def seated(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A chunk built by `build`; in a V, with the stage that it has there."""
+        if self._plan.layout.placement != "v":
+            return build(*args, **kwargs)
+        chunk = kwargs["vp_stage"]
+        stage, last = self.groups.stage(chunk), self._plan.layout.num_stages - 1
+        ends = {"pre_process": stage == 0, "post_process": stage == last}
+        with self.groups.seated(chunk):
+            return build(*args, **(kwargs | ends | {"pg_collection": self.groups.collection_of(chunk)}))
+
+    def _wrapped(self, build: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+        """The chunks that `build` builds, without Megatron's own wrapper and in that of `wrap`."""
+        if not kwargs.get("wrap_with_ddp", True):
+            return build(*args, **kwargs)
+        chunks = build(*args, **(kwargs | {"wrap_with_ddp": False}))
+        pair = tied_pair(unwrap_model(chunks))
+        if pair is not None:  # a V has embedding and head on one rank, and no group that would make them equal
+            pair[1].data.copy_(pair[0].data)
+        wrapped, self.optimizer = wrap(chunks, self.groups, self._plan)
+        return list(wrapped)
+
+    def is_stage(self, stage: int, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        """Whether this rank's chunk `vp_stage` is stage `stage` of a V, its first or last. Without a chunk: whether
+        this is the first or last rank of the pipeline; the last rank receives the reports."""
+        pp = self.groups.pp
+        if ignore_virtual or vp_stage is None:
+            return pp.rank() == (0 if stage == 0 else pp.size() - 1)
+        return self.groups.stage(vp_stage) == stage

@@ -1,0 +1,360 @@
+"""Reconciling a user's DeepSpeed JSON with megaaccum's keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaaccum.config import precision
+from megaaccum.config.batch import SIZES
+from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.deepspeed_config import BF16_OPTIMIZER
+from megaaccum.config.keys import all_keys
+from megaaccum.config.load import given
+from megaaccum.config.schema import Config
+from megaaccum.config.source import COMMAND_LINE
+from megaaccum.errors import did_you_mean
+from megaaccum.pretrain.interop.deepspeed import keys
+
+ORIGIN = "deepspeed block"
+"""The origin of a key that the JSON sets."""
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Compares values of the JSON with keys: adopts those whose key was not written, reports those that disagree."""
+
+    config: Config
+    notes: list[str]
+    problems: list[str]
+
+    def same(self, path: str, value: object, key: str) -> None:
+        """Reconcile `path` of the JSON with `key`, which means the same. 'auto' leaves the value to the key."""
+        if value is None or value == "auto":
+            return
+        item = all_keys()[key]
+        section = getattr(self.config, item.section)
+        try:
+            typed = coerce(value, item.annotation)
+        except NotOfType as error:
+            self.problems.append(f"deepspeed.{path} is {value!r}: it sets {key}, which must be {error}.")
+            return
+        ours = getattr(section, key)
+        if not given(self.config, key):
+            if typed != ours:
+                self.notes.append(f"{key} {typed} is taken from deepspeed.{path}.")
+            setattr(section, key, typed)
+            self.config.origin[key] = ORIGIN
+        elif ours != typed and self.outranked(key):
+            self.notes.append(f"deepspeed.{path} {value} is set aside: the command line gives {key} {ours}.")
+        elif ours != typed:
+            self.problems.append(
+                f"deepspeed.{path} is {value} and {key} is {ours}: make them equal, or leave one of them out."
+            )
+
+    def outranked(self, key: str) -> bool:
+        """Whether `key` is from the command line but the JSON is not."""
+        origin = self.config.origin
+        return origin.get(key) == COMMAND_LINE != origin.get("deepspeed")
+
+    def refuse(self, path: str, value: object, instead: str) -> None:
+        """Report that `path` of the JSON is not supported, with what to write instead."""
+        self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
+
+    def sort(
+        self, path: str, value: object, refused: dict[str, str], dropped: dict[str, str], known: Iterable[str]
+    ) -> None:
+        """Refuse or note a key that has no counterpart here, by its list; report one that DeepSpeed does not have."""
+        name = path.rsplit(".", 1)[-1]
+        if name in refused:
+            if keys.is_on(value):
+                self.refuse(path, value, refused[name])
+        elif name in dropped:
+            self.notes.append(f"deepspeed.{path} is left out: {dropped[name]}.")
+        elif name not in known:
+            near = did_you_mean(name, sorted(known))
+            self.problems.append(
+                f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{near}."
+            )
+
+
+def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> dict[str, object] | None:
+    """The DeepSpeed configuration at `path`, or None with a text added to `problems`."""
+    repeated: list[str] = []
+
+    def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+        return dict(pairs)
+
+    try:
+        block = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
+    except OSError as error:
+        problems.append(f"{place}: cannot read the DeepSpeed configuration {path}: {error.strerror}.")
+        return None
+    except ValueError as error:
+        problems.append(f"{place}: {path} is not valid JSON: {error}.")
+        return None
+    problems.extend(f"{place}: {path} gives {name} more than once." for name in repeated)
+    if not isinstance(block, dict):
+        problems.append(f"{place}: {path} must hold a JSON object.")
+        return None
+    return block
+
+
+def reconcile(config: Config, block: dict[str, object], origin: str) -> list[str]:
+    """Make `block` the DeepSpeed block of `config`, and set, in place, the keys that it gives and that were not
+    written. Adds notes to the configuration's.
+
+    Returns one text per key that disagrees with one of megaaccum's, is unknown, or is not supported. Batch sizes given
+    by both are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
+    """
+    config.deepspeed = block
+    config.origin["deepspeed"] = origin
+    reconciler = Reconciler(config, config.notes, [])
+    for name, value in block.items():
+        if handler := _HANDLERS.get(name):
+            handler(reconciler, name, value)
+        else:
+            reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
+    _reconcile_batch(reconciler)
+    if not precision.is_given(config) and not {"bf16", "bfloat16", "fp16"} & block.keys():
+        config.sharding.params_dtype = "fp32"
+        config.origin["params_dtype"] = ORIGIN
+        config.notes.append("params_dtype fp32: the DeepSpeed block names no other precision.")
+    return reconciler.problems
+
+
+def _reconcile_batch(reconciler: Reconciler) -> None:
+    """Set batch sizes that the keys leave open. DeepSpeed's micro-batch is a pipeline's micro-batch."""
+    config, block = reconciler.config, reconciler.config.deepspeed
+    written = {name for name in SIZES if getattr(config.batch, name) is not None}
+    if not written & {"global_batch_size", "grad_accum_steps"}:
+        reconciler.same("train_batch_size", block.get("train_batch_size"), "global_batch_size")
+    if not written & {"micro_batch_size", "pp_microbatches", "device_batch_size"}:
+        reconciler.same(
+            "train_micro_batch_size_per_gpu", block.get("train_micro_batch_size_per_gpu"), "micro_batch_size"
+        )
+    if not written and block.get("train_batch_size") in (None, "auto"):
+        steps = block.get("gradient_accumulation_steps")
+        reconciler.same("gradient_accumulation_steps", steps, "grad_accum_steps")
+
+
+def _short(value: object) -> str:
+    return "(a block)" if isinstance(value, dict) else str(value)
+
+
+def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    reconciler.problems.append(f"deepspeed.{name} is {value!r}: it must be a block.")
+    return {}
+
+
+def _precision(reconciler: Reconciler, name: str, value: object) -> None:
+    key = "fp16" if name == "fp16" else "bf16"
+    block = _mapping(reconciler, name, value)
+    reconciler.same(f"{name}.enabled", block.get("enabled"), key)
+    if any(block.get(inner) for inner in BF16_OPTIMIZER):
+        reconciler.same(f"{name}.{next(iter(BF16_OPTIMIZER))}", "bf16", "optimizer_dtype")
+    if name == "fp16" and block.get("enabled") is not False:
+        _loss_scale(reconciler, block)
+
+
+_LOSS_SCALE_KEYS = {
+    "loss_scale_window": "loss_scale_window",
+    "hysteresis": "hysteresis",
+    "min_loss_scale": "min_loss_scale",
+}
+
+
+def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """Set the keys of the loss scale. DeepSpeed's loss_scale 0 is a dynamic scale that starts at a power of two."""
+    if block.get("loss_scale") not in (None, "auto", 0):
+        reconciler.same("fp16.loss_scale", block["loss_scale"], "loss_scale")
+    power = block.get("initial_scale_power")
+    if isinstance(power, int):
+        reconciler.same("fp16.initial_scale_power", 2.0**power, "initial_loss_scale")
+    for inner, key in _LOSS_SCALE_KEYS.items():
+        reconciler.same(f"fp16.{inner}", block.get(inner), key)
+    for inner, instead in (
+        ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
+        ("auto_cast", "Megatron's layers take token numbers; leave it out"),
+        ("fp16_master_weights_and_grads", "master weights and sums of gradients are FP32; leave it out"),
+    ):
+        if block.get(inner):
+            reconciler.refuse(f"fp16.{inner}", block[inner], instead)
+
+
+def _zero(reconciler: Reconciler, name: str, value: object) -> None:
+    block = _mapping(reconciler, name, value)
+    for inner, item in block.items():
+        reconciler.sort(f"{name}.{inner}", item, keys.ZERO_REFUSED, keys.ZERO_DROPPED, keys.ZERO)
+    if block.get("stage") == 0:
+        reconciler.refuse(f"{name}.stage", 0, "set it to 1, 2 or 3, or leave the JSON out and write backend: ddp")
+    else:
+        reconciler.same(f"{name}.stage", block.get("stage"), "zero_stage")
+    reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")
+    _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer"))
+    if block.get("reduce_scatter") is False:
+        reconciler.refuse(f"{name}.reduce_scatter", False, "gradients are reduce-scattered; leave it out")
+    if block.get("zero_hpz_partition_size") not in (None, "auto", 1):
+        path, size = f"{name}.zero_hpz_partition_size", block["zero_hpz_partition_size"]
+        reconciler.refuse(path, size, "parameters are gathered once per step; leave it out")
+
+
+def _offload(reconciler: Reconciler, path: str, value: object) -> None:
+    if value is None:
+        return
+    block = _mapping(reconciler, path, value)
+    if block.get("device") == "nvme":
+        reconciler.refuse(f"{path}.device", "nvme", "write offload_optimizer: cpu instead")
+    else:
+        reconciler.same(f"{path}.device", block.get("device"), "offload_optimizer")
+    for inner in ("super_offload", "zenflow"):
+        if block.get(inner):
+            reconciler.refuse(f"{path}.{inner}", block[inner], "leave it out")
+
+
+def _data_types(reconciler: Reconciler, name: str, value: object) -> None:
+    for inner, item in _mapping(reconciler, name, value).items():
+        if inner == "grad_accum_dtype":
+            reconciler.same(f"{name}.{inner}", item, "grad_accum_dtype")
+        elif item is not None:
+            reconciler.refuse(f"{name}.{inner}", item, "write params_dtype instead")
+
+
+_DIVISOR_DEFAULTS = {
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+}
+
+
+def _divisor(reconciler: Reconciler, name: str, value: object) -> None:
+    if value not in (None, "auto", _DIVISOR_DEFAULTS[name]):
+        reconciler.refuse(name, value, "the loss is divided once, by loss_norm; leave it out")
+
+
+def _activation_checkpointing(reconciler: Reconciler, name: str, value: object) -> None:
+    active = {k: v for k, v in _mapping(reconciler, name, value).items() if keys.is_on(v)}
+    if active:
+        reconciler.refuse(
+            name, ", ".join(sorted(active)), "write recompute_granularity: full or selective, which is Megatron's"
+        )
+
+
+def _monitor(reconciler: Reconciler, name: str, value: object) -> None:
+    block = _mapping(reconciler, name, value)
+    inner, key = _MONITORS[name]
+    if not block.get("enabled"):
+        return
+    if not block.get(inner) and not given(reconciler.config, key):
+        reconciler.problems.append(f"deepspeed.{name} is enabled without {inner}: write {key} instead.")
+    reconciler.same(f"{name}.{inner}", block.get(inner) or None, key)
+
+
+_MONITORS = {
+    "tensorboard": ("output_path", "tensorboard_dir"),
+    "csv_monitor": ("output_path", "csv_dir"),
+    "wandb": ("project", "wandb_project"),
+}
+
+# --- optimizer and scheduler (deepspeed.ops.adam.FusedAdam, deepspeed.runtime.lr_schedules) --------------------------
+
+_DECAY_STYLES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+_NO_SCHEDULER = "write lr_decay_style, lr_warmup_iters and min_lr instead"
+_SCHEDULER_KEYS = {
+    "warmup_min_lr": "lr_warmup_init",
+    "warmup_max_lr": "lr",
+    "warmup_num_steps": "lr_warmup_iters",
+    "total_num_steps": "lr_decay_iters",
+}
+_OPTIMIZER_KEYS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
+_IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_states", "set_grad_none"})
+
+
+def _optimizer(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """Reconcile the optimizer: Adam and AdamW both are the decoupled AdamW here, which DeepSpeed's Adam is by
+    default."""
+    kind = str(block.get("type", ""))
+    if kind.lower() not in ("adam", "adamw"):
+        reconciler.refuse("optimizer.type", kind or "(missing)", "the optimizer is AdamW; set it to AdamW")
+        return
+    params = block.get("params") or {}
+    for name, value in params.items():
+        path = f"optimizer.params.{name}"
+        if name in _OPTIMIZER_KEYS:
+            reconciler.same(path, value, _OPTIMIZER_KEYS[name])
+        elif name == "betas":
+            _betas(reconciler, path, value)
+        elif name in _ONLY_VALUE:
+            if value != _ONLY_VALUE[name]:
+                reconciler.refuse(path, value, f"the optimizer is AdamW; set it to {str(_ONLY_VALUE[name]).lower()}")
+        elif name not in _IMPLEMENTATION:
+            reconciler.refuse(path, value, "AdamW takes lr, betas, eps and weight_decay; leave it out")
+
+
+def _betas(reconciler: Reconciler, path: str, value: object) -> None:
+    if value == "auto":
+        return
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        reconciler.refuse(path, value, "write two numbers, or adam_beta1 and adam_beta2 instead")
+        return
+    for index, key in enumerate(("adam_beta1", "adam_beta2")):
+        reconciler.same(f"{path}[{index}]", value[index], key)
+
+
+def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
+    """Reconcile the scheduler: DeepSpeed's schedulers with a linear warm-up are Megatron's constant, linear and cosine
+    decay."""
+    kind = str(block.get("type", ""))
+    style = _DECAY_STYLES.get(kind.lower())
+    if style is None:
+        reconciler.refuse(
+            "scheduler.type", kind or "(missing)", "write lr_decay_style, lr_warmup_iters and min_lr instead"
+        )
+        return
+    reconciler.same("scheduler.type", style, "lr_decay_style")
+    params = block.get("params") or {}
+    if params.get("warmup_type", "log") not in ("linear", "auto"):
+        reconciler.refuse(
+            "scheduler.params.warmup_type",
+            params.get("warmup_type", "log (its default)"),
+            "Megatron's warm-up is linear; set it to linear",
+        )
+    for name, value in params.items():
+        __scheduler_param(reconciler, name, value)
+
+
+def __scheduler_param(reconciler: Reconciler, name: str, value: object) -> None:
+    path = f"scheduler.params.{name}"
+    if name in _SCHEDULER_KEYS:
+        reconciler.same(path, value, _SCHEDULER_KEYS[name])
+    elif name in ("cos_min_ratio", "warmup_min_ratio"):
+        if value not in (0, "auto"):
+            key = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}[name]
+            reconciler.refuse(path, value, f"it is a share of lr; write {key} as a learning rate instead")
+    elif name != "warmup_type":
+        reconciler.refuse(path, value, _NO_SCHEDULER)
+
+
+_HANDLERS: dict[str, Callable[[Reconciler, str, object], None]] = {
+    "gradient_clipping": lambda r, name, value: r.same(name, value, "clip_grad"),
+    "communication_data_type": lambda r, name, value: r.same(name, value, "grad_reduce_dtype"),
+    "bf16": _precision,
+    "bfloat16": _precision,
+    "fp16": _precision,
+    "zero_optimization": _zero,
+    "data_types": _data_types,
+    **dict.fromkeys(_DIVISOR_DEFAULTS, _divisor),
+    "activation_checkpointing": _activation_checkpointing,
+    "optimizer": lambda r, name, value: _optimizer(r, _mapping(r, name, value)),
+    "scheduler": lambda r, name, value: _scheduler(r, _mapping(r, name, value)),
+    **dict.fromkeys(_MONITORS, _monitor),
+}

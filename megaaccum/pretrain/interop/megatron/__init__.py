@@ -1,0 +1,1 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed, read into megaaccum's keys."""

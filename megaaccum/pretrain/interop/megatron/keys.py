@@ -1,0 +1,189 @@
+"""The correspondence of Megatron's arguments and megaaccum's keys. Most have the same name; `rules` has those that are
+not one key each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+
+from megaaccum.config import precision
+from megaaccum.config.keys import all_keys
+from megaaccum.pretrain.interop.megatron.parser import ParsedFlags, built_fields, model_fields, parse, sort_into_lists
+from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
+from megaaccum.pretrain.interop.megatron.verdicts import listed
+
+LEFT_TO_RULES = frozenset(
+    {
+        "num_query_groups", "num_experts", "sequence_parallel", "loss_scale", "initial_loss_scale", "min_loss_scale",
+        "loss_scale_window", "hysteresis", "tokenizer_model", "expert_tensor_parallel_size", "num_layers",
+    }
+)  # fmt: skip
+"""Keys that Megatron has under the same name and that a rule sets."""
+
+RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "encoder_seq_length": "seq_length",
+    "fp8": "fp8_format",
+}
+"""Arguments with the meaning of a key of another name."""
+
+CONSTANTS: dict[str, tuple[str, object]] = {
+    "calculate_per_token_loss": ("loss_norm", "token"),
+    "optimizer_cpu_offload": ("offload_optimizer", "cpu"),
+    "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
+    "enable_zbh1_pipeline": ("schedule", "zb-h1"),
+    "overlap_p2p_communication": ("overlap_p2p_comm", True),
+}
+"""Switches that set a key to a constant."""
+
+RULED = frozenset(
+    {
+        "encoder_num_layers", "recompute_activations", "add_position_embedding", "group_query_attention",
+        "checkpoint_num_layers", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "fp32_allreduce",
+        "deterministic_mode", "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples",
+        "train_tokens", "lr_decay_tokens", "lr_warmup_tokens", "tokenizer_type", "data_args_path",
+        "per_split_data_args_path", "use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2",
+        "deepspeed_config", "zero_stage", "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split", "spec", "hybrid_layer_pattern", "hybrid_override_pattern", "mlp_type",
+        "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor", "moe_min_capacity",
+        "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg",
+        "no_load_lr_state", "checkpoint_activations", "moe_expert_parallel_size", "ds_sequence_parallel_size",
+        "cpu_optimizer", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "num_key_value_heads",
+        "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
+    }
+)  # fmt: skip
+"""Arguments that a rule reads (`rules`)."""
+
+CONVERTED = frozenset(
+    {
+        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "yarn_beta_fast", "yarn_beta_slow",
+        "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings",
+    }
+)  # fmt: skip
+"""Arguments that Megatron's conversion turns into fields of the model configuration under other names."""
+
+
+ALONE = {
+    "use_rope_scaling": "rope_scaling",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+"""The fields of those arguments that can be given beside a file."""
+
+
+def read_flags(
+    argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
+) -> Reading:
+    """The keys that a list of Megatron flags sets, with notes and problems. Arguments as those of `parser.parse`."""
+    given = parse(argv, locate=locate, world_size=world_size, whole=whole)
+    sort_into_lists(given)
+    reading = Reading(notes=given.notes, problems=given.problems + given.own.problems)
+    reading.problems += [unknown.problem() for unknown in given.own.unknown]
+    for key, value in given.own.values.items():
+        _put_own(key, value, given, reading)
+    _put_same_names(given, reading)
+    for rule in RULES:
+        rule(given, reading)
+    if whole:
+        _put_defaults(given, reading)
+    _put_model_fields(given, reading)
+    return reading
+
+
+def _put_own(key: str, value: object, given: ParsedFlags, reading: Reading) -> None:
+    place = given.own.places[key]
+    given.written.setdefault(place, place)
+    reading.put(key, value, given, place)
+
+
+def _put_same_names(given: ParsedFlags, reading: Reading) -> None:
+    for name in given.written:
+        value = getattr(given.args, name, None)
+        if name in RULED or name in LEFT_TO_RULES or value is None:
+            continue
+        if name in CONSTANTS:
+            reading.put(*CONSTANTS[name], given, name)
+        elif name == "split":
+            reading.put(name, value.strip("'\""), given, name)  # Megatron looks for the numbers alone
+        elif isinstance(value, Enum) and name in all_keys():
+            reading.put(name, value.name, given, name)
+        elif name in all_keys():
+            one = isinstance(value, list) and len(value) == 1 and "list[" not in str(all_keys()[name].annotation)
+            reading.put(name, value[0] if one else value, given, name)
+        elif name in RENAMED:
+            reading.put(RENAMED[name], value, given, name)
+
+
+def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
+    """Set Megatron's defaults where megaaccum's differ."""
+    args, values = given.args, reading.values
+    theirs: dict[str, object] = {"loss_norm": "microbatch", "log_interval": args.log_interval, "nonfinite": "skip"}
+    if not precision.KEYS & values.keys() and reading.deepspeed is None:
+        theirs["params_dtype"] = "fp32"
+    if args.eval_interval is None:
+        theirs["eval_interval"] = 0
+    if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):
+        names = ("initial_loss_scale", "loss_scale_window", "hysteresis")
+        theirs |= {name: getattr(args, name) for name in names}
+    sizes = {"global_batch_size", "device_batch_size", "grad_accum_steps", "step_batch_size_schedule"}
+    if args.micro_batch_size and not sizes & values.keys():
+        theirs["grad_accum_steps"] = 1
+        if "pp_microbatches" not in values:
+            theirs["pp_microbatches"] = 1
+    if not {"data_path", "train_data_path", "mock_data"} & values.keys():
+        theirs["mock_data"] = True
+        reading.notes.append("no data path is given: the samples are mock data, as in Megatron.")
+    for key, value in theirs.items():
+        if key not in values:
+            reading.put(key, value, given)
+
+
+def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
+    """Set the fields of Megatron's model configuration that are no keys; for a whole run by Megatron's own
+    conversion."""
+    if given.checked is not None:
+        asked = {name for name in given.written if name in model_fields() or name in CONVERTED}
+        if not asked - all_keys().keys() - listed().keys() and not given.args.multi_latent_attention:
+            return
+        taken = built_fields(given)
+        if given.args.multi_latent_attention:
+            taken["rope_type"] = given.args.rope_type or "yarn"  # megaaccum's own default is plain rope
+    else:
+        taken = {name: getattr(given.args, name) for name in given.written if name in model_fields()}
+        taken |= {ALONE[name]: getattr(given.args, name) for name in given.written if name in ALONE}
+        reading.problems += [
+            f"{given.written[name]}: only a whole list of flags can have it; beside a file write yarn_* under model."
+            for name in given.written
+            if name in CONVERTED - ALONE.keys()
+        ]
+    owned = OWNED_FIELDS | all_keys().keys() | listed().keys() | RULED | RENAMED.keys()
+    reading.megatron |= {name: value for name, value in taken.items() if name not in owned}
+
+
+OWNED_FIELDS = frozenset(
+    {
+        "activation_func", "gated_linear_unit", "num_moe_experts", "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "batch_p2p_comm",
+        "deallocate_pipeline_outputs", "calculate_per_token_loss", "persist_layer_norm", "bias_activation_fusion",
+        "share_embeddings_and_output_weights", "should_pad_vocab", "fp8_param", "use_te_rng_tracker",
+        "num_query_groups", "hetereogenous_dist_checkpoint", "inference_sampling_seed",
+        "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "qk_clip_threshold",
+        "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
+    }
+)  # fmt: skip
+"""Fields that megaaccum sets itself, or that only repeat another."""
+
+
+def verdict_of(name: str) -> str:
+    """How an argument of Megatron's is treated: key, rule, model, or the verdict of its list. Raises KeyError if it is
+    unknown."""
+    if name in RULED or name in LEFT_TO_RULES:
+        return "rule"
+    if name in all_keys() or name in RENAMED or name in CONSTANTS:
+        return "key"
+    if name in listed():
+        return listed()[name].verdict
+    if name in model_fields() or name in CONVERTED:
+        return "model"
+    raise KeyError(name)

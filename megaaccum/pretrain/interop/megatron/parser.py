@@ -1,0 +1,395 @@
+"""Parsing flags of Megatron-LM and Megatron-DeepSpeed with Megatron's own parser.
+
+`megatron.training.arguments` parses and checks the list, and Megatron's own conversion gives the model's configuration;
+the tables of `keys` and `verdicts` have the rest. Importing Megatron takes seconds, so it is imported when the first
+flag is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from megaaccum.config.keys import all_keys, canonical
+from megaaccum.config.source import Source, read_command_line
+from megaaccum.errors import ConfigError, did_you_mean
+from megaaccum.platform import cpu, quiet
+from megaaccum.pretrain.interop.megatron.verdicts import fork_flags, listed
+
+_ABSENT: Any = object()
+
+
+@dataclass(slots=True)
+class ParsedFlags:
+    """A list of flags after Megatron's parser: the arguments that were given, and all of them with Megatron's
+    defaults."""
+
+    args: argparse.Namespace
+    """Every argument, as parsed."""
+    checked: argparse.Namespace | None
+    """The same after Megatron's `validate_args`; None where the list is no whole run, or Megatron refused it."""
+    written: dict[str, str]
+    """The flag with its values, as written, of each destination that was given."""
+    own: Source
+    """megaaccum's own keys among the flags."""
+    locate: Callable[[str], Path]
+    """Where a file is that a flag names."""
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these destinations was given."""
+        return any(name in self.written for name in names)
+
+    def shown(self, *names: str) -> str:
+        """Those of the destinations `names` that were given, as written."""
+        return ", ".join(self.written[name] for name in names if name in self.written)
+
+
+@cache
+def _arguments() -> ModuleType:
+    """Megatron's module of arguments. On a machine without a GPU it needs the CPU lane's stand-ins."""
+    quiet.install()
+    cpu.install()
+    with warnings.catch_warnings(), quiet.root_logger_kept():
+        warnings.simplefilter("ignore")
+        import megatron.training.arguments as arguments
+    return arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+@cache
+def parser() -> argparse.ArgumentParser:
+    """Megatron's parser, with the flags of Megatron-DeepSpeed added."""
+    made = _Parser(allow_abbrev=False, add_help=False, prog="")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _arguments().add_megatron_arguments(made)
+    kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
+    for kind, names in fork_flags().items():
+        for name in names:
+            spellings = dict.fromkeys((f"--{name}", "--" + name.replace("_", "-")))
+            if kind == "switch":
+                made.add_argument(*spellings, dest=name, action="store_true")
+            elif kind == "words":
+                made.add_argument(*spellings, dest=name, nargs="*")
+            else:
+                made.add_argument(*spellings, dest=name, type=kinds[kind])
+    return made
+
+
+@cache
+def defaults() -> dict[str, object]:
+    """Megatron's default of every destination."""
+    return vars(parser().parse_args([]))
+
+
+@cache
+def model_fields() -> dict[str, dataclasses.Field]:
+    """The fields of Megatron's model configuration (TransformerConfig, MLATransformerConfig, GPTModelConfig), by
+    name."""
+    _arguments()
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+
+    classes = (GPTModelConfig, TransformerConfig, MLATransformerConfig)
+    return {item.name: item for kind in classes for item in dataclasses.fields(kind)}
+
+
+def is_flag(name: str) -> bool:
+    """Whether a name that is not one of our keys is an argument of Megatron's, such as disable_bias_linear."""
+    return _dashed(name) in _spellings()
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.removeprefix("--").replace("_", "-")
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """The parser's spelling of every flag, by its name with dashes (--override-opt_param-scheduler has dashes and
+    underscores)."""
+    return {_dashed(option): option for action in parser()._actions for option in action.option_strings}
+
+
+# --- parsing -----------------------------------------------------------------------------------------------------
+
+
+def parse(
+    argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
+) -> ParsedFlags:
+    """Read a list of flags with Megatron's parser and, for a whole run, check it with Megatron's own rules.
+
+    argv: flags and values; megaaccum's own keys may be among them. world_size: ranks of the run; default the smallest
+    that the layout allows. whole: False for a few flags beside a configuration file.
+    """
+    given = ParsedFlags(argparse.Namespace(**defaults()), None, {}, Source(""), locate)
+    own_words: list[str] = []
+    for flag, values in _groups(argv, given):
+        own_words += _parse_group(flag, values, given)
+    given.own = read_command_line(own_words)
+    if given.has("yaml_cfg"):
+        _read_yaml(given)
+    if whole:
+        _check(given, world_size)
+    return given
+
+
+def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list[str]]]:
+    """The words in groups of a flag and its values, under Megatron-LM's names."""
+    groups: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(word)
+        else:
+            given.problems.append(f"unexpected {word}: flags are written --name value.")
+    for flag, values in groups:
+        flag = _spellings().get(_dashed(flag), flag)
+        for today in _in_todays_names(flag.replace("_", "-"), values):
+            yield today or (flag, values)
+
+
+_RENAMED = {
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--rotary-position-embeddings-theta": "--rotary-base",
+    "--moe-expert-parallel-size": "--expert-model-parallel-size",
+    "--ds-sequence-parallel-size": "--context-parallel-size",
+    "--cpu-optimizer": "--optimizer-cpu-offload",
+    "--override-lr-scheduler": "--override-opt_param-scheduler",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
+}
+"""Flags of Megatron-DeepSpeed that Megatron-LM has under another name."""
+
+
+def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
+    """Megatron-LM's name of a flag of Megatron-DeepSpeed, as groups; None for a group that is unchanged."""
+    if flag in _RENAMED:
+        return [(_RENAMED[flag], values)]
+    if flag == "--num-key-value-heads":
+        return [("--group-query-attention", []), ("--num-query-groups", values)]
+    if flag == "--no-pipeline-parallel":
+        return [("--pipeline-model-parallel-size", ["1"])]
+    if flag == "--checkpoint-activations":
+        return [
+            ("--recompute-granularity", ["full"]),
+            ("--recompute-method", ["uniform"]),
+            ("--recompute-num-layers", ["1"]),
+        ]
+    if flag in ("--fp8-e4m3", "--fp8-hybrid"):
+        return [("--fp8-format", [flag.removeprefix("--fp8-")])]
+    if flag == "--normalization" and values[:1] in (["rmsnorm"], ["layernorm"]):
+        return [(flag, ["RMSNorm" if values[0] == "rmsnorm" else "LayerNorm"])]
+    return [None]
+
+
+def _parse_group(flag: str, values: list[str], given: ParsedFlags) -> list[str]:
+    """Put one flag into `given.args`. Returns its words if it is one of megaaccum's own keys."""
+    parsed = argparse.Namespace(**dict.fromkeys(defaults(), _ABSENT))
+    shown = " ".join((flag, *values))
+    try:
+        _, rest = parser().parse_known_args([flag, *values], namespace=parsed)
+    except ConfigError as error:
+        given.problems.append(f"{shown}: {error}.")
+        return []
+    except KeyError as error:  # an unknown member of one of Megatron's enumerations, which argparse does not catch
+        given.problems.append(f"{shown}: Megatron has no {error}.")
+        return []
+    if rest[:1] == [flag]:
+        own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
+        if own is not None:
+            return [flag, *values]
+        given.problems.append(f"unknown flag {flag}{_nearest(flag)} (megatron-core {version('megatron-core')}).")
+        return []
+    if rest:
+        given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
+    for name, value in vars(parsed).items():
+        if value is not _ABSENT:
+            if name in given.written and getattr(given.args, name) != value:
+                given.notes.append(f"{given.written[name]} and {shown}: the last one holds, as in Megatron.")
+            setattr(given.args, name, value)
+            given.written[name] = shown
+    return []
+
+
+_ACTIVATIONS = {"swiglu": {"swiglu": True}, "squaredrelu": {"squared_relu": True}, "gelu": {}}
+
+
+def _read_yaml(given: ParsedFlags) -> None:
+    """Read Megatron's own YAML (--yaml-cfg): its keys are the arguments' names, in blocks or not. Flags beside it
+    outrank it here; Megatron ignores them."""
+    shown = given.written["yaml_cfg"]
+    try:
+        tree = yaml.safe_load(given.locate(given.args.yaml_cfg).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        given.problems.append(f"{shown}: cannot be read: {' '.join(str(error).split())}.")
+        return
+    if not isinstance(tree, dict):
+        given.problems.append(f"{shown}: the file holds no keys.")
+        return
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    activation = flat.pop("activation_func", "gelu")
+    if activation not in _ACTIVATIONS:
+        given.problems.append(f"{shown}: activation_func {activation} is none of {', '.join(_ACTIVATIONS)}.")
+    flat |= _ACTIVATIONS.get(str(activation), {})
+    flat["num_experts"] = flat.pop("num_moe_experts", None) or flat.get("num_experts")
+    flat["group_query_attention"] = flat.get("num_query_groups") is not None
+    for name, value in flat.items():
+        _read_yaml_key(name, value, given)
+
+
+def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
+    """Put one key of Megatron's YAML into `given.args`."""
+    if name not in defaults():
+        field = model_fields().get(name)
+        if value is not None and (field is None or field.default != value):
+            given.problems.append(f"{given.written['yaml_cfg']}: {name}: {value} is no argument of Megatron's.")
+        return
+    kind = next(action.type for action in parser()._actions if action.dest == name)
+    if isinstance(value, str) and kind in (int, float):
+        value = float(value)  # YAML reads 1e-5 as text
+    if value is not None and value != defaults()[name] and name not in given.written:
+        setattr(given.args, name, value)
+        given.written[name] = f"{name}: {value}"
+
+
+def _nearest(flag: str) -> str:
+    known = [option for action in parser()._actions for option in action.option_strings]
+    return did_you_mean(flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], cutoff=0.7)
+
+
+# --- Megatron's own check ------------------------------------------------------------------------------------------
+
+
+def _check(given: ParsedFlags, world_size: int | None) -> None:
+    """Run Megatron's `validate_args` on a copy; if it refuses the list, that is a problem."""
+    args = copy.deepcopy(given.args)
+    layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size]
+    smallest = layout[0] * layout[1] * layout[2]
+    if args.num_experts:
+        expert_ranks = (args.expert_tensor_parallel_size or layout[0]) * args.expert_model_parallel_size * layout[1]
+        smallest = max(smallest, expert_ranks)
+    args.yaml_cfg = None  # its keys are among the arguments already
+    args.rank, args.world_size = 0, world_size or smallest
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    if given.has("train_tokens") and not (args.train_iters or args.train_samples):
+        args.train_samples = max(1, args.train_tokens // max(args.seq_length or 1, 1))
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.micro_batch_size is None and given.own.values.keys() & {"device_batch_size", "pp_microbatches"}:
+        args.micro_batch_size = 1
+    fsdp = args.use_torch_fsdp2 or args.use_megatron_fsdp
+    try:
+        with _as_on_a_gpu({"CUDA_DEVICE_MAX_CONNECTIONS": "32" if fsdp else "1", "NVTE_CPU_OFFLOAD_V1": "1"}):
+            _arguments().validate_args(args, {})
+    except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SystemExit) as error:
+        reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        given.problems.append(f"Megatron refuses this list: {(reason or type(error).__name__).rstrip('.')}.")
+    else:
+        given.checked = args
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
+    """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
+    import torch
+
+    arguments, before = _arguments(), dict(os.environ)
+    capability = torch.cuda.get_device_capability
+    answers = {"get_device_arch_version": lambda: 9, "is_te_min_version": lambda *_, **__: True}
+    asked = {name: getattr(arguments, name) for name in answers}
+    os.environ.update(environment)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    vars(arguments).update(answers)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.cuda.get_device_capability = capability
+        vars(arguments).update(asked)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# --- what neither is a key nor has a rule ---------------------------------------------------------------------------
+
+
+def is_default(name: str, value: object) -> bool:
+    """Whether a value only repeats what Megatron does without it."""
+    return value == defaults()[name] or (name, value) == ("dataloader_type", "single")
+
+
+def sort_into_lists(given: ParsedFlags) -> None:
+    """Note and refuse the listed arguments, one text per reason."""
+    rows: dict[str, list[str]] = {}
+    for name in given.written:
+        row = None if name in all_keys() else listed().get(name)
+        if row is not None and row.verdict != "run" and not is_default(name, getattr(given.args, name)):
+            rows.setdefault(row.title, []).append(name)
+    for names in rows.values():
+        row, shown = listed()[names[0]], given.shown(*names)
+        if row.verdict == "note":
+            given.notes.append(f"{shown}: {row.why}.")
+        else:
+            given.problems.append(f"{shown}: {row.why}; {row.instead}.")
+
+
+def built_fields(given: ParsedFlags) -> dict[str, object]:
+    """The plain fields of the model configuration that Megatron's own conversion of the checked arguments sets to other
+    values than the defaults."""
+    assert given.checked is not None
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    args = copy.deepcopy(given.checked)
+    args.spec = None
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        args.vocab_size = 1
+    with _as_on_a_gpu({}), _without_post_init():
+        built = gpt_config_from_args(args)
+    # megatron-core 0.19 drops --rope-scaling-factor: the model would always be built with 8.0.
+    built.rope_scaling_factor = args.rope_scaling_factor
+    plain = (bool, int, float, str, tuple, list)
+    usual = {item.name: item.default for kind in (built, built.transformer) for item in dataclasses.fields(kind)}
+    theirs = {**vars(built), **vars(built.transformer)}
+    return {name: value for name, value in theirs.items() if isinstance(value, plain) and usual.get(name) != value}
+
+
+@contextlib.contextmanager
+def _without_post_init() -> Iterator[None]:
+    """Context in which Megatron's configurations keep the values given: derived values and requirements on the machine
+    concern the ranks that build the model."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    before = {kind: kind.__post_init__ for kind in (ModelParallelConfig, TransformerConfig, MLATransformerConfig)}
+    for kind in before:
+        kind.__post_init__ = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, method in before.items():
+            kind.__post_init__ = method  # type: ignore[method-assign]

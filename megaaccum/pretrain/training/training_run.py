@@ -1,0 +1,237 @@
+"""The objects of a run on this rank, and everything that the training loop does beside its steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaaccum.checkpoint import save_load
+from megaaccum.distributed import groups as process_groups
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.start import end_process_group, start_together
+from megaaccum.engine import Engine, initialize
+from megaaccum.errors import MegaaccumError
+from megaaccum.model import gpt
+from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+from megaaccum.observe.memory import bytes_by_kind, smallest_device
+from megaaccum.observe.phases import between_steps, by_phase
+from megaaccum.observe.traffic import bytes_by_collective
+from megaaccum.pretrain.data.dataset import build_datasets
+from megaaccum.pretrain.launch.watchdog import Watchdog
+from megaaccum.pretrain.metrics.progress import last_step
+from megaaccum.pretrain.metrics.ranks import Ranks
+from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
+from megaaccum.pretrain.training.header import header
+from megaaccum.pretrain.training.run_folder import check_folders
+from megaaccum.pretrain.training.run_log import open_log
+from megaaccum.pretrain.training.saver import Saver, continued
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.pretrain.data.dataset import Datasets
+    from megaaccum.pretrain.data.loader import Batch
+    from megaaccum.pretrain.data.shared import SharedLoader
+    from megaaccum.pretrain.metrics.log import RunLog
+    from megaaccum.pretrain.training.advisor import Advisor
+    from megaaccum.step.result import StepResult
+
+
+_SHARE_OF_TIMEOUT = 0.9
+"""Share of a collective's timeout that a first step may take: ranks then report before NCCL ends them."""
+
+
+class TrainingRun:
+    """The objects of a run: engine, data, saver, log and, once it is open, the loader. Built on every rank.
+
+    outcome: how the run ended, for its summary.
+    """
+
+    loader: SharedLoader
+
+    def __init__(self, plan: Plan, advisor: Advisor):
+        """Build model, data and log of `plan`, and load the checkpoint that it continues from. Collective over the
+        world; raises on every rank."""
+        start_together(plan)
+        plan, notes = raise_on_all_ranks(advisor.resolve, plan, smallest_device())
+        raise_on_all_ranks(check_folders, plan.config)
+        self.plan = plan = raise_on_all_ranks(continued, plan)
+        groups = process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
+        data = raise_on_all_ranks(build_datasets, plan)
+        vocab = data.vocabulary.size
+        chunks = raise_on_all_ranks(gpt.build_chunks, plan, groups, vocab_size=vocab)
+        forward_step = GptForwardStep(groups, plan.batch.loss_norm)
+        self.engine = initialize(plan, chunks, groups=groups, forward_step_func=forward_step, reports=REPORTS)
+        self.engine.shape = save_load.shape_of(plan, vocab)
+        self.saver = Saver(self.engine, data)
+        self.saver.resume()
+        self.data, step = self.saver.data, self.engine.step
+        self.log = open_log(plan, self.data, advisor, start_step=step)
+        for note in self.saver.notes:
+            self.log.event("resume", step, note)
+        self.log.note(header(plan, sync=advisor.sync_mode_of(plan), vocab_size=vocab, start_step=step))
+        for note in notes:
+            self.log.note(note)
+        self.watchdog = watchdog_of(self.engine)
+        run = plan.config.run
+        self.last_step = last_step(run, step)
+        self.outcome = "Done" if step < self.last_step else f"Nothing left to do after step {step} of {run.train_iters}"
+
+    @contextmanager
+    def open(self) -> Iterator[SharedLoader]:
+        """Context around the steps: opens the loader of training samples, and at the end waits for a checkpoint that is
+        still being written. Records an error in the log."""
+        try:
+            with self.saver, closing(training_loader(self.engine, self.data)) as self.loader:
+                yield self.loader
+        except BaseException as error:
+            self.log.failed(error)
+            raise
+
+    def begin(self, advisor: Advisor) -> None:
+        """Verify the first step if that is due, and evaluate the untrained model. Collective over the world."""
+        if verified := advisor.verify_start(self.engine, self.data, self.loader):
+            self.log.event("verify", self.engine.step, verified)
+            self.log.note(verified)
+        planned = advisor.expected_of(self.plan, self.data.vocabulary.size)
+        self._ranks = Ranks(self.plan, self.engine.groups, self.engine.chunks, planned)
+        self._signals, self._started = _StopSignals(), time.monotonic()
+        self._texts = raise_on_all_ranks(Texts, self.engine, self.data, self.log)
+        self._stopwatch = self.engine.observer.stopwatch
+        self._stopwatch.enter("between")
+        if self.engine.step == 0:
+            self._evaluate()
+
+    # --- a step ---
+
+    def read(self, count: int) -> tuple[list[Batch], list[Batch] | None, MegaaccumError | None]:
+        """(this rank's `count` micro-batches of the next step, those of the step after it if it may begin early, why
+        this rank cannot take the step)."""
+        with self._stopwatch.during("data"):
+            microbatches, problem = self.loader.try_next_step(count)
+            upcoming = self._upcoming(count)
+        return microbatches, upcoming, self.saver.problem() or self.log.problem or problem
+
+    def _upcoming(self, count: int) -> list[Batch] | None:
+        """The micro-batches of the step after the next; None without `speculative_step`, after the last step, and if an
+        evaluation, a text or a checkpoint comes between."""
+        run, step = self.plan.config.run, self.engine.step + 1
+        between = (run.eval_interval, run.save_interval, run.sample_every, run.text_comparisons_every)
+        speculates = self.plan.config.step.speculative_step and step < self.last_step
+        if not speculates or any(interval and step % interval == 0 for interval in between):
+            return None
+        return self.loader.try_next_step(count, after=count)[0]
+
+    def is_to_stop(self) -> bool:
+        """Whether this rank asks to stop after the next step: a signal, exit_interval or exit_duration_in_mins."""
+        run, step = self.plan.config.run, self.engine.step + 1
+        minutes = (time.monotonic() - self._started) / 60
+        return (
+            self._signals.received
+            or bool(run.exit_interval and step % run.exit_interval == 0)
+            or (run.exit_duration_in_mins is not None and minutes > run.exit_duration_in_mins)
+        )
+
+    def why_stopped(self) -> str:
+        """The outcome of a run that stopped before its last step."""
+        why = "a signal" if self._signals.received else "exit_interval or exit_duration_in_mins"
+        return f"Stopped by {why} after step {self.engine.step}"
+
+    def report(self, result: StepResult, batch: BatchPlan) -> None:
+        """Log a step on `batch`, and every few steps compare ranks with each other and the plan. Collective."""
+        log_step(self.log, self.engine, result, batch)
+        found = self._ranks.after(result, data=self.loader.read_seconds, whole_batch=batch == self.engine.plan.batch)
+        for kind, text in found:
+            self.log.event(kind, result.step, text)
+            self.log.note(f"{kind}  {text}")
+
+    def evaluate(self, result: StepResult) -> None:
+        """Compute validation loss, text comparisons and a sample, each if it is due after `result`. Collective."""
+        if not result.advanced:
+            return
+        step, interval = self.engine.step, self.plan.config.run.eval_interval
+        if interval and (step % interval == 0 or step == self.last_step):
+            self._evaluate()
+        with self._stopwatch.during("evaluation"):
+            self._texts.after(step, is_last=step == self.last_step)
+
+    def _evaluate(self) -> None:
+        if self.plan.config.run.eval_interval and self.data.valid is not None:
+            with self._stopwatch.during("evaluation"):
+                evaluate(self.engine, self.data, self.log)
+
+    def save(self, result: StepResult) -> None:
+        """Write a checkpoint if one is due after `result`. Collective; raises CheckpointError on every rank."""
+        ends = self.engine.step == self.last_step or result.stop
+        if (result.advanced or result.stop) and self.saver.is_due(self.engine.step, ends, bad=result.bad):
+            with self._stopwatch.during("checkpoint"):
+                written = self.saver.save()
+            self.log.note(f"checkpoint  {written}")
+
+    def close(self) -> None:
+        """Write the summary and leave the process groups. Collective over the world; raises on every rank."""
+        seconds = between_steps(self._stopwatch.pop())
+        raise_on_all_ranks(self.log.close, self.outcome, checkpoint=self.saver.written(), seconds=seconds)
+        end_process_group()
+
+
+def training_loader(engine: Engine, data: Datasets) -> SharedLoader:
+    """This rank's micro-batches of the training samples after those that were consumed. Collective over its
+    model-parallel group."""
+    return loader_of(engine, data.train, data, consumed_samples=engine.consumed_samples)
+
+
+def watchdog_of(engine: Engine) -> Watchdog:
+    """The limit on this rank's steps, by step_timeout_seconds."""
+    run, minutes = engine.plan.config.run, engine.plan.config.parallel.distributed_timeout_minutes
+    return Watchdog(
+        run.step_timeout_seconds,
+        rank=int(os.environ["RANK"]),
+        folder=Path(run.output_dir) / "hang",
+        trace=engine.trace,
+        first_limit=_SHARE_OF_TIMEOUT * minutes * 60,
+    )
+
+
+def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) -> None:
+    """Record the outcome of a step on `batch`."""
+    record: dict[str, Any] = {
+        "step": result.step,
+        "loss": result.loss,
+        "lr": result.lr,
+        "grad_norm": result.grad_norm,
+        "num_tokens": result.num_tokens,
+        "consumed_samples": engine.consumed_samples,
+        "global_batch_size": batch.global_batch_size,
+        "skipped": result.skipped,
+    }
+    record |= by_phase(result.seconds)
+    record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
+    if engine.plan.config.sharding.fp16:
+        record["loss_scale"] = result.loss_scale
+    if result.sanitized:
+        record["sanitized"] = result.sanitized
+    if result.note:
+        record["note"] = result.note
+    with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
+        log.step(record)
+    log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")
+
+
+class _StopSignals:
+    """Remembers SIGINT and SIGTERM, so that a run can finish its step, save and exit."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = True

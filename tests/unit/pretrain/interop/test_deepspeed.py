@@ -1,0 +1,323 @@
+"""A user's DeepSpeed JSON against megaaccum's keys, and what DeepSpeed is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaaccum.config import resolve
+from megaaccum.config.deepspeed_config import deepspeed_config
+from megaaccum.config.keys import all_keys
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.interop.deepspeed import keys
+from megaaccum.pretrain.interop.deepspeed.reconcile import ORIGIN
+from megaaccum.pretrain.interop.load import load
+from tests.support.configs import SMALL, plan
+
+
+def problems(block: dict[str, object], **others: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan(2, deepspeed=block, **others)
+    return caught.value.problems
+
+
+def value(config, key: str) -> object:
+    return getattr(getattr(config, all_keys()[key].section), key)
+
+
+def adam(**params: object) -> dict[str, object]:
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def scheduler(kind: str, **params: object) -> dict[str, object]:
+    return {"scheduler": {"type": kind, "params": {"warmup_type": "linear"} | params}}
+
+
+AGREEING: list[tuple[dict[str, object], str, object, object]] = [
+    # JSON, key, the JSON's value, another value of the key
+    ({"gradient_clipping": 0.5}, "clip_grad", 0.5, 2.0),
+    ({"bf16": {"enabled": True}}, "bf16", True, False),
+    ({"zero_optimization": {"stage": 2}}, "zero_stage", 2, 1),
+    ({"zero_optimization": {"reduce_bucket_size": 2e8}}, "reduce_bucket_size", 200_000_000, 10),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer", "cpu", "none"),
+    ({"communication_data_type": "bf16"}, "grad_reduce_dtype", "bf16", "fp32"),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype", "fp32", "bf16"),
+    (adam(lr=2e-3), "lr", 2e-3, 1e-3),
+    (adam(betas=[0.8, 0.9]), "adam_beta1", 0.8, 0.9),
+    (adam(betas=[0.8, 0.9]), "adam_beta2", 0.9, 0.999),
+    (adam(eps=1e-6), "adam_eps", 1e-6, 1e-8),
+    (adam(weight_decay=0.1), "weight_decay", 0.1, 0.2),
+    (scheduler("WarmupLR"), "lr_decay_style", "constant", "cosine"),
+    (scheduler("WarmupDecayLR", total_num_steps=50), "lr_decay_iters", 50, 60),
+    (scheduler("WarmupCosineLR", warmup_num_steps=5), "lr_warmup_iters", 5, 6),
+    (scheduler("WarmupLR", warmup_min_lr=1e-5), "lr_warmup_init", 1e-5, 0.0),
+    (scheduler("WarmupLR", warmup_max_lr=2e-3), "lr", 2e-3, 1e-3),
+    ({"tensorboard": {"enabled": True, "output_path": "t"}}, "tensorboard_dir", "t", "u"),
+    ({"csv_monitor": {"enabled": True, "output_path": "t"}}, "csv_dir", "t", "u"),
+    ({"wandb": {"enabled": True, "project": "p"}}, "wandb_project", "p", "q"),
+]
+
+
+@pytest.mark.parametrize(("block", "key", "theirs", "other"), AGREEING)
+def test_the_json_supplies_what_no_key_says(block: dict, key: str, theirs: object, other: object) -> None:
+    open_keys = {name: None for name in (key,) if name in SMALL}
+    settled = plan(2, deepspeed=block, **open_keys)
+    assert value(settled.config, key) == theirs
+    assert settled.config.origin[key] == ORIGIN
+
+
+@pytest.mark.parametrize(("block", "key", "theirs", "other"), AGREEING)
+def test_the_json_may_repeat_a_key(block: dict, key: str, theirs: object, other: object) -> None:
+    plan(2, deepspeed=block, **{key: theirs})
+
+
+@pytest.mark.parametrize(("block", "key", "theirs", "other"), AGREEING)
+def test_a_disagreement_shows_both_values(block: dict, key: str, theirs: object, other: object) -> None:
+    texts = problems(block, **{key: other})
+    assert any(f"is {_shown(block, theirs)} and {key} is {other}: make them equal" in text for text in texts), texts
+
+
+def _shown(block: dict, theirs: object) -> object:
+    return 2e8 if theirs == 200_000_000 else theirs
+
+
+@pytest.mark.parametrize(("block", "key", "theirs", "other"), AGREEING)
+def test_the_command_line_outranks_the_json(
+    tmp_path: Path, block: dict, key: str, theirs: object, other: object
+) -> None:
+    import json
+
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({k: v for k, v in SMALL.items() if k != key} | {"deepspeed": block}))
+    extra = ["--bf16"] if other == "bf16" else []
+    settled = resolve(load(path, [f"--{key}", str(other), *extra]), world_size=2)
+    assert value(settled.config, key) == other
+    assert any("is set aside: the command line gives" in note for note in settled.notes)
+
+
+def test_auto_leaves_everything_to_the_keys() -> None:
+    block = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+        **adam(lr="auto", betas="auto", eps="auto", weight_decay="auto"),
+        **scheduler("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto"),
+    }
+    assert plan(2, deepspeed=block).batch == plan(2).batch
+    assert plan(2, deepspeed=block).config.optimizer == plan(2).config.optimizer
+
+
+# --- batch -----------------------------------------------------------------------------------------------------------
+
+CUT = dict(micro_batch_size=2, pp_microbatches=4, grad_accum_steps=3)  # at dp 2: global batch 48
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps"),
+    [(2, 12), (8, 3), (24, 1), (None, 12), (None, 3), (None, 1), (2, None), (8, None), (24, None)],
+)
+def test_deepspeeds_words_for_the_same_batch(micro: int | None, steps: int | None) -> None:
+    block = {
+        "train_batch_size": 48,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    plan(2, deepspeed={k: v for k, v in block.items() if v is not None}, **CUT)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"train_batch_size": 64}, ["train_batch_size 64", "global_batch_size 48", "train_batch_size to 48"]),
+        ({"train_micro_batch_size_per_gpu": 4}, ["per_gpu 4", "2 with 12 or 8 with 3 or 24 with 1"]),
+        ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps 2", "grad_accum_steps 3"]),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, ["2 with 12"]),
+    ],
+)
+def test_another_batch_in_the_json_is_one_error_with_both(block: dict, words: list[str]) -> None:
+    (text,) = problems(block, **CUT)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2}, (2, 12, 1)),
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 12}, (2, 12, 1)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 12}, (2, 1, 12)),
+        ({"train_batch_size": 48}, (1, 24, 1)),
+    ],
+)
+def test_the_json_alone_may_give_the_batch(block: dict, expected: tuple[int, int, int]) -> None:
+    batch = plan(2, deepspeed=block, micro_batch_size=None, pp_microbatches=None).batch
+    assert (batch.micro_batch_size, batch.pp_microbatches, batch.grad_accum_steps) == expected
+
+
+def test_the_command_line_outranks_the_jsons_batch(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(SMALL | {"deepspeed": {"train_batch_size": 32}}))
+    settled = resolve(load(path, ["--grad_accum_steps", "4"]), world_size=2)
+    assert settled.batch.global_batch_size == 128
+    assert any("deepspeed's train_batch_size 32 is set aside" in note for note in settled.notes)
+
+
+# --- keys that are not honoured --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(keys.REFUSED))
+def test_what_is_not_supported_is_named_with_what_to_write(name: str) -> None:
+    (text,) = problems({name: {"enabled": True}})
+    assert text == f"deepspeed.{name} (a block) is not supported: {keys.REFUSED[name]}."
+    plan(2, deepspeed={name: {"enabled": False}})
+    plan(2, deepspeed={name: False})
+
+
+@pytest.mark.parametrize("name", sorted(keys.ZERO_REFUSED))
+def test_what_is_not_supported_of_zero(name: str) -> None:
+    (text,) = problems({"zero_optimization": {name: True}})
+    assert text.startswith(f"deepspeed.zero_optimization.{name} True is not supported: ")
+    plan(2, deepspeed={"zero_optimization": {name: False}})
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "backend: ddp"),
+        ({"zero_optimization": {"stage": 4}}, "zero_stage, which must be one of 1, 2, 3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer: cpu"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param"),
+        ({"zero_optimization": {"reduce_scatter": False}}, "reduce_scatter False"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size 8"),
+        ({"zero_optimization": 3}, "must be a block"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "auto_cast"),
+        ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "until the scale doubles"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "master weights"),
+        ({"data_types": {"param_dtype": "bf16"}}, "params_dtype"),
+        ({"prescale_gradients": True}, "divided once"),
+        ({"gradient_predivide_factor": 2.0}, "divided once"),
+        ({"gradient_allreduce_op": "sum"}, "divided once"),
+        ({"managed_gradient_accumulation": False}, "divided once"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "recompute_granularity"),
+        ({"optimizer": {"type": "Lamb"}}, "the optimizer is AdamW"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, "the optimizer is AdamW"),
+        (adam(adam_w_mode=False), "adam_w_mode False"),
+        (adam(amsgrad=True), "amsgrad True"),
+        (adam(momentum=0.9), "momentum 0.9"),
+        (adam(betas=0.9), "two numbers"),
+        ({"scheduler": {"type": "OneCycle"}}, "lr_decay_style"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "set it to linear"),
+        (scheduler("WarmupCosineLR", cos_min_ratio=0.1), "min_lr"),
+        (scheduler("WarmupLR", cycle=1), "cycle 1"),
+        ({"tensorboard": {"enabled": True}}, "write tensorboard_dir"),
+        ({"gradient_clipping": "much"}, "clip_grad, which must be a number"),
+        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping"),
+        ({"zero_optimization": {"stag": 3}}, "did you mean stage"),
+    ],
+)
+def test_what_cannot_be_honoured(block: dict, words: str) -> None:
+    texts = problems(block, clip_grad=1.0)
+    assert any(words in text for text in texts), texts
+
+
+def test_what_has_no_effect_is_told_and_left_out() -> None:
+    block = {"zero_optimization": {"stage3_prefetch_bucket_size": 5}, "checkpoint": {"load_universal": False}}
+    settled = plan(2, deepspeed=block)
+    assert any("stage3_prefetch_bucket_size is left out" in note for note in settled.notes)
+    assert any("deepspeed.checkpoint is left out" in note for note in settled.notes)
+    written = deepspeed_config(settled)
+    assert "checkpoint" not in written
+    assert "stage3_prefetch_bucket_size" not in written["zero_optimization"]
+
+
+# --- what DeepSpeed is given -----------------------------------------------------------------------------------------
+
+
+def test_one_owner_of_accumulation_divisor_and_clipping() -> None:
+    written = deepspeed_config(plan(2, clip_grad=0.5, **CUT))
+    assert written["gradient_accumulation_steps"] == 1
+    assert written["train_micro_batch_size_per_gpu"] == 24
+    assert written["gradient_clipping"] == 0.0
+
+
+def test_sharding_and_precision_are_written() -> None:
+    keys = dict(zero_stage=2, reduce_bucket_size=1000, bf16=True, grad_reduce_dtype="bf16", offload_optimizer="cpu")
+    written = deepspeed_config(plan(2, **keys))
+    assert written["zero_optimization"] == {
+        "stage": 2,
+        "reduce_bucket_size": 1000,
+        "offload_optimizer": {"device": "cpu"},
+    }
+    assert written["bf16"] == {"enabled": True}
+    assert written["communication_data_type"] == "bf16"
+    assert written["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_the_users_other_keys_are_passed_on() -> None:
+    block = {
+        "steps_per_print": 7,
+        "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    written = deepspeed_config(plan(2, deepspeed=block))
+    assert written["steps_per_print"] == 7
+    assert written["zero_optimization"]["overlap_comm"] is False
+    assert written["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+@pytest.fixture(scope="module")
+def accept():
+    """DeepSpeed's own reader of its configuration."""
+    from megaaccum.platform import cpu
+
+    cpu.install()
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    return DeepSpeedConfig
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("extra", [dict(), dict(bf16=True, offload_optimizer="cpu")])
+def test_deepspeed_accepts_what_is_written(accept, stage: int, extra: dict) -> None:
+    settled = plan(1, zero_stage=stage, **extra, **CUT)
+    read = accept(deepspeed_config(settled))
+    assert read.zero_config.stage == stage
+    assert read.gradient_accumulation_steps == 1
+    assert read.train_batch_size == settled.batch.global_batch_size
+    assert read.gradient_clipping == 0.0
+    assert read.bfloat16_config.enabled == settled.config.sharding.bf16
+
+
+def test_every_key_of_deepspeeds_zero_block_is_known(accept) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    theirs = {
+        name
+        for field_name, field in DeepSpeedZeroConfig.model_fields.items()
+        for name in (field_name, field.alias)
+        if name is not None
+    }
+    assert theirs <= keys.ZERO
+
+
+def test_every_key_is_in_one_table() -> None:
+    for tables in (
+        (keys.PASSED, keys.REFUSED, keys.RECONCILED, keys.DROPPED),
+        (keys.ZERO_PASSED, keys.ZERO_REFUSED, keys.ZERO_RECONCILED, keys.ZERO_DROPPED),
+    ):
+        names = [name for table in tables for name in table]
+        assert len(names) == len(set(names))
+
+
+def test_master_weights_in_bf16_are_a_key() -> None:
+    block = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    taken = plan(deepspeed=block)
+    assert taken.config.sharding.optimizer_dtype == "bf16"
+    assert deepspeed_config(taken)["bf16"] == block["bf16"]
+    assert deepspeed_config(plan(bf16=True))["bf16"] == {"enabled": True}
