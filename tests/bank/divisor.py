@@ -153,7 +153,7 @@ def mean_of_means(plan: Plan) -> Iterator[None]:
             mean_weight = (self._divisor.total or 1.0) / (len(self._batch) * plan.layout.dp)
             return total * (mean_weight / float(weight)), weight, reports
 
-        return original(self, index, own_mean)
+        return original(self, index, at, own_mean)
 
     with wrapped(ForwardStep, "_scaled", divided):
         yield
