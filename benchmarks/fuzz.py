@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import fuzz_cell
-from benchmarks.fuzz_cell import Cell, Flags, Part, Trained
+from benchmarks.fuzz_cell import Cell, Flags, Trained
 from megaaccum.errors import ConfigError
+from megaaccum.lab.verification.compare import cut
+from megaaccum.lab.verification.records import Piece
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.lab.verification.testing.ranks import RanksFailed
 
@@ -41,7 +43,7 @@ SECONDS_PER_CELL = 40
 ROPE = {"position_embedding_type": "rope"}
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
 FACTOR = 4.0
-"""How much farther from float64 than one process of the same precision a layout may be."""
+"""How much farther from float64 a layout may be than one process of the same precision."""
 SCALAR = {"fp64": 1e-11, "fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-9}
 """Relative error of loss and norm, beyond FACTOR times that of one process in the same precision."""
 CHANGE = {"fp64": 1e-9, "fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
@@ -92,7 +94,7 @@ def draw(seed: int, index: int) -> Cell:
 
 
 def is_legal(cell: Cell) -> bool:
-    """Whether the rules of the configuration allow it, at its start and where it is resumed."""
+    """Whether the configuration's rules allow the cell, at its start and at its resume."""
     try:
         plans = [fuzz_cell.plan_of(cell, layout) for layout in (cell.layout, cell.resume) if layout is not None]
         fuzz_cell.reference_plan(cell, cell.lane)
@@ -178,7 +180,7 @@ def _draw_model(chance: random.Random, lane: str, *, experts: bool, latent: bool
 
 
 def _draw_layout(chance: random.Random, world_size: int, tp: int, lane: str, microbatches: int, model: Flags) -> Flags:
-    """Of a part of these no layout is legal; then the cell is drawn again."""
+    """Draw keys of a layout. Some are not legal; then the cell is drawn again."""
     experts = "num_experts" in model
     pp = chance.choice([size for size in (1, 2, 2, 4) if size <= world_size])
     layout: Flags = {}
@@ -262,7 +264,7 @@ def outcomes(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[str] | None]]:
 
 
 def _together(cells: list[Cell]) -> Iterator[tuple[Cell, list[str] | None]]:
-    """Cells of one world size in one start of ranks; where one ends the ranks, each alone."""
+    """Check cells of one world size in one start of ranks; each alone if one ends the ranks."""
     try:
         problems = check(cells)
     except RanksFailed:
@@ -283,7 +285,7 @@ def _alone(cell: Cell) -> list[str] | None:
 
 
 def check(cells: list[Cell]) -> list[list[str]]:
-    """What was wrong with each of `cells`, all of one world size. Raises RanksFailed."""
+    """The problems of each of `cells`, all of one world size. Raises RanksFailed."""
     limit = SECONDS_PER_CELL * len(cells) + 60.0
     exact, near = zip(*run_ranks(fuzz_cell.references, 1, cells, timeout=limit)[0], strict=True)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -317,7 +319,7 @@ def _scalar(name: str, lane: str, mine: float, true: float, like: float) -> list
 
 def _weights(cell: Cell, ranks: list[Trained], exact: Trained, near: Trained) -> list[str]:
     """Each parameter's change over the steps, on every tp rank, and that none is missing."""
-    pieces: dict[tuple[str, int], list[Part]] = {}
+    pieces: dict[tuple[str, int], list[Piece]] = {}
     for got in ranks:
         for part in got.parts:
             pieces.setdefault((part.name, part.tp_rank), []).append(part)
@@ -326,7 +328,7 @@ def _weights(cell: Cell, ranks: list[Trained], exact: Trained, near: Trained) ->
     trues, likes, starts = ({part.name: part for part in of} for of in (exact.parts, near.parts, exact.before))
     total = sum(float((trues[n].values - starts[n].values).square().sum()) for n in names) / len(names)
     for (name, tp_rank), parts in pieces.items():
-        true, like, start = (fuzz_cell.cut(each[name], parts, tp_rank) for each in (trues, likes, starts))
+        true, like, start = (cut(each[name].values, parts[0]) for each in (trues, likes, starts))
         size = max(float((true - start).norm()), 0.03 * total**0.5)
         limit = FACTOR * float((like - true).norm()) / size + CHANGE[cell.lane]
         error = float((fuzz_cell.whole(parts, true) - true).norm()) / size
@@ -358,7 +360,7 @@ def minimised(cell: Cell, seconds: float = 300.0) -> tuple[Cell, list[str]]:
 
 
 def _kind(problems: list[str]) -> str:
-    """What kind of failure it is: the errors' classes, or other numbers."""
+    """The kind of a failure: the errors' classes, or other numbers."""
     classes = {line.split(":")[0] for line in problems if re.match(r"[A-Z]\w+(Error|Disagreement): ", line)}
     return " ".join(sorted(classes)) or ("ended" if "failed first" in problems[0] else "numbers")
 

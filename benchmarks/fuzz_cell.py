@@ -1,7 +1,7 @@
-"""One cell of the fuzz: what ranks do with it, and what one process does with a plain loop.
+"""One cell of the fuzz: its steps on ranks, and in one process by the reference's loop, micro-batch by micro-batch.
 
-The reference shares the model with the package (Megatron's, its weights drawn by global name) and no line of its step:
-micro-batch by micro-batch forward, the sum of losses / N, backward, clip, torch's AdamW.
+The loop is that of `megaaccum verify` (lab/verification/reference). Which micro-batches count, and whether a step is
+taken at all, is decided here a second time, from the cell alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum import config
+from megaaccum.lab.verification.records import Piece
 from megaaccum.pretrain.interop.load import load
 
 if TYPE_CHECKING:
@@ -91,38 +92,26 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a parameter's master, from element `start` of what its tp rank has; axis: the one that tp cuts, -1 for
-    none; gated: it holds [gate; up]."""
-
-    name: str
-    tp_rank: int
-    start: int
-    values: torch.Tensor
-    axis: int = -1
-    gated: bool = False
-    tp_size: int = 1
-
-
-@dataclass(frozen=True)
 class Trained:
+    """Three steps on a rank. parts, before: of the masters after and before them; whole parameters of one process."""
+
     steps: list[Step]
     evaluations: list[float]
-    parts: list[Part]
-    before: list[Part] = field(default_factory=list)
+    parts: list[Piece]
+    before: list[Piece] = field(default_factory=list)
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
 
 
 def plan_of(cell: Cell, layout: Flags) -> Plan:
-    """Raises ConfigError."""
+    """The plan of a cell in a layout. Raises ConfigError if it is not legal."""
     keys = BASE | LANE[cell.lane] | cell.model | layout | cell.policies
     return config.resolve(load(None, _words(keys)), world_size=cell.world_size)
 
 
 def reference_plan(cell: Cell, lane: str) -> Plan:
-    """Of the model alone, in one process, in the precision `lane`. Raises ConfigError."""
+    """The plan of the model in one process, in the precision `lane`. Raises ConfigError if it is not legal."""
     keys = BASE | LANE[lane] | cell.model | {"pp_microbatches": cell.microbatches}
     return config.resolve(load(None, _words(keys | ({"backend": "ddp"} if lane == "fp64" else {}))), world_size=1)
 
@@ -160,7 +149,7 @@ def microbatch(cell: Cell, step: int, index: int, *, hollow: bool) -> dict[str, 
 
 
 def indices(cell: Cell, step: int, dp: int) -> list[list[int]]:
-    """Of each data-parallel rank, the indices of the micro-batches that it has in `step`."""
+    """The indices of the micro-batches that each data-parallel rank has in `step`."""
     by_rank = [list(range(rank, cell.microbatches, dp)) for rank in range(dp)]
     if step == SHORT_STEP and cell.short:
         by_rank[-1] = by_rank[-1][: max(len(by_rank[-1]) - cell.short, 0)]
@@ -182,7 +171,7 @@ def is_bad(cell: Cell, step: int, index: int) -> bool:
 
 
 def train_each(cells: list[Cell], folder: str) -> list[Trained]:
-    """What the package makes of each on this rank; folder: for checkpoints, empty."""
+    """Train each cell with the package on this rank; folder: for checkpoints, empty."""
     return [_train(cell, Path(folder, str(number))) for number, cell in enumerate(cells)]
 
 
@@ -218,7 +207,7 @@ class _Run:
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
         _freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
-        forward_step = _Spoiled(GptForwardStep(self.groups, self.plan.batch.loss_norm))
+        forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
         self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
         self.buffers = dict(names.named_buffers(self.chunks))
 
@@ -237,7 +226,7 @@ class _Run:
         return self.step.optim_step(step=step + 1)
 
     def _total_weight(self, step: int) -> float:
-        """Of all micro-batches of all ranks."""
+        """N over all ranks."""
         dp = self.groups.dp.size()
         masks = [
             microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp))["loss_mask"]
@@ -246,7 +235,7 @@ class _Run:
         return float(sum(mask.sum() for mask in masks)) if self.plan.batch.loss_norm == "token" else float(len(masks))
 
     def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """Of this rank."""
+        """This rank's micro-batches."""
         dp, rank = self.groups.dp.size(), self.groups.dp.rank()
         found = []
         for index in indices(self.cell, step, dp)[rank]:
@@ -270,20 +259,17 @@ class _Run:
         assert current is not None
         save_load.load(current, self.backend, self.groups, shape={}, buffers=self.buffers)
 
-    def parts(self) -> list[Part]:
-        from megaaccum.model import names
+    def parts(self) -> list[Piece]:
+        from megaaccum.lab.verification.observe import piece_of
 
-        tp, rank = self.groups.tp.size(), self.groups.tp.rank()
-        found = []
-        for piece in self.backend.state():
-            cut = names.is_sharded_over_tp(piece.param)
-            values = piece.tensors["param"].detach().double().clone()
-            found.append(Part(piece.name, rank if cut else 0, piece.start, values, tp_size=tp if cut else 1))
-        return found
+        return [
+            piece_of(self.chunks[0], self.groups, each.name, each.param, each.tensors["param"], each.start)
+            for each in self.backend.state()
+        ]
 
 
-class _Spoiled:
-    """A forward step function of whose last stage the gradient is not a number where a micro-batch says so."""
+class _WithNan:
+    """A forward step function. The gradient of its last stage is not a number for micro-batches with `bad`."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -324,38 +310,24 @@ def _reference(cell: Cell, lane: str) -> Trained:
 
 
 class _Loop:
-    """A plain training loop over Megatron's model in one process; 16-bit models have FP32 masters."""
+    """The reference's loop on the micro-batches of a cell, with its policies for bad and short steps."""
 
     def __init__(self, cell: Cell, lane: str):
         from megaaccum.distributed import groups
+        from megaaccum.lab.verification.reference import PlainLoop
+        from megaaccum.lab.verification.subject import adamw, gpt_loss
         from megaaccum.model import gpt, names
 
         self.cell, self.plan = cell, reference_plan(cell, lane)
         groups.destroy()
         built = groups.build(self.plan.layout, timeout_minutes=1)
-        (self.chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
-        self.named = list(names.named_parameters([self.chunk]))
-        _freeze(cell, iter(self.named))
+        (chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
+        _freeze(cell, names.named_parameters([chunk]))
         self.scale = LOSS_SCALE if lane == "fp16" else 1.0
-        half = lane in ("bf16", "fp16")
-        self.masters: dict[str, torch.Tensor] = {}
-        for name, param in self.named:
-            if half:
-                param.grad_dtype = torch.float32
-            self.masters[name] = param.detach().float().clone() if half else param.detach()
-        keys = self.plan.config.optimizer
-        trained = [(name, param) for name, param in self.named if param.requires_grad]
-        groups_of = [
-            {
-                "params": [self.masters[name] for name, param in trained if (param.dim() > 1) == decays],
-                "weight_decay": keys.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
-        self.trained = trained
-        self.adam = torch.optim.AdamW(
-            [group for group in groups_of if group["params"]],
-            lr=keys.lr, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps,
+        means = self.plan.batch.loss_norm != "token"
+        self.loop = PlainLoop(
+            chunk, lambda batch: gpt_loss(chunk, batch, means=means), means=means,
+            optimizer=lambda named: adamw(named, self.plan),
         )  # fmt: skip
 
     def take(self, step: int) -> Step:
@@ -372,9 +344,7 @@ class _Loop:
         tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
         if tokens == 0 or (bad and not drops):
             return Step(0.0, 0.0, tokens, True)
-        loss = self._backward(batches, tokens)
-        norm = self._update()
-        return Step(loss, norm, tokens, False)
+        return self._update(batches, tokens)
 
     def _dp(self, step: int) -> int:
         """Data-parallel ranks of the layout that takes `step`."""
@@ -382,102 +352,44 @@ class _Loop:
         layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
         return cell.world_size // ranks_of_a_model(layout)
 
-    def _losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        mask = batch["loss_mask"]
-        losses = self.chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
-        losses = losses if losses.dtype is torch.float64 else losses.float()
-        return (losses * mask.to(losses.dtype)).sum()
+    def _update(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> Step:
+        """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time."""
+        from megaaccum.lab.verification.reference import Gradients, add, clip_factor, norm_of
 
-    def _divisor(self, batch: dict[str, torch.Tensor], count: int, tokens: int) -> float:
-        if self.plan.batch.loss_norm == "token":
-            return float(tokens)
-        return count * max(float(batch["loss_mask"].sum()), 1.0)
-
-    def _backward(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> float:
-        """Sums of losses / N; balancing losses are a mean over micro-batches (by weight where the package is not given
-        N in time), which Megatron multiplies by tokens."""
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
-        for module in self.chunk.modules():
-            if getattr(module, "local_tokens_per_expert", None) is not None:
-                module.local_tokens_per_expert.zero_()
-        for _, param in self.named:
-            param.grad = None
-        total = 0.0
+        by_weight = self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token"
+        grads: Gradients = {}
+        loss = 0.0
+        self.loop.forget_tokens()
         for batch in batches:
-            divisor = self._divisor(batch, len(batches), tokens)
-            rows = batch["tokens"].numel()
-            loss = self._losses(batch) / divisor
-            share = 1 / len(batches)
-            if self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token":
-                share = float(batch["loss_mask"].sum()) / tokens
-            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self.scale * share / rows, dtype=torch.float64))
-            MTPLossAutoScaler.set_loss_scale(torch.tensor(self.scale / divisor, dtype=torch.float64))
-            (loss * self.scale).backward()
-            total += float(loss)
-        return total
-
-    def _update(self) -> float:
-        """Clip and step; the norm before clipping."""
-        grads = {name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in self.trained}
-        square = sum(float(grad.double().square().sum()) for grad in grads.values()) / self.scale**2
-        norm, most = square**0.5, self.plan.config.optimizer.clip_grad
-        factor = min(most / (norm + 1e-6), 1.0) if most > 0 else 1.0
-        for name, _ in self.trained:
-            self.masters[name].grad = grads[name].to(self.masters[name].dtype) * (factor / self.scale)
-        self.adam.step()
-        for name, param in self.trained:
-            param.data.copy_(self.masters[name])
-        self._move_biases()
-        return norm
-
-    def _move_biases(self) -> None:
-        """Aux-loss-free balancing: towards the experts that had fewer tokens than the mean."""
-        rate = self.chunk.config.moe_router_bias_update_rate
-        for module in self.chunk.modules():
-            if getattr(module, "expert_bias", None) is not None:
-                had = module.local_tokens_per_expert
-                module.expert_bias.add_(torch.sign(had.mean() - had) * rate)
+            share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
+            value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
+            loss += value
+            add(grads, part)
+        norm = norm_of(grads)
+        factor = clip_factor(norm, self.plan.config.optimizer.clip_grad)
+        self.loop.update({name: grad * factor for name, grad in grads.items()})
+        return Step(loss, norm, tokens, False)
 
     def evaluate(self) -> float:
         batches = [microbatch(self.cell, STEPS, index, hollow=False) for index in range(self.cell.microbatches)]
         tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
-        self.chunk.eval()
+        divisor = self.loop.divisor(max(tokens, 1), len(batches))
+        self.loop.model.eval()
         with torch.no_grad():
-            total = sum(
-                float(self._losses(batch) / self._divisor(batch, len(batches), max(tokens, 1))) for batch in batches
-            )
-        self.chunk.train()
+            total = sum(float(self.loop.loss(batch)[0]) / divisor for batch in batches)
+        self.loop.model.train()
         return total
 
-    def parts(self) -> list[Part]:
-        gated = bool(self.chunk.config.gated_linear_unit)
-        return [
-            Part(
-                name, 0, 0, self.masters[name].detach().double().clone(),
-                axis=getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else -1,
-                gated=gated and "linear_fc1" in name,
-            )
-            for name, param in self.named
-        ]  # fmt: skip
+    def parts(self) -> list[Piece]:
+        masters = self.loop.masters.items()
+        return [Piece(name, master.detach().double().clone(), 0) for name, master in masters]
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def cut(of: Part, parts: list[Part], tp_rank: int) -> torch.Tensor:
-    """What `tp_rank` has of the reference's parameter `of`, flat, where ranks have `parts` of it."""
-    size = parts[0].tp_size
-    if size == 1:
-        return of.values.reshape(-1)
-    if of.gated and of.axis == 0:
-        return torch.cat([half.chunk(size)[tp_rank] for half in of.values.chunk(2)]).reshape(-1)
-    return of.values.chunk(size, dim=of.axis)[tp_rank].reshape(-1)
-
-
-def whole(parts: list[Part], like: torch.Tensor) -> torch.Tensor:
-    """`parts` put together, of the size of `like`; nan where there is none, or where two parts disagree."""
+def whole(parts: list[Piece], like: torch.Tensor) -> torch.Tensor:
+    """Put `parts` together, in the size of `like`; nan where there is no part, and where two parts disagree."""
     flat = torch.full_like(like, float("nan"))
     for part in parts:
         here = flat[part.start : part.start + part.values.numel()]

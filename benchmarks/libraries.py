@@ -1,10 +1,10 @@
-"""Steps of Megatron-core and DeepSpeed themselves beside the truth of one process, without megaaccum's step.
+"""Steps of Megatron-core and DeepSpeed themselves beside the reference of one process, without megaaccum's step.
 
     python -m benchmarks libraries [--only TEXT ...] [--diagnose] [--json FILE]
 
-Each cell is a model, a layout and a way of using a library. The truth, the comparison and the search for the axes that
-a difference needs are those of `megaaccum verify`; in FP32, with the bounds of its rounding, because both libraries
-compute in part in FP32 whatever the model's precision is.
+Each cell is a model, a layout and a way of using a library. The reference, the comparison and the search for the axes
+that a difference needs are those of `megaaccum verify`; in FP32, with the bounds of its rounding, because both
+libraries compute in part in FP32 whatever the model's precision is.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from benchmarks import library_steps
 from benchmarks.library_steps import Options
 from benchmarks.schedules import conditions
 from megaaccum.lab.verification import localise
-from megaaccum.lab.verification.bank.cases import CASES
-from megaaccum.lab.verification.case import Case, Keys, Lane, OwnModel
+from megaaccum.lab.verification.case import Case, Keys, Lane, UserModel
 from megaaccum.lab.verification.localise import Diagnosis
-from megaaccum.lab.verification.records import GRADIENT, Observed, TrueStep, Truth
+from megaaccum.lab.verification.records import GRADIENT, Observed, Reference, ReferenceStep
 from megaaccum.lab.verification.testing.ranks import run_ranks
 from megaaccum.lab.verification.verdict import Verdict, Verifier
+from tests.bank.cases import CASES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A way of using a library, and what one process has to be compared with.
 
-    expected: how it differs, or why it cannot be run, and where that is known from; empty where it agrees."""
+    expected: how it differs, or why it cannot be run, with a source; empty if it agrees."""
 
     case: Case
     options: Options = field(default_factory=Options)
@@ -46,41 +46,39 @@ class Cell:
 
     @property
     def take(self) -> Callable[..., Observed]:
-        return library_steps.of_megatron if self.case.own is None else library_steps.of_deepspeed
+        return library_steps.of_megatron if self.case.user_model is None else library_steps.of_deepspeed
 
 
 class OfLibrary(Verifier):
     """Observes a library's steps in place of ours."""
 
-    def __init__(self, cell: Cell, truths: dict[str, Truth]):
-        """truths: of cells before this one, to which new ones are added."""
-        super().__init__(steps=1 if cell.options.frozen else 2)
-        self._cell, self._truths = cell, truths
+    def __init__(self, cell: Cell, references: dict[str, Reference]):
+        """references: of cells before this one, to which new ones are added."""
+        self._frozen = cell.options.frozen
 
-    def observe(self, case: Case, *, at_borders: bool = False) -> list[Observed]:
-        found: list[Observed] = run_ranks(
-            self._cell.take, case.world_size, case, self.steps, self._cell.options, timeout=60
-        )
-        return found
+        def observe(case: Case, steps: int, at_borders: bool) -> list[Observed]:
+            found: list[Observed] = run_ranks(cell.take, case.world_size, case, steps, cell.options, timeout=60)
+            return found
 
-    def truths(self, case: Case, lanes: Any, *, keep_parts: bool = False) -> dict[Lane, Truth]:
-        found = super().truths(case, lanes, keep_parts=keep_parts)
-        frozen = self._cell.options.frozen
-        return {lane: without(truth, frozen) if frozen else truth for lane, truth in found.items()}
+        super().__init__(steps=1 if self._frozen else 2, observe=observe, references=references)
+
+    def references(self, case: Case, lanes: Any, *, keep_parts: bool = False) -> dict[Lane, Reference]:
+        found = super().references(case, lanes, keep_parts=keep_parts)
+        return {lane: without(each, self._frozen) if self._frozen else each for lane, each in found.items()}
 
 
-def without(truth: Truth, frozen: str) -> Truth:
-    """The truth of a first step, had parameters with these names not been trained: they have no gradient, which is no
-    part of the norm."""
+def without(reference: Reference, frozen: str) -> Reference:
+    """The reference of a first step in which parameters with these names are frozen: they have no gradient, and no part
+    in the norm."""
 
-    def trained(step: TrueStep) -> TrueStep:
+    def trained(step: ReferenceStep) -> ReferenceStep:
         grads = {name: each for name, each in step.tensors[GRADIENT].items() if not re.search(frozen, name)}
         norm = sum(float(each.square().sum()) for each in grads.values()) ** 0.5
-        kept = {name: each if name in grads else truth.before[name] for name, each in step.tensors["param"].items()}
+        kept = {name: each if name in grads else reference.before[name] for name, each in step.tensors["param"].items()}
         return replace(step, norm=norm, tensors={GRADIENT: grads, "param": kept})
 
-    assert truth.problem or truth.clip == 1.0, "a norm without the frozen ones would clip otherwise"
-    return replace(truth, steps=[trained(step) for step in truth.steps])
+    assert reference.problem or reference.clip == 1.0, "a norm without the frozen ones would clip otherwise"
+    return replace(reference, steps=[trained(step) for step in reference.steps])
 
 
 # --- the cells --------------------------------------------------------------------------------------------------------
@@ -255,9 +253,9 @@ MEGATRON: dict[str, Cell] = {
 
 
 @cache
-def _own(build: Any, forward: Any, data: Any) -> OwnModel:
-    """One for all cells that have it, whose truths are then one too."""
-    return OwnModel(build=build, forward_step_func=forward, data=data, optimizer=models.sgd)
+def _own(build: Any, forward: Any, data: Any) -> UserModel:
+    """One for all cells that have it, whose references are then one too."""
+    return UserModel(build=build, forward_step_func=forward, data=data, optimizer=models.sgd)
 
 
 def _deepspeed(stage: int, build: Any = models.plain, *, loss: str = "means", **fields: Any) -> Cell:
@@ -274,7 +272,7 @@ def _deepspeed(stage: int, build: Any = models.plain, *, loss: str = "means", **
     }  # fmt: skip
     zero, more = {"stage": stage, **fields.pop("zero", {})}, fields.pop("more", {})
     lane, expected, ranks = fields.pop("lane", "fp32"), fields.pop("expected", ""), fields.pop("ranks", 2)
-    case = Case(keys={name: each for name, each in keys.items() if each is not None}, world_size=ranks, own=own)
+    case = Case(keys={name: each for name, each in keys.items() if each is not None}, world_size=ranks, user_model=own)
     options = Options(json={"zero_optimization": zero, **more}, **fields)
     return Cell(case=case, options=options, lane=lane, expected=expected)
 
@@ -366,7 +364,7 @@ CELLS = {f"Megatron: {name}": cell for name, cell in MEGATRON.items()} | {
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a cell."""
+    """The outcome of a cell."""
 
     name: str
     verdict: Verdict
@@ -391,10 +389,10 @@ class Outcome:
         return f"{found.relation or first}; {found.wrong} of {found.of}; needs {', '.join(found.axes) or 'no axis'}"
 
 
-def outcome_of(name: str, truths: dict[str, Truth] | None = None, *, diagnosed: bool = False) -> Outcome:
-    """truths: as OfLibrary takes them. diagnosed: with the axes that a difference needs, which takes many runs."""
+def outcome_of(name: str, references: dict[str, Reference] | None = None, *, diagnosed: bool = False) -> Outcome:
+    """references: as OfLibrary takes them. diagnosed: with the axes that a difference needs, which takes many runs."""
     cell = CELLS[name]
-    verifier = OfLibrary(cell, {} if truths is None else truths)
+    verifier = OfLibrary(cell, {} if references is None else references)
     verdict = verifier.verify(cell.case, [cell.lane])
     outcome = Outcome(name, verdict)
     if diagnosed and outcome.word == "differs":
@@ -438,11 +436,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--diagnose", action="store_true", help="look for the axes that a difference needs")
     parser.add_argument("--json", type=Path, help="also write the outcomes here, beside those of other cells")
     args = parser.parse_args(argv)
-    truths: dict[str, Truth] = {}
+    references: dict[str, Reference] = {}
     unexpected = 0
     for name in (name for name in CELLS if any(text in name for text in args.only)):
         begun = time.monotonic()
-        outcome = outcome_of(name, truths, diagnosed=args.diagnose)
+        outcome = outcome_of(name, references, diagnosed=args.diagnose)
         unexpected += (outcome.word == "agrees") == bool(CELLS[name].expected)
         print(f"{time.monotonic() - begun:5.1f} s  {outcome.word:8} {name}: {outcome.words()}", flush=True)
         if args.json:

@@ -105,8 +105,7 @@ def equal_batches(step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def numbered_batches(step: int) -> list[dict[str, torch.Tensor]]:
-    """As `batches`, each with its number, so that no two are put into one forward: what is weighed is the
-    micro-batch."""
+    """`batches`, each with its number, so that no two go through one forward: the micro-batch is what weighs."""
     return [each | {"number": torch.tensor(number)} for number, each in enumerate(batches(step))]
 
 

@@ -65,7 +65,7 @@ class _Megatron:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self.plan, self.subject = case.plan(), subjects.of(case)
+        self.plan, self.subject = case.plan(), subjects.subject_of(case)
         process_groups.destroy()
         self.groups = process_groups.build(self.plan.layout, timeout_minutes=5)
         self.config: Any = gpt.transformer_config(self.plan)
@@ -176,7 +176,7 @@ class _Megatron:
                 self._gradient.append(self._piece(name, param, grad.view(-1)[start:stop], start))
 
     def _share(self, param: Any) -> tuple[int, int]:
-        """Of the flattened parameter, what this rank updates."""
+        """The run of the flattened parameter that this rank updates."""
         if not self.model[0].ddp_config.use_distributed_optimizer:
             return 0, param.numel()
         found = [megatron.share(each, param) for each in self._inner()]
@@ -190,7 +190,7 @@ class _Megatron:
 
 
 def of_deepspeed(case: Case, steps: int, options: Options) -> Observed:
-    """DeepSpeed's engine over a model of a user's own, whose optimizer is `library_models.sgd`."""
+    """Steps of DeepSpeed's engine over a user's model, whose optimizer is `library_models.sgd`."""
     run = DeepSpeed(case, options)
     seen = Observed(dist.get_rank(), place_in(run.groups), run.pieces(run.model()))
     seen.steps += [run.take(number) for number in range(steps)]
@@ -203,8 +203,9 @@ class DeepSpeed:
     def __init__(self, case: Case, options: Options):
         import deepspeed
 
-        assert case.own is not None and case.own.optimizer is not None
-        self.plan, self.subject, self._own, self._loop = case.plan(), subjects.of(case), case.own, options.loop
+        assert case.user_model is not None and case.user_model.optimizer is not None
+        self.plan, self.subject = case.plan(), subjects.subject_of(case)
+        self._model, self._loop = case.user_model, options.loop
         process_groups.destroy()
         self.groups = process_groups.build(self.plan.layout, timeout_minutes=5)
         self.chunk: Any = self.subject.whole(self.plan, self.groups)
@@ -216,7 +217,9 @@ class DeepSpeed:
             **options.json,
         }
         trained = [param for param in self.chunk.parameters() if param.requires_grad]
-        self.engine, *_ = deepspeed.initialize(model=self.chunk, optimizer=case.own.optimizer(trained), config=json)
+        self.engine, *_ = deepspeed.initialize(
+            model=self.chunk, optimizer=case.user_model.optimizer(trained), config=json
+        )
         self._norm = float("nan")
 
     def take(self, number: int) -> Step:
@@ -242,7 +245,7 @@ class DeepSpeed:
 
     def loss_of(self, batch: Any) -> tuple[torch.Tensor, float]:
         """(sum, weight) of a micro-batch."""
-        output, loss_func = self._own.forward_step_func(iter([batch]), self.engine)
+        output, loss_func = self._model.forward_step_func(iter([batch]), self.engine)
         total, weight, _ = loss_func(output)
         return total, float(weight)
 

@@ -1,9 +1,9 @@
-"""What a verification sees: each documented mistake made on purpose, and healthy layouts that must not alarm.
+"""Sensitivity of a verification: each mistake of the bank made on purpose, and healthy layouts that must not alarm.
 
     python -m benchmarks verify [--mistakes NAME ...] [--healthy N] [--first I] [--seed S] [--json F] [--page F]
 
-Healthy layouts are those that the fuzz draws (`python -m benchmarks fuzz`), without what happens to their steps. What F
-of --json holds of other mistakes, or of healthy layouts, stays, so that slices add up.
+Healthy layouts are those that the fuzz draws (`python -m benchmarks fuzz`), without the faults in their steps. F of
+--json keeps the outcomes of other mistakes and of healthy layouts, so that slices add up.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from megaaccum.lab.verification.verdict import Verifier
 
 preload.libraries()  # a mistake of the bank names what it replaces
 
-from megaaccum.lab.verification import self_test  # noqa: E402
-from megaaccum.lab.verification.bank import BANK  # noqa: E402
+from tests.bank import outcomes  # noqa: E402
+from tests.bank.entries import BANK  # noqa: E402
 
 PAGE = """\
 # The bank of mistakes
 
 <!-- Written by `python -m benchmarks verify --json docs/benchmarks/verify.json --page` and this path. -->
 
-Mistakes that were reported, that a library's code makes, or that break what a paper or a manual defines, each made on
-purpose in a small model whose step is right without it ([verify](../guides/verify.md)). Where the place of a mistake
-differs from the report's, its text says "here". *Caught*: a number is wrong, without any rank raising. *Localised*:
-the diagnosis names these axes and no others, and the right parameter. The parameters, and what the wrong gradient is of
-the right one, are in [verify.json](../benchmarks/verify.json).
+Mistakes that were reported, that a library's code makes, or that break a definition of a paper or a manual. The tests
+make each on purpose in a small model whose step is right without it ([testing](../concepts/testing.md#mistakes)). If a
+mistake is made in another place than the report's, its text says "here". *Caught*: a compared number is wrong; a rank
+that raises is no catch. *Localised*: the diagnosis of [verify](../guides/verify.md) names these axes and no others, and
+the right parameter. [verify.json](../benchmarks/verify.json) has the parameters, and the relation of each wrong
+gradient to the right one.
 
 {summary}
 
@@ -55,18 +56,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the outcome here")
     parser.add_argument("--page", type=Path, help="write the table of what --json holds here")
     args = parser.parse_args(argv)
-    found: list[self_test.Outcome] = []
+    found: list[outcomes.Outcome] = []
     names = list(BANK) if args.mistakes is None else args.mistakes
     for unknown in set(names) - set(BANK):
         parser.error(f"there is no mistake {unknown!r}{did_you_mean(unknown, BANK)}")
     figures = as_written(json.loads(args.json.read_text())) if args.json and args.json.exists() else {"mistakes": []}
-    for outcome in self_test.outcomes(Verifier(), names) if names else ():
+    for outcome in outcomes.outcomes(Verifier(), names) if names else ():
         print(outcome.line(), flush=True)
         found.append(outcome)
         figures = with_outcome(figures, outcome)
         _write(args.json, figures)
     if names:
-        print(self_test.summary(found), flush=True)
+        print(outcomes.summary(found), flush=True)
     alarms: list[str] = []
     if args.healthy:
         alarms, refused = healthy(args.seed, args.first, args.healthy)
@@ -79,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if alarms or not all(each.caught for each in found) else 0
 
 
-def with_outcome(figures: dict[str, Any], outcome: self_test.Outcome) -> dict[str, Any]:
-    """With the row of a mistake, in the order of the bank."""
+def with_outcome(figures: dict[str, Any], outcome: outcomes.Outcome) -> dict[str, Any]:
+    """The figures with the row of a mistake, in the order of the bank."""
     mistake = outcome.mistake
     row = {
         "name": mistake.name, "text": mistake.text, "source": mistake.source, "case": mistake.base,
@@ -97,7 +98,7 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def as_written(figures: dict[str, Any]) -> dict[str, Any]:
-    """With what each mistake is and where it was reported as the bank has it now."""
+    """The figures, with the text and source that the bank has now for each mistake."""
     rows = [row for row in figures["mistakes"] if row["name"] in BANK]
     now = [row | {"text": BANK[row["name"]].text, "source": BANK[row["name"]].source} for row in rows]
     return figures | {"mistakes": now}

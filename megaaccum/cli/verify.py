@@ -1,13 +1,12 @@
-"""`megaaccum verify`: proof that the accumulated step of a configuration is the step of the one big batch.
+"""`megaaccum verify`: proof that the accumulated step of a configuration is exactly the step on the full global batch.
 
     megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
 
-One process takes the whole batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
-started on this machine, take the accumulated step. Both see the first samples of the data that CONFIG names, else
-made-up tokens. Every number of both is compared: loss, weight, each parameter's gradient, norm, change of weights,
-moments, loss scale, router biases. More than 8 ranks or a large model are made smaller, with every axis of the layout
-kept, and the report says so. A step that differs is traced to the axis, the border of a stage, the parameter and the
-factor.
+One process takes the full global batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
+started on this machine, take the accumulated step. Both take the first samples of the data that CONFIG names, or random
+tokens. Every number of both is compared: loss, weight, each parameter's gradient, norm, change of weights, moments,
+loss scale, router biases. More than 8 ranks or a large model are made smaller, with every axis of the layout kept, and
+the report says so. A step that differs is traced to the axis, the border of a stage, the parameter and the factor.
 
     --layout KEYS     other keys of the layout, as in pp=2,schedule=zbv (any key may also be given as --key value)
     --world-size N    ranks of the real layout; default: the fewest that tp, cp, pp and ep allow, twice for dp
@@ -15,12 +14,11 @@ factor.
     --steps N         optimizer steps (default 2)
     --json FILE       write the report as JSON
     --picture FILE    draw each parameter's error (.png)
-    --bank            in place of CONFIG: make each documented mistake on purpose and print whether it is caught
 
 Under a launcher (torchrun --nproc-per-node 4 -m megaaccum verify CONFIG) its ranks are those of the layout.
 
-Exit codes: 0 it is the big batch's step, 1 it is not, 2 the configuration is refused, 3 cannot be verified (the reason
-is printed).
+Exit codes: 0 it is the full batch's step, 1 it is not, 2 the configuration is refused, 3 it cannot be verified (the
+reason is printed).
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from typing import TYPE_CHECKING
 from megaaccum import config as configuration
 from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.config.load import given
-from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,17 +41,15 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
-    from megaaccum.lab.verification import launched, own, report
+    from megaaccum.lab.verification import launched, report, user_model
 
-    if "--bank" in argv:
-        return _bank()
     source = read_source(argv)
     words, options = _options(source.words)
     steps = int(options.get("--steps", 2))
     with source.with_words(words).load() as loaded:
         shrunk = _case(loaded.checked(), loaded.world_size, options, steps)
-    progress = own.to_stderr() if launched.is_first() else lambda text: None
-    verdict = own.run(shrunk.case, steps, progress)
+    progress = user_model.to_stderr() if launched.is_first() else lambda text: None
+    verdict = user_model.run(shrunk.case, steps, progress)
     if not launched.is_first():
         return verdict.exit_code
     verdict.notes = shrunk.notes + verdict.notes
@@ -65,26 +60,12 @@ def main(argv: Sequence[str]) -> int:
     return verdict.exit_code
 
 
-def _bank() -> int:
-    """The self-test. Returns 1 where a mistake was missed."""
-    preload.libraries()  # a mistake names what it replaces
-    from megaaccum.lab.verification import self_test
-    from megaaccum.lab.verification.verdict import Verifier
-
-    found = []
-    for outcome in self_test.outcomes(Verifier()):
-        print(outcome.line(), flush=True)
-        found.append(outcome)
-    print(self_test.summary(found))
-    return 0 if all(each.caught for each in found) else 1
-
-
 _WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture", "--local_rank")
-_SWITCHES = ("--shrink", "--whole", "--bank")
+_SWITCHES = ("--shrink", "--whole")
 
 
 def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words that are the configuration's, with --layout as keys at the end, and the command's own options."""
+    """Split into the configuration's words, with --layout as keys at the end, and the command's own options."""
     rest, options = list(argv), {}
     for name in _WITH_VALUE:
         rest, value = pop_option(rest, name)
@@ -96,14 +77,14 @@ def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             options[name] = ""
     for pair in filter(None, options.get("--layout", "").split(",")):
         if "=" not in pair:
-            raise ConfigError(f"--layout takes keys such as pp=2,schedule=zbv, and {pair!r} is none")
+            raise ConfigError(f"--layout takes keys such as pp=2,schedule=zbv, but {pair!r} is none")
         name, value = pair.split("=", 1)
         rest += [f"--{name.strip()}", value.strip()]
     return rest, options
 
 
 def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
-    """The case of a configuration in its real layout, made smaller where it has to be."""
+    """The case of a configuration in its real layout, made smaller if it is too large."""
     from megaaccum.lab.planner import auto_schedule
     from megaaccum.lab.verification import shrink
     from megaaccum.lab.verification.launched import is_first, num_ranks
@@ -124,13 +105,13 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     shrunk = shrink.settle(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
     if not any(given(config, name) for name in ("data_path", "train_data_path", "mock_data")) or not is_first():
         return shrunk
-    from megaaccum.lab.verification.own_data import with_own_data
+    from megaaccum.lab.verification.first_samples import with_first_samples
 
-    return with_own_data(shrunk, plan, steps)
+    return with_first_samples(shrunk, plan, steps)
 
 
 def _world_size(config: configuration.Config) -> int:
-    """Two data-parallel ranks where the batch can be cut for them, else the fewest that the layout allows."""
+    """Twice the fewest ranks that the layout allows if the batch can be cut for them, else the fewest."""
     fewest = smallest_world(config)
     for world_size in (2 * fewest, fewest):
         try:

@@ -32,13 +32,13 @@ FAST = (
 
 
 @pytest.fixture(scope="module")
-def truths() -> dict:
+def references() -> dict:
     return {}
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_library_steps_as_the_page_says(name, truths):
-    outcome = libraries.outcome_of(name, truths)
+def test_a_library_steps_as_the_page_says(name, references):
+    outcome = libraries.outcome_of(name, references)
     assert outcome.word == ("differs" if libraries.CELLS[name].expected else "agrees"), outcome.words()
 
 

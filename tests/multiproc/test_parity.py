@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import cells
-from tests.support.parity import Case, one_process, stack, whole_batch_loss
+from tests.support.parity import Case, gradient_of, one_process
 
 LAYOUTS = [(pp, dp, vpp) for pp in (1, 2, 4) for dp in (1, 2) for vpp in (1, 2) if pp > 1 or vpp == 1]
 """(pp, dp, vpp)."""
@@ -74,9 +74,8 @@ class Float32Watch(TorchDispatchMode):
 
 def operators_that_leave_float64(model: str) -> set[str]:
     chunk, plan = one_process(model, "fp64")
-    batch = stack(range(4))
     with Float32Watch() as watch:
-        whole_batch_loss(chunk, plan, batch).backward()
+        gradient_of(chunk, plan, range(4))
     return watch.operators
 
 

@@ -16,8 +16,8 @@ from tests.support.parity import (
     Rig,
     named,
     one_process,
+    plain_loop,
     stack,
-    whole_batch_loss,
 )
 
 STEPS = 20
@@ -59,20 +59,20 @@ def train(cases: list[Case]) -> list[Training]:
 
 
 def train_in_one_process(model: str, global_batch: int, dtype: str) -> tuple[Training, dict[str, Cut]]:
-    """The same steps with torch's own clipping and AdamW on the whole batch, and how tp would cut each parameter."""
-    from megaaccum.optim import adamw
+    """The same steps of the reference's loop on the full batch, and how tp would cut each parameter."""
+    from megaaccum.lab.verification.reference import clip_factor, norm_of
+    from megaaccum.lab.verification.subject import adamw
 
     chunk, plan = one_process(model, dtype)
-    adam = adamw.build(plan, [chunk])
+    loop = plain_loop(chunk, plan, optimizer=lambda named: adamw(named, plan))
     losses, norms = [], []
     for step in range(STEPS):
-        adam.zero_grad()
-        loss = whole_batch_loss(chunk, plan, stack(range(step * global_batch, (step + 1) * global_batch)))
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(chunk.parameters(), CLIP)))
-        adam.step()
-        losses.append(float(loss))
-    weights = {name: param.detach().double() for name, param in named(chunk)}
+        batch = stack(range(step * global_batch, (step + 1) * global_batch))
+        loss, grads = loop.backward(batch, float(batch["loss_mask"].sum()), 1)
+        norms.append(norm_of(grads))
+        loop.update({name: grad * clip_factor(norms[-1], CLIP) for name, grad in grads.items()})
+        losses.append(loss)
+    weights = {name: master.detach().double() for name, master in loop.masters.items()}
     cuts = {n: Cut(getattr(p, "partition_dim", -1), "linear_fc1" in n) for n, p in named(chunk)}
     return Training(losses, norms, weights), cuts
 

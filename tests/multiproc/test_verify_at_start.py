@@ -63,11 +63,11 @@ MISTAKES = {
 
 @contextmanager
 def made(name: str, case: Case) -> Iterator[None]:
-    """A mistake of the bank (megaaccum/lab/verification/bank), or one of these."""
+    """Make a mistake of the bank (tests/bank), or one of these."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from megaaccum.lab.verification import bank
     from megaaccum.step.forward_step import ForwardStep
+    from tests.bank import entries
 
     if name == "buffer left over":
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):
@@ -82,7 +82,7 @@ def made(name: str, case: Case) -> Iterator[None]:
         with patch.object(ForwardStep, "_scaled", again):
             yield
     else:
-        with bank.made(name, case.plan()):
+        with entries.made(name, case.plan()):
             yield
 
 

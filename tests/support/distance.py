@@ -1,4 +1,8 @@
-"""How far a layout's gradient is from that of one process in float64, and whether that is parity."""
+"""The distance of a layout's gradient from the float64 reference, and whether that is parity.
+
+The float64 lane and the cut of a parameter over tp are those of `megaaccum verify`. Its bound in other precisions has a
+term for what rounding explains; the engine lane here has none, and takes all parameters together.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.lab.verification.compare import EXACT, cut, relative_error
+from megaaccum.lab.verification.records import Piece
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.parity import Case, Cut, Gradient, Reference, gradients, references
+from tests.support.parity import Case, Gradient, Reference, gradients, references
 
 if TYPE_CHECKING:
     import pytest
 
-EXACT = 1e-12
-"""Float64 lane: largest relative L2 error of any parameter's gradient."""
 FACTOR = 2.0
-"""Engine lane: how much farther from float64 than one process in the same precision."""
+"""Engine lane: how much farther from float64 a gradient may be than that of one process in the same precision."""
 SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}
 """Largest relative error of loss and norm; in 16 bit the distance of 1 to the next number."""
 
@@ -47,7 +51,7 @@ def problems(case: Case, ranks: list[Gradient], batch: tuple[int, ...] | None = 
 
 
 def problems_with(case: Case, ranks: list[Gradient], exact: Reference, near: Reference) -> list[str]:
-    """The same against given references: one process in float64, and in the precision of the case's lane."""
+    """Why `ranks` is not parity with given references: one process in float64, and in the precision of the lane."""
     found = _scalar_problems(case, ranks, exact.gradient)
     missing = exact.gradient.parts.keys() - {name for rank in ranks for name in rank.parts}
     found += [f"{name} is on no rank" for name in sorted(missing)]
@@ -93,21 +97,13 @@ def _parameter_problems(ranks: list[Gradient], exact: Reference) -> list[str]:
 
 
 def own_part(name: str, part: torch.Tensor, rank: Gradient, exact: Reference) -> torch.Tensor:
-    """What `part` should be: the same cut of the reference's parameter `name`."""
-    full = exact.gradient.parts[name]
-    return full if full.shape == part.shape else _cut(full, exact.cuts[name], rank.tp_rank, part.shape)
-
-
-def _cut(full: torch.Tensor, cut: Cut, tp_rank: int, shape: torch.Size) -> torch.Tensor:
-    pieces = full.shape[cut.axis] // shape[cut.axis]
-    if cut.gated and cut.axis == 0:
-        return torch.cat([half.chunk(pieces)[tp_rank] for half in full.chunk(2)])
-    return full.chunk(pieces, dim=cut.axis)[tp_rank]
-
-
-def relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
-    """|got - true| / |true|, L2."""
-    return float((got - true).norm() / true.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    """The same cut of the reference's parameter `name` as `part`."""
+    full, shape = exact.gradient.parts[name], part.shape
+    if full.shape == shape:
+        return full
+    axis, gated = exact.cuts[name].axis, exact.cuts[name].gated
+    size = full.shape[axis] // shape[axis]
+    return cut(full, Piece(name, part, 0, rank.tp_rank, size, axis, gated)).view(shape)
 
 
 def total_error(ranks: list[Gradient], exact: Reference) -> float:

@@ -90,7 +90,7 @@ def gradients(cases: list[Case], change: Change) -> list[Gradient]:
 
 
 def second_gradient(case: Case) -> Gradient:
-    """As parity.gradient, after a step whose gradient was thrown away."""
+    """`parity.gradient`, after a step whose gradient was discarded."""
     rig = Rig.of(case)
     rig.watched(step=0)
     rig.backend.discard()
@@ -100,13 +100,6 @@ def second_gradient(case: Case) -> Gradient:
 
 
 def reference(model_flags: str, global_batch: int, dtype: str, change: Change) -> parity.Reference:
-    """`parity.reference` of the changed model: without what is frozen, and with zeros where nothing is used."""
+    """`parity.reference` of the changed model."""
     changed(change)
-    chunk, plan = parity.one_process(model_flags, dtype)
-    batch = parity.stack(range(global_batch))
-    loss = sum(parity.scaled_backward(chunk, plan, batch, 1.0))
-    trained = [(name, param) for name, param in parity.named(chunk) if param.requires_grad]
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained}
-    grads = {name: grad.double() for name, grad in grads.items()}
-    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-    return parity.Reference(Gradient(grads, norm, float(loss), int(batch["loss_mask"].sum())), {})
+    return parity.reference(model_flags, global_batch, dtype)

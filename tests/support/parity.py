@@ -1,11 +1,14 @@
-"""What parity tests run on ranks: the gradient of a layout, and that of one process on the whole batch.
+"""Functions that parity tests run on ranks: the gradient of a layout, and the reference's on the full batch.
 
 Every function here runs inside ranks and returns plain data; `distance.py` compares it. All sizes are tiny.
+
+`Case` is a layout in command-line words, of which a test has dozens; the reference's loop is that of
+`megaaccum verify` (lab/verification/reference).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 from unittest.mock import patch
@@ -71,8 +74,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a step made on one rank: {global name: this tp rank's part of the gradient that the optimizer receives, in
-    float64 numbers}, and what the step reports."""
+    """A step on one rank: {global name: this tp rank's part of the gradient that the optimizer receives, in float64
+    numbers}, and what the step reports."""
 
     parts: dict[str, torch.Tensor]
     norm: float
@@ -209,7 +212,7 @@ def gradients(cases: list[Case]) -> list[Gradient]:
 
 
 def gradient(case: Case) -> Gradient:
-    """Of one whole step of `case`."""
+    """The gradient of one whole step of `case`."""
     return Rig.of(case).watched()[0]
 
 
@@ -222,59 +225,75 @@ def references(wanted: list[tuple[str, int | Sequence[int], str]]) -> list[Refer
 
 
 def reference(model_flags: str, global_batch: int | Sequence[int], dtype: str) -> Reference:
-    """The gradient of one process without pipeline, sharding or accumulation: the whole batch in one forward.
-    global_batch: the number of its first sequences, or these."""
-    chunk, plan = one_process(model_flags, dtype)
-    batch = stack(range(global_batch) if isinstance(global_batch, int) else global_batch)
-    batch = {name: each.to(cpu.device()) for name, each in batch.items()}
-    scale = LOSS_SCALE if dtype == "fp16" else 1.0
-    loss = sum(scaled_backward(chunk, plan, batch, scale))
-    grads = {name: param.grad.cpu().double() / scale for name, param in named(chunk)}
+    """The gradient of one process without pipeline, sharding or accumulation: the full batch in one forward.
+    global_batch: the number of its first sequences, or their numbers."""
+    indices = range(global_batch) if isinstance(global_batch, int) else global_batch
+    return gradient_of(*one_process(model_flags, dtype), indices)
+
+
+def gradient_of(chunk, plan, indices: Iterable[int]) -> Reference:
+    """The reference's gradient of these sequences by `chunk`, which `one_process` built. It has zeros for what is
+    trained but not used, and nothing for what is frozen."""
+    from megaaccum.lab.verification.reference import add, norm_of
+
+    loop, batch = plain_loop(chunk, plan), on_device(stack(indices))
+    scale = LOSS_SCALE if plan.config.sharding.params_dtype == "fp16" else 1.0
+    parts, grads, loss = microbatches_of(plan, batch), {}, 0.0
+    tokens = float(batch["loss_mask"].sum())
+    for part in parts:
+        value, mine = loop.backward(part, tokens, len(parts), scale=scale)
+        loss += value
+        add(grads, mine)
+    grads = {name: grad.cpu().double() for name, grad in grads.items()}
     gated = bool(chunk.config.gated_linear_unit)
     cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
-    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-    return Reference(Gradient(grads, norm, float(loss), int(batch["loss_mask"].sum())), cuts)
+    return Reference(Gradient(grads, norm_of(grads), loss, int(tokens)), cuts)
 
 
-def scaled_backward(chunk, plan, batch: dict[str, torch.Tensor], scale: float) -> Iterator[float]:
-    """Backwards of `scale` times the loss of `batch`; yields parts of the loss. A dense model takes the batch whole;
-    one with experts or prediction layers takes micro-batch by micro-batch, since its side losses are no sums over
-    tokens: a balancing loss counts 1 / micro-batches, by the scale that Megatron's router multiplies it with."""
-    if not plan.config.model.num_experts and not plan.config.model.mtp_num_layers:
-        loss = whole_batch_loss(chunk, plan, batch)
-        (loss * scale).backward()
-        yield float(loss)
-        return
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+def plain_loop(chunk, plan, **keys):
+    """The reference's loop over `chunk`, which `one_process` built."""
+    from megaaccum.lab.verification.reference import PlainLoop
+    from megaaccum.lab.verification.subject import gpt_loss
 
-    size, total = plan.batch.micro_batch_size, batch["loss_mask"].double().sum()
-    parts = [
-        {name: each[at : at + size] for name, each in batch.items()} for at in range(0, len(batch["tokens"]), size)
-    ]
-    for part in parts:
-        mask = part["loss_mask"]
-        divisor = total if plan.batch.loss_norm == "token" else len(parts) * mask.double().sum().clamp(min=1)
-        losses = chunk(part["tokens"], part["position_ids"], None, labels=part["labels"], loss_mask=mask)
+    means, size = plan.batch.loss_norm != "token", plan.batch.micro_batch_size
+
+    def loss(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        if not means or len(batch["tokens"]) == size:
+            return gpt_loss(chunk, batch, means=means)
+        losses = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         losses = losses if losses.dtype is torch.float64 else losses.float()
-        MTPLossAutoScaler.set_loss_scale(scale / divisor)
-        loss = (losses * mask.to(losses.dtype)).sum() / divisor
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale / (len(parts) * size * SEQ), dtype=torch.float64))
-        (loss * scale).backward()
-        yield float(loss)
+        # The full batch: a token weighs 1 / (tokens of its micro-batch * micro-batches).
+        rows = batch["loss_mask"].to(losses.dtype).view(-1, size * SEQ)
+        weights = rows / rows.sum(dim=1, keepdim=True).clamp(min=1) / len(rows)
+        return (losses * weights.view_as(losses)).sum(), 1.0
+
+    return PlainLoop(chunk, loss, means=means, **keys)
+
+
+def microbatches_of(plan, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The batch whole; micro-batch by micro-batch with experts or prediction layers, whose losses are no sums over
+    tokens."""
+    if not plan.config.model.num_experts and not plan.config.model.mtp_num_layers:
+        return [batch]
+    size = plan.batch.micro_batch_size
+    return [{name: each[at : at + size] for name, each in batch.items()} for at in range(0, len(batch["tokens"]), size)]
+
+
+def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.to(cpu.device()) for name, each in batch.items()}
 
 
 def one_process(model_flags: str, dtype: str):
     """The whole model in `dtype` on one rank, and its plan. 16-bit parameters add their gradients up in FP32."""
     from megaaccum import config
     from megaaccum.distributed import groups
-    from megaaccum.model import gpt as model
+    from megaaccum.model import gpt
 
     flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
     plan = config.resolve(load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)
-    (chunk,) = model.build_chunks(plan, built, vocab_size=VOCAB)
+    (chunk,) = gpt.build_chunks(plan, built, vocab_size=VOCAB)
     for param in chunk.parameters():
         if dtype in ("bf16", "fp16"):
             param.grad_dtype = torch.float32
@@ -285,17 +304,3 @@ def named(chunk):
     from megaaccum.model import names
 
     return list(names.named_parameters([chunk]))
-
-
-def whole_batch_loss(chunk, plan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean loss of `batch` in one forward. With loss_norm microbatch a token weighs 1 / (tokens of its micro-batch *
-    micro-batches of the batch)."""
-    losses = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    losses = losses if losses.dtype is torch.float64 else losses.float()
-    mask = batch["loss_mask"].to(losses.dtype)
-    if plan.batch.loss_norm == "token":
-        weights = mask / mask.sum()
-    else:
-        rows = mask.view(-1, plan.batch.micro_batch_size * SEQ)
-        weights = (rows / rows.sum(dim=1, keepdim=True).clamp(min=1) / len(rows)).view_as(mask)
-    return (losses * weights).sum()

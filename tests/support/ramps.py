@@ -10,7 +10,7 @@ import torch
 
 from tests.support import parity
 from tests.support.engines import engine_of
-from tests.support.parity import Case, Rig, merged, named, stack, whole_batch_loss
+from tests.support.parity import Case, Rig, merged, named, stack
 
 STEPS = 5
 
@@ -114,5 +114,4 @@ def _gradient(model: str, weights: dict[str, torch.Tensor], first: int, size: in
     with torch.no_grad():
         for name, param in named(chunk):
             param.copy_(weights[name])
-    whole_batch_loss(chunk, plan, stack(range(first, first + size))).backward()
-    return {name: param.grad for name, param in named(chunk)}
+    return parity.gradient_of(chunk, plan, range(first, first + size)).gradient.parts

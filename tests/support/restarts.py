@@ -102,7 +102,7 @@ class Run(Rig):
         return Next(gradient, self.weights() if update else {}, outcome)
 
     def outcome(self) -> Outcome:
-        """What all layouts have in common of the next step, and of the weights and moments after it (tp 1)."""
+        """The parts of the next step, and of the weights and moments after it, that all layouts share (tp 1)."""
         gradient = self.step().gradient
         return outcome_of([gradient.loss], [gradient.norm], gradient, self.backend)
 
@@ -139,7 +139,7 @@ def saved(folder: str, case: Case, steps: int = 2, *, change: Change = unchanged
 
 
 def loaded(run: Run, folder: str, mistake: AbstractContextManager[None] | None = None) -> Run:
-    """`run` as it goes on from the checkpoint, read by a loader that makes a mistake, if any is given."""
+    """Resume `run` from the checkpoint; mistake: one that the loader makes."""
     with mistake or nullcontext():
         assert run.engine.load(folder)
     return run
@@ -232,8 +232,8 @@ tied embedding, with one each stage at an end has one."""
 
 
 def same_bits(folder: str, moves: list[Move], mistake: Mistake | None = None) -> list[tuple[Outcome, Outcome]]:
-    """Of each move: the step that the run which saved makes next, and the one that the run which loads makes. mistake:
-    one that is made while a checkpoint is read."""
+    """(next step of the run that saved, next step of the run that loads) of each move. mistake: one that is made while
+    a checkpoint is read."""
     uninterrupted: dict[Case, tuple[str, Outcome]] = {}
     found = []
     for start, end in moves:
@@ -250,7 +250,7 @@ def same_bits(folder: str, moves: list[Move], mistake: Mistake | None = None) ->
 
 
 def moved(folder: str, cases: list[tuple[Case, list[Case]]]) -> list[list[Gradient]]:
-    """Of each layout that saves: the next step's gradient in each layout that goes on from there."""
+    """The next step's gradient in each layout that loads, for each layout that saves."""
     found = []
     for number, (source, targets) in enumerate(cases):
         path = f"{folder}/{number}"

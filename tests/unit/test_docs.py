@@ -28,7 +28,7 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
-    "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "bank"},
+    "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture"},
     "plan": {
         "gpus",
         "gpu",

@@ -1,15 +1,15 @@
 """`verify_at_start`: whether the first step's gradient depends on how its samples are split, on the run's own ranks.
 
-The step's gradient is made twice and updates nothing: as the plan cuts the batch, and of the same samples cut
-otherwise: dealt to the data-parallel ranks in runs where the plan has them take turns, in reverse order, in more or
-fewer flushes, or in micro-batches of half the size. Both are projected, parameter by parameter, on random vectors of
-signs that each rank draws for its own shards, so that ranks exchange a few numbers per parameter. With k projections
-of a difference d,
+The step's gradient is made twice and updates nothing: as the plan splits the batch, and from the same samples in
+another split: dealt to the data-parallel ranks in runs if the plan deals in turns, in reverse order, in more or fewer
+flushes, or in micro-batches of half the size. Both are projected, parameter by parameter, on random vectors of signs
+that each rank draws for its shards, so ranks exchange a few numbers per parameter. With k projections of a difference
+d,
 
     mean of (d . r)^2 over the k vectors r  =  |d|^2 (1 +- sqrt(2 / k))
 
-What both splits get wrong alike is not seen: a factor that no split changes, a sum over tp that is missing, a wrong
-loss, norm, clipping or optimizer. `megaaccum verify` sees those, in small.
+An error that both splits share is not detected: a factor that no split changes, a missing sum over tp, a wrong loss,
+norm, clipping or optimizer. `megaaccum verify` detects those, on a small model.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 
 NUM_PROJECTIONS = 8
 _BLOCK = 1 << 19
-"""Elements of a shard that are projected at once; they take a hundred bytes each meanwhile."""
+"""Elements of a shard that are projected at once, at a hundred bytes each."""
 
 
 def is_due(engine: Engine) -> bool:
-    """Whether this start is to be verified: the run has not been, in this layout."""
+    """Whether this start has to be verified: the run asks for it and has not been verified in this layout."""
     return engine.plan.config.run.verify_at_start and engine.verified != layout_of(engine.plan)
 
 
 def layout_of(plan: Plan) -> str:
-    """In words, all by whose change a run has to be verified again."""
+    """Identifies the layout; a change requires re-verification."""
     sharding = plan.config.sharding
     return f"{plan.layout} {plan.batch} {sharding.backend} {sharding.zero_stage} {sharding.sync}"
 
 
 def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
     """Verify the next step of a run, whose micro-batches `loader` has. Returns a line for the log. Collective over the
-    world. Raises StepError on every rank where the gradient depends on the split."""
+    world. Raises StepError on every rank if the gradient depends on the split."""
     begun, plan = time.monotonic(), engine.plan
     planned, other = engine.batch, other_split(plan, engine.batch)
     mine = _read(loader, planned)
@@ -70,13 +70,13 @@ def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
     theirs, sample_index = _otherwise(engine, data, planned, other)
     second = _gradient(engine, theirs, other, sample_index)
     if second is None:
-        raise printed_once(StepError(_failed("its gradient is finite as planned and not in the other", planned, other)))
-    found = compare(plan, first, second, planned, other)
-    if found.problem:
-        raise printed_once(StepError(found.problem))
+        raise printed_once(StepError(_failed("its gradient is finite as planned but not in the other", planned, other)))
+    distance = compare(plan, first, second, planned, other)
+    if distance.problem:
+        raise printed_once(StepError(distance.problem))
     engine.verified = layout_of(plan)
     return (
-        f"verify_at_start: {len(first.names)} parameters, at most {found.error:.1e} apart in two splits of"
+        f"verify_at_start: {len(first.names)} parameters, at most {distance.error:.1e} apart in two splits of"
         f" {planned.global_batch_size} sequences ({_cut(planned)}; {_cut(other)}), {time.monotonic() - begun:.1f} s"
     )
 
@@ -84,7 +84,7 @@ def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
 def _otherwise(
     engine: Engine, data: Datasets, planned: BatchPlan, other: BatchPlan
 ) -> tuple[list[Any], Callable[[int], int]]:
-    """(this rank's micro-batches of the same samples in another cut, the number of each in the global batch)."""
+    """(this rank's micro-batches of the same samples in another split, the number of each in the global batch)."""
     in_runs, after = not engine.plan.in_runs, engine.consumed_samples
     with closing(loader_of(engine, data.train, data, consumed_samples=after, batch=other, in_runs=in_runs)) as loader:
         found = _read(loader, other)[::-1]
@@ -93,7 +93,7 @@ def _otherwise(
 
 
 def _read(loader: SharedLoader, batch: BatchPlan) -> list[Any]:
-    """This rank's micro-batches of the next step. Raises on every rank where one cannot read."""
+    """Read this rank's micro-batches of the next step. Raises on every rank if one cannot read."""
     found, problem = loader.try_next_step(batch.num_microbatches)
     raise_together(problem)
     return found
@@ -103,14 +103,14 @@ def _read(loader: SharedLoader, batch: BatchPlan) -> list[Any]:
 
 
 def other_split(plan: Plan, batch: BatchPlan) -> BatchPlan:
-    """The same samples in another cut that the schedule can run; `batch` itself where there is none."""
+    """Another split of the samples that the schedule can run; `batch` itself if there is none."""
     return next((cut for cut in _cuts(plan, batch) if not flush_problems(plan.config, cut)), batch)
 
 
 def _cuts(plan: Plan, batch: BatchPlan) -> Iterator[BatchPlan]:
-    """Micro-batches of half the size, where that means the same loss: balancing losses of experts, the weight of
-    prediction layers, means over micro-batches and masks of dropout depend on the micro-batch. Else in other
-    flushes."""
+    """Yield splits into micro-batches of half the size if the loss allows, then into other flushes. Balancing losses
+    of experts, the weight of prediction layers, means over micro-batches and masks of dropout depend on the
+    micro-batch."""
     model, count = plan.config.model, batch.num_microbatches
     if plan.config.batch.static_graph:
         return
@@ -134,9 +134,10 @@ def _cut(batch: BatchPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A gradient in a few numbers, the same on every rank. names: of parameters, in the order of the model. table:
-    [parameters, NUM_PROJECTIONS + 1], float64: its projections, and the square of its norm. weight, loss: of the step.
-    loss_scale: that it was made with."""
+    """A gradient in a few numbers, the same on every rank.
+
+    names: of the parameters, in the order of the model. table: [parameters, NUM_PROJECTIONS + 1], float64: the
+    projections and the square of the norm. weight, loss: the step's. loss_scale: at which the gradient was made."""
 
     names: list[str]
     table: torch.Tensor
@@ -146,7 +147,7 @@ class Sketch:
 
 
 def _gradient(engine: Engine, microbatches: list[Any], batch: BatchPlan, sample_index: Any = None) -> Sketch | None:
-    """None where it is not finite, in FP16 at any loss scale."""
+    """Make the step's gradient; None if it is not finite, in FP16 at any loss scale."""
     scaler = engine.train_steps.recovery.scaler
     before = None if scaler is None else scaler.state_dict()
     try:
@@ -176,7 +177,7 @@ def _sketch(engine: Engine, attempt: Attempt) -> Sketch:
 
 
 def _projections(name: str, grad: torch.Tensor) -> Iterator[torch.Tensor]:
-    """[NUM_PROJECTIONS + 1] of each block of a shard, by signs that depend on the name and the rank alone."""
+    """Yield [NUM_PROJECTIONS + 1] numbers of each block of a shard; the signs depend on the name and the rank only."""
     seed = hashlib.sha256(f"{name} {dist.get_rank()}".encode()).digest()[:7]
     generator = torch.Generator(grad.device).manual_seed(int.from_bytes(seed, "little"))
     for block in grad.detach().reshape(-1).split(_BLOCK):
@@ -186,7 +187,7 @@ def _projections(name: str, grad: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _names(engine: Engine) -> list[str]:
-    """Of all trained parameters, in the order of the model. Collective over the world."""
+    """Names of all trained parameters, in the order of the model. Collective over the world."""
     stages = engine.plan.layout.stages(dist.get_rank())
     mine = [
         (stage, number, name)
@@ -204,16 +205,18 @@ def _names(engine: Engine) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """error: the largest distance, in a parameter's own norm. problem: why the splits do not agree; else empty."""
+class SplitDistance:
+    """The distance of two splits.
+
+    error: the largest relative distance of a parameter's gradient. problem: how the splits disagree; else empty."""
 
     error: float
     problem: str = ""
 
 
-def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other: BatchPlan) -> Found:
-    """`first`, of the planned split, beside `second`, of another. Two gradients of a parameter are taken for one where
-    they are apart by what CLOSE allows of their norm, and by four roundings of a parameter of usual size."""
+def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other: BatchPlan) -> SplitDistance:
+    """Compare `first`, of the planned split, with `second`, of another. Two gradients of a parameter are equal within
+    CLOSE of their norm plus four roundings of a parameter of usual size."""
     lane = plan.config.sharding.params_dtype or "fp32"
     summed = MODEL_UNIT if plan.config.sharding.backend == "ddp" else UNIT
     close = CLOSE[lane] + planned.num_microbatches * planned.data_parallel_size * summed[lane]
@@ -224,7 +227,7 @@ def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other
     error = float((distances / sizes.clamp_min(1e-300)).max())
     differing = _scalars(first, second, close)
     if not wrong and not differing:
-        return Found(error)
+        return SplitDistance(error)
     if wrong:
         r = float((first.table[wrong[0], :-1] * second.table[wrong[0], :-1]).sum())
         r /= max(float(second.table[wrong[0], :-1].square().sum()), 1e-300)
@@ -236,20 +239,20 @@ def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other
             f"{len(wrong)} of {len(first.names)} parameters have another gradient; the first in the order of the model"
             f" is {name}, {how}"
         )
-    return Found(error, _failed("; ".join(differing), planned, other))
+    return SplitDistance(error, _failed("; ".join(differing), planned, other))
 
 
 def _failed(how: str, planned: BatchPlan, other: BatchPlan) -> str:
     return (
-        "verify_at_start: the step depends on how its samples are split, so it is not that of the one big batch:"
+        "verify_at_start: the step depends on how its samples are split, so it is not that of the full global batch:"
         f" {how}. As planned: {_cut(planned)}. Compared with: {_cut(other)}, dealt to other ranks, in reverse order."
-        " Nothing was saved. `megaaccum verify` looks for the place; verify_at_start false starts the"
-        " run all the same."
+        " Nothing was saved. `megaaccum verify` locates the error; verify_at_start false starts the run without"
+        " this check."
     )
 
 
 def _scalars(first: Sketch, second: Sketch, close: float) -> list[str]:
-    """The weight N and the loss, where they differ."""
+    """Describe the weight N and the loss if they differ."""
     return [
         f"the {name} is {one:.9g} as planned and {other:.9g} in the other split"
         for name, one, other, allowed in (
@@ -261,7 +264,7 @@ def _scalars(first: Sketch, second: Sketch, close: float) -> list[str]:
 
 
 def _factor(plan: Plan, r: float, first: Sketch, planned: BatchPlan, other: BatchPlan, close: float) -> str:
-    """Words for a gradient that is r times that of the other split."""
+    """Describe a gradient that is r times that of the other split."""
     ratio = other.microbatches_per_flush / planned.microbatches_per_flush
     if ratio != 1 and min(abs(r / ratio - 1), abs(r * ratio - 1)) <= close:
         return f"x {r:.6g} of that of the other split, whose flushes have {ratio:g} times the micro-batches"

@@ -1,4 +1,4 @@
-"""Axes of a case, and the same case without one of them: the same model and samples, cut otherwise."""
+"""Axes of a case, and the case without one of them: the same model and samples in another split."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OF_EXPERTS: Keys = dict.fromkeys(keys_that_need("num_experts")) | {
 
 
 def axes_of(case: Case) -> dict[str, Case]:
-    """By the name of each axis that the case has, the case without it. Some may not be legal."""
+    """The case without each axis that it has, by the axis' name. Some may not be legal."""
     return {name: without for name, remove in _AXES.items() if (without := remove(case)) is not None}
 
 
 def _with(case: Case, keys: Keys, **fields: object) -> Case | None:
-    """None where nothing changes."""
+    """The case with other keys; None if nothing changes."""
     changed = case.changed(case.keys | keys, **fields)
     return None if changed == case else changed
 
@@ -60,7 +60,7 @@ def _ga(case: Case) -> Case | None:
 
 
 def _microbatches(case: Case) -> Case | None:
-    """One micro-batch per rank, of all its samples; only without a pipeline, and where the samples are made here."""
+    """One micro-batch per rank, of all its samples; only without a pipeline, and for a configured GPT."""
     plan = case.plan()
     count = plan.batch.num_microbatches
     keys: Keys = {
@@ -69,11 +69,11 @@ def _microbatches(case: Case) -> Case | None:
         "micro_batch_size": plan.batch.micro_batch_size * count,
     }
     overflow = None if case.overflow is None else (case.overflow[0], 0)
-    return None if count == 1 or plan.layout.pp > 1 or case.own else _with(case, keys, overflow=overflow)
+    return None if count == 1 or plan.layout.pp > 1 or case.user_model else _with(case, keys, overflow=overflow)
 
 
 def _only(condition: str, **keys: object) -> Callable[[Case], Case | None]:
-    """Where the key `condition` is set."""
+    """Changes keys if the key `condition` is set."""
     return lambda case: _with(case, keys) if case.keys.get(condition) else None
 
 
@@ -82,11 +82,11 @@ def _recompute(case: Case) -> Case | None:
 
 
 def _tied(case: Case) -> Case | None:
-    return _with(case, {"untie_embeddings_and_output_weights": True}) if case.own is None else None
+    return _with(case, {"untie_embeddings_and_output_weights": True}) if case.user_model is None else None
 
 
 def _backend(case: Case) -> Case | None:
-    """torch DDP in place of another; what is an option of that other falls away."""
+    """torch DDP in place of another backend, whose options are dropped."""
     keys: Keys = dict.fromkeys(
         ("zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas", "deterministic",
          "reproducible", "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
@@ -99,7 +99,7 @@ def _overflow(case: Case) -> Case | None:
 
 
 def _masks(case: Case) -> Case | None:
-    return replace(case, masks="full") if case.masks != "full" and case.own is None else None
+    return replace(case, masks="full") if case.masks != "full" and case.user_model is None else None
 
 
 def _schedule(case: Case) -> Case | None:

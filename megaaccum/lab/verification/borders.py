@@ -22,7 +22,7 @@ from megaaccum.model.names import over_stages
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.lab.verification.records import Observed, Truth
+    from megaaccum.lab.verification.records import Observed, Reference
 
 SENT, RECEIVED = "sends", "receives"
 _LAYER = re.compile(r"(?:|.*\.)layers\.\d+")
@@ -48,8 +48,8 @@ class Crossing:
 
 @contextmanager
 def watching(plan: Plan, groups: Groups, chunks: list[Any], scale: Callable[[], float]) -> Iterator[list[Crossing]]:
-    """The list that is filled with what this rank's chunks send and receive inside, which is one step. scale: what a
-    gradient that arrives is multiplied by. Collective over the pipeline."""
+    """Record what this rank's chunks send and receive in one step, in the list that is entered. scale: the factor in
+    gradients that arrive. Collective over the pipeline."""
     watch, handles = _Watch(plan, groups, scale), []
     if plan.layout.num_stages > 1 and groups.collection.cp.size() == 1:
         after = _last_layers(plan, groups, chunks)
@@ -82,7 +82,7 @@ class _Watch:
         return hook
 
     def receiving(self, stage: int, after: str) -> Callable[[Any], None]:
-        """Called with what `set_input_tensor` is."""
+        """A function that takes the argument of `set_input_tensor`."""
         numbers = itertools.count()
 
         def note(given: Any) -> None:
@@ -103,7 +103,7 @@ class _Watch:
 
 
 class _Receiving:
-    """Calls `note` with what a chunk is given from another stage."""
+    """Calls `note` with the tensor that a chunk receives from another stage."""
 
     def __init__(self, chunk: Any, note: Any):
         self._chunk, taken = chunk, chunk.set_input_tensor
@@ -119,7 +119,7 @@ class _Receiving:
 
 
 def _last_layers(plan: Plan, groups: Groups, chunks: list[Any]) -> dict[int, str]:
-    """By stage, its last layer's name in the whole model; of stages that have layers, but the last stage. Collective
+    """Names in the whole model of each stage's last layer, without the last stage and stages without layers. Collective
     over the pipeline."""
     mine = {}
     for stage, chunk in zip(plan.layout.stages(torch.distributed.get_rank()), chunks, strict=True):
@@ -163,13 +163,13 @@ def of_layers(model: torch.nn.Module, divided_by: float) -> Iterator[dict[str, l
 # --- the first that is wrong ------------------------------------------------------------------------------------------
 
 
-def first_wrong(ranks: list[Observed], truth: Truth, close: float) -> str:
-    """In words, the first tensor at a border that is wrong, in the order of a step; empty where there is no border."""
-    crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(truth, crossing) is not None]
+def first_wrong(ranks: list[Observed], reference: Reference, close: float) -> str:
+    """Describe the first wrong tensor at a border, in the order of a step; empty if there is no border."""
+    crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(reference, crossing) is not None]
     if not crossings:
         return ""
     for crossing in sorted(crossings, key=_order):
-        true = _true(truth, crossing)
+        true = _true(reference, crossing)
         assert true is not None
         distance = float((crossing.values - true).norm()) / max(float(true.norm()), 1e-300)
         if not distance <= close:
@@ -183,15 +183,15 @@ def first_wrong(ranks: list[Observed], truth: Truth, close: float) -> str:
 
 
 def _order(crossing: Crossing) -> tuple[Any, ...]:
-    """Of a step: forwards from the first stage on, then backwards from the last; a tensor is sent, then received."""
+    """Sort key of a step: forwards from the first stage, then backwards from the last; sent, then received."""
     at = crossing.stage if not crossing.is_gradient else -crossing.stage
     return crossing.is_gradient, at + 0.5 * (crossing.way == SENT), crossing.microbatch
 
 
-def _true(truth: Truth, crossing: Crossing) -> torch.Tensor | None:
-    if crossing.microbatch >= len(truth.layers):
+def _true(reference: Reference, crossing: Crossing) -> torch.Tensor | None:
+    if crossing.microbatch >= len(reference.layers):
         return None
-    tensors = truth.layers[crossing.microbatch].get(crossing.after, [])
+    tensors = reference.layers[crossing.microbatch].get(crossing.after, [])
     if len(tensors) <= crossing.is_gradient:
         return None
     true = tensors[crossing.is_gradient].chunk(crossing.parts)[crossing.part]

@@ -1,4 +1,4 @@
-"""A case: a model, a layout and data, small enough to be handed to ranks. Needs no torch."""
+"""Cases: a model, a layout and data, small enough to be pickled to ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _OF_PRECISION = frozenset(
     {
         *("bf16", "fp16", "params_dtype", "grad_accum_dtype", "grad_reduce_dtype", "optimizer_dtype"),
         *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        "cross_entropy_loss_fusion",  # BF16's alone, as a rule says
+        "cross_entropy_loss_fusion",  # requires BF16
     }
 )
 _OF_THE_MODEL = frozenset({"seq_length", "micro_batch_size", "loss_norm", "seed", "train_iters", "vocab_size", "rng"})
-"""Keys of other sections than `model` and `optimizer` that one process has too."""
+"""Keys outside the sections `model` and `optimizer` that apply to one process too."""
 _FP64_BACKENDS = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnModel:
-    """A model of a user's own: `megaaccum.verify` describes the fields. All functions are found by name, at the top
-    level of a module, where ranks are started for them."""
+class UserModel:
+    """A user's model; `megaaccum.verify` describes the fields. Ranks that are started for it import its functions by
+    name, from the top level of a module."""
 
     build: Callable[[int, int], Any]
     forward_step_func: Callable[..., Any]
@@ -43,8 +43,7 @@ class OwnModel:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Sequences of a configuration's own data, one after the other over all steps. parts: by NAMES, [samples, tokens]
-    tensors."""
+    """Sequences of a configuration's data, in order over all steps. parts: [samples, tokens] tensors, by NAMES."""
 
     NAMES: ClassVar = ("tokens", "labels", "loss_mask", "position_ids")
     parts: dict[str, Any]
@@ -54,35 +53,34 @@ class Samples:
 class Case:
     """A model, a layout and samples: the subject of one comparison.
 
-    keys: of the configuration, flat. megatron: fields of Megatron's model configuration. own: a model of a user's own,
-    in place of the configured GPT. samples: of the configuration's own data; None: made up. masks: unmasked tokens per
-    sequence differ (padded: and the model is given the padding mask, without a pipeline), or all count. overflow: the
-    (step, micro-batch), from 0, whose gradient is not finite. mistake: a name in the bank, made on every rank."""
+    keys: the configuration's, flat. megatron: fields of Megatron's model configuration. user_model: replaces the
+    configured GPT. samples: from the configuration's data; default: random tokens. masks: sequences have different
+    numbers of unmasked tokens (padded: without a pipeline, and the model is given the padding mask), or all tokens
+    count. overflow: the (step, micro-batch), from 0, whose gradient is not finite."""
 
     keys: Keys
     world_size: int
     megatron: Keys = field(default_factory=dict)
-    own: OwnModel | None = None
+    user_model: UserModel | None = None
     samples: Samples | None = None
     masks: Literal["unequal", "padded", "full"] = "unequal"
     overflow: tuple[int, int] | None = None
-    mistake: str = ""
 
     def plan(self) -> Plan:
-        """Of the layout. Raises ConfigError."""
+        """The plan of this layout. Raises ConfigError if it is not legal."""
         return self._resolved(self.keys, self.world_size)
 
     def one_process(self, lane: Lane) -> Plan:
-        """Of the model alone, in one process and in the precision `lane`. Raises ConfigError."""
+        """The plan of the model in one process, in the precision `lane`. Raises ConfigError if it is not legal."""
         changes = _OF_PRECISION if lane != self.lane else ()
         kept = {name: each for name, each in self.keys.items() if _stays_in_one_process(name) and name not in changes}
-        if self.own is None:  # a vocabulary is padded to a multiple for each tp rank
+        if self.user_model is None:  # a vocabulary is padded to a multiple for each tp rank
             model, tp = self.plan().config.model, self.keys.get("tensor_model_parallel_size", 1)
             kept["make_vocab_size_divisible_by"] = model.make_vocab_size_divisible_by * tp
         return self._resolved(kept | precision(lane) | ({"backend": "ddp"} if lane == "fp64" else {}), 1)
 
     def _resolved(self, keys: Keys, world_size: int) -> Plan:
-        return resolve(config_of(keys, self.megatron), world_size=world_size, own_model=self.own is not None)
+        return resolve(config_of(keys, self.megatron), world_size=world_size, own_model=self.user_model is not None)
 
     @property
     def lane(self) -> Lane:
@@ -91,7 +89,7 @@ class Case:
         return self.keys.get("params_dtype") or next(iter(given), "fp32")  # type: ignore[return-value]
 
     def in_lane(self, lane: Lane) -> Case:
-        """The same in another precision. FP64 is kept by few backends: the others give way to torch DDP."""
+        """This case in another precision. In FP64 torch DDP replaces backends that do not support it."""
         if lane == self.lane and (lane != "fp64" or self.keys.get("backend") in _FP64_BACKENDS):
             return self
         keys = {name: value for name, value in self.keys.items() if name not in _OF_PRECISION}
@@ -101,11 +99,11 @@ class Case:
         return self.changed(keys | precision(lane))
 
     def changed(self, keys: Keys, **fields: Any) -> Case:
-        """With `keys` in place of its own, those of value None left out."""
+        """This case with other `keys`, without those whose value is None."""
         return replace(self, keys={name: value for name, value in keys.items() if value is not None}, **fields)
 
     def is_legal(self) -> bool:
-        """Whether the rules of the configuration allow it."""
+        """Whether the configuration's rules allow this case."""
         try:
             self.plan()
         except ConfigError:
@@ -119,7 +117,7 @@ def precision(lane: Lane) -> Keys:
 
 
 def config_of(keys: Keys, megatron: Keys) -> Config:
-    """A configuration as if `keys` had been written in a file. Raises ConfigError."""
+    """The configuration that a file with `keys` gives. Raises ConfigError if a key is unknown or has a wrong value."""
     source = Source("verify")
     for name, value in keys.items():
         source.put(name, value, name)

@@ -1,10 +1,10 @@
-"""The accumulated step beside one process' step: every number, how far it is away, and how far rounding lets it be.
+"""Comparison of the accumulated step with the reference: the error of every number, and its bound.
 
-A bound is not a tolerance that was chosen for the case. In float64 it is 1e-12 of a gradient, or FACTOR times the
-distance of one process' whole batch from the sum of its parts, where the model casts to FP32. In other precisions it
-comes from a measurement and a sum: one process in that precision, on the same batch, is `e` away from float64; adding
-m summands of which the norms are A times as large as the norm of their sum rounds by at most (m - 1) * u * A, with u
-the unit roundoff in which they are added. The bound is FACTOR * e + (m + 8) * u * A.
+A bound is no tolerance chosen for the case. In float64 it is 1e-12 of a gradient or, if the model casts to FP32, FACTOR
+times the distance of one process' full batch from the sum of its parts. In other precisions it comes from a measurement
+and a sum: one process in that precision, on the same batch, is `e` away from float64; adding m summands whose norms are
+together A times the norm of their sum rounds by at most (m - 1) * u * A, with u the unit roundoff of the addition. The
+bound is FACTOR * e + (m + 8) * u * A.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from megaaccum.lab.verification.case import Lane
-from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Step, TrueStep, Truth
+from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Observed, Piece, Reference, ReferenceStep, Step
 
 EXACT = 1e-12
 """Float64: largest relative distance of a gradient."""
 FACTOR = 4.0
-"""How much farther from float64 than one process of the same precision a layout may be."""
+"""How much farther from float64 a layout may be than one process of the same precision."""
 UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16": 2.0**-24}
 """Unit roundoff in which gradients are added."""
 MODEL_UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-11}
@@ -30,9 +30,11 @@ MODEL_UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison. kind: loss, weight, norm, lr, loss_scale, skipped, router, ranks, or a kind of tensor. name: of a
-    parameter. error: relative distance, and `bound`, what rounding explains. step: from 1. got, true: of a scalar.
-    rank: the one that is farthest away. note: in words, where no number says it."""
+    """One comparison.
+
+    kind: loss, weight, norm, lr, loss_scale, skipped, router, ranks, or a kind of tensor. name: of a parameter. step:
+    from 1. error: relative distance. bound: the error that rounding explains. got, true: values of a scalar. rank: the
+    farthest one. note: an explanation of rows without a number."""
 
     kind: str
     name: str = ""
@@ -57,7 +59,7 @@ class Row:
 
 @dataclass(slots=True)
 class Comparison:
-    """All rows of one lane. largest: max |w_acc - w_big| over all weights, after the last step."""
+    """All rows of one lane. largest: max |w_acc - w_ref| over all weights, after the last step."""
 
     lane: Lane
     rows: list[Row] = field(default_factory=list)
@@ -83,8 +85,8 @@ def _order(row: Row) -> float:
     return ratio if ratio == ratio else math.inf
 
 
-def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, summands: int) -> Comparison:
-    """`ranks` beside `exact`, one process in float64, and `near`, one in the precision of the lane. summands:
+def compare(lane: Lane, ranks: list[Observed], exact: Reference, near: Reference, *, summands: int) -> Comparison:
+    """Compare `ranks` with `exact`, one process in float64, and `near`, one in the precision of the lane. summands:
     micro-batches of a step over all ranks."""
     compared = Comparison(lane, num_weights=sum(each.numel() for each in exact.before.values()))
     compared.rows += [*_initial_weights(ranks, near), *_random_states(ranks)]
@@ -102,7 +104,7 @@ def compare(lane: Lane, ranks: list[Observed], exact: Truth, near: Truth, *, sum
 def _from(
     near: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Weights `after`, had they begun at `near` and not at `exact`: 16-bit weights are rounded before the first
+    """Weights `after`, moved to the start `near` from the start `exact`: 16-bit weights are rounded before the first
     step."""
     return {name: near[name] + (each - exact[name]) for name, each in after.items()}
 
@@ -110,7 +112,7 @@ def _from(
 class _Measure:
     """Compares one step."""
 
-    def __init__(self, lane: Lane, number: int, summands: int, true: TrueStep, like: TrueStep):
+    def __init__(self, lane: Lane, number: int, summands: int, true: ReferenceStep, like: ReferenceStep):
         self.lane, self.number, self.summands, self.true, self.like = lane, number, summands, true, like
 
     # --- numbers ---
@@ -175,7 +177,7 @@ class _Measure:
             errors = [_distance_of(true, key, pieces[key]) for key in parts]
             distance, rank = max(errors, key=lambda each: each[0] if each[0] == each[0] else math.inf)
             size = float((true - near[name]).norm()) if moves else float(true.norm())
-            # What hardly moves, or has hardly a gradient, is measured beside the others.
+            # A tiny change or gradient is measured relative to the others.
             size = max(size, 1e-3 * total, 1e-300)
             off = float((likes[name] - true).norm())
             error = distance / size
@@ -183,8 +185,8 @@ class _Measure:
             yield Row(kind=kind, name=name, step=self.number, error=error, bound=bound, rank=rank)
 
     def _bound(self, kind: str, name: str, off: float, ratio: float) -> float:
-        """off: relative distance of one process in the same precision. ratio: size of the tensor beside what is
-        measured (a weight's change is small beside the weight)."""
+        """The largest error that rounding explains. off: relative distance of one process in the same precision. ratio:
+        size of the tensor relative to what is measured (a weight's change is small relative to the weight)."""
         amplification = self.like.amplification.get(name, 1.0)
         summed = (self.summands + 8) * UNIT[self.lane] * amplification
         if self.lane == "fp64":
@@ -209,8 +211,8 @@ def _by_part(pieces: list[tuple[int, Piece]]) -> dict[tuple[str, int, int], list
 def _distance_of(
     true: torch.Tensor, key: tuple[str, int, int], pieces: list[tuple[int, Piece]]
 ) -> tuple[float, int | None]:
-    """(distance of what ranks hold of one tp rank's part from the truth, the rank that is farthest away). Of elements
-    that several ranks hold, the farthest counts; one that no rank holds makes it nan."""
+    """(distance of one tp rank's part from the reference, the rank that is farthest away). Of an element that several
+    ranks hold, the farthest value counts; one that no rank holds makes the distance nan."""
     mine = cut(true, pieces[0][1])
     farthest = torch.full_like(mine, float("nan"))
     worst: tuple[float, int | None] = (-1.0, None)
@@ -233,7 +235,12 @@ def cut(true: torch.Tensor, piece: Piece) -> torch.Tensor:
     return true.chunk(piece.tp_size, dim=piece.axis)[piece.tp_rank].reshape(-1)
 
 
-def _initial_weights(ranks: list[Observed], near: Truth) -> Iterator[Row]:
+def relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
+    """|got - true| / |true|, L2."""
+    return float((got - true).norm() / true.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _initial_weights(ranks: list[Observed], near: Reference) -> Iterator[Row]:
     """Every rank starts with the weights of one process in the same precision, to the bit."""
     pieces = _by_part([(rank.rank, piece) for rank in ranks for piece in rank.before])
     for name, true in near.before.items():
@@ -244,7 +251,7 @@ def _initial_weights(ranks: list[Observed], near: Truth) -> Iterator[Row]:
 
 
 def _random_states(ranks: list[Observed]) -> Iterator[Row]:
-    """Ranks with different samples, or different layers, draw different dropout; error: states too few."""
+    """Ranks with different samples or layers draw different dropout; error: the number of missing states."""
     states = {tuple(rank.place[name] for name in ("pp", "dp", "cp", "tp")): rank.random for rank in ranks}
     seeds = {key[:3] for key in states}
     if "" in states.values():
@@ -257,7 +264,7 @@ def _random_states(ranks: list[Observed]) -> Iterator[Row]:
 
 
 def _largest(ranks: list[Observed], true: dict[str, torch.Tensor]) -> float:
-    """max |w_acc - w_big| over all elements that some rank holds."""
+    """max |w_acc - w_ref| over all elements that some rank holds."""
     largest = 0.0
     for rank in ranks:
         for piece in rank.steps[-1].tensors.get("param", []):

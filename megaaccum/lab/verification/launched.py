@@ -1,29 +1,25 @@
 """A verification on ranks that a launcher started (torchrun, deepspeed): they take the layout's steps.
 
-The first rank leads: it starts the one process of the truth, and, where a failure is traced to a smaller layout, that
-layout's ranks, on its own machine. The others take each layout's steps that it asks for, and get its verdict.
+The first rank leads. It starts the process of the reference and, when a failure is traced to a smaller layout, that
+layout's ranks, on its own machine. The others take each layout's steps that it asks for, and receive its verdict.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.lab.verification import on_ranks
+from megaaccum.lab.verification.case import Case
+from megaaccum.lab.verification.records import Observed
+from megaaccum.lab.verification.verdict import Observe, Verdict
 
-if TYPE_CHECKING:
-    from megaaccum.lab.verification.case import Case
-    from megaaccum.lab.verification.records import Observed
-    from megaaccum.lab.verification.verdict import Verdict
-
-Observe = Callable[["Case", int, bool], "list[Observed]"]
-"""(case, steps, at borders) -> what each of its ranks observed."""
-_OF_ITS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def num_ranks() -> int:
@@ -37,20 +33,20 @@ def is_first() -> bool:
 
 
 def together(case: Case, verify: Callable[[Observe], Verdict]) -> Verdict:
-    """`verify` on the first rank, with a function that observes on all; every rank returns its verdict. Raises on every
-    rank what it raises there, and ConfigError where the case has another number of ranks."""
+    """Run `verify` on the first rank, with a function that observes on all, and return its verdict on every rank.
+    Raises on every rank the error that `verify` raises, and ConfigError if the case has another number of ranks."""
     if case.world_size != num_ranks():
         raise ConfigError(
-            f"the launcher started {num_ranks()} ranks, and the layout that is verified has {case.world_size}: start"
+            f"the launcher started {num_ranks()} ranks, but the layout that is verified has {case.world_size}: start"
             f" {case.world_size}, or add --whole to keep the configuration as it is"
         )
-    # As ranks that are started here: weights that are drawn on a GPU are others.
+    # On the CPU, as the ranks that are started here: weights drawn on a GPU differ.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    preload.libraries()  # the CPU lane's stand-ins have to be there before Megatron is imported
+    preload.libraries()  # installs the CPU lane's stand-ins, which precede the import of Megatron
     from megaaccum.distributed.start import end_process_group, start_process_group
 
     start_process_group(case.plan())
-    os.environ.pop(_OF_ITS_STORE, None)  # ranks that this one starts meet in a store of their own
+    os.environ.pop(_AGENT_STORE, None)  # ranks that this one starts meet in a store of their own
     try:
         verdict = _lead(verify) if is_first() else _follow()
     except MegaaccumError:
@@ -83,16 +79,18 @@ def _follow() -> Verdict:
 
 
 def _observe(case: Case, steps: int, at_borders: bool) -> list[Observed]:
+    """Steps of a layout that all launched ranks take; a smaller one has ranks of its own."""
+    if case.world_size != num_ranks():
+        return on_ranks.start_and_observe(case, steps, at_borders)
     _send(("observe", (case, steps, at_borders)))
     return _gather((case, steps, at_borders))
 
 
-def _gather(asked: tuple[Case, int, bool]) -> list[Observed]:
-    """The steps as every rank observed them, on the first; empty elsewhere. Raises ConfigError where ranks refuse the
-    case."""
+def _gather(request: tuple[Case, int, bool]) -> list[Observed]:
+    """The steps of every rank, on the first; an empty list elsewhere. Raises ConfigError if ranks refuse the case."""
     mine: Any
     try:
-        mine = on_ranks.observed(*asked)
+        mine = on_ranks.observed(*request)
     except ConfigError as error:  # all ranks raise it together
         mine = error.problems
     found: list[Any] = [None] * num_ranks()

@@ -1,8 +1,8 @@
-"""Where a step that is not the big batch's goes wrong: the axes that the failure needs, the first number and the first
-parameter that are wrong, and what the wrong gradient is of the right one.
+"""Diagnosis of a wrong step: the axes that the failure needs, the first wrong number and parameter, and the relation of
+the wrong gradient to the right one.
 
-Axes are taken away one after the other, from a case that fails; an axis without which it does not fail stays. What is
-left is a smallest layout that fails: each of its axes is needed.
+Axes are removed one at a time from a case that fails; an axis without which it does not fail stays. The result is a
+smallest layout that fails: each of its axes is needed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import borders, relations
 from megaaccum.lab.verification.axes import axes_of
 from megaaccum.lab.verification.case import Case, Lane
-from megaaccum.lab.verification.compare import Comparison, compare
-from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Truth
+from megaaccum.lab.verification.compare import Comparison, compare, relative_error
+from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed
 from megaaccum.lab.verification.verdict import Progress, Verdict, Verifier
 
@@ -40,14 +40,14 @@ _KINDS = (
 
 @dataclass(slots=True)
 class Diagnosis:
-    """Where it goes wrong.
+    """The place of a failure.
 
-    lane: the precision in which it was looked for. axes: those that the failure needs; empty where one rank with one
-    micro-batch fails. first: the first kind of number that is wrong, in the order of a step. parameter: the first that
-    is wrong, in the order of the model. wrong, of: parameters with a wrong gradient (or, where gradients are right,
-    with a wrong update), of all. stages: pipeline ranks that hold wrong ones. border: the first activation or gradient
-    that is wrong at a border of stages, in words. relation: what the wrong gradient is of
-    the right one. smallest: keys of the smallest layout that fails."""
+    lane: the precision that was searched. axes: those that the failure needs; empty if one rank with one micro-batch
+    fails. first: the first kind of number that is wrong, in the order of a step. parameter: the first that
+    is wrong, in the order of the model. wrong, of: parameters with a wrong gradient (if gradients are right, with
+    a wrong update), of all. stages: pipeline ranks that hold wrong ones. border: the first activation or gradient
+    that is wrong at a border of stages, in words. relation: of the wrong gradient
+    to the right one. smallest: keys of the smallest layout that fails."""
 
     lane: Lane
     axes: list[str] = field(default_factory=list)
@@ -73,15 +73,14 @@ class Diagnosis:
 
 
 def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagnosis | None:
-    """Of a verdict that failed; None where no precision was compared. Starts ranks several times."""
+    """Diagnose a verdict that failed; None if no precision was compared. Starts ranks several times."""
     failed = next((each for each in verdict.comparisons if not each.ok), None)
     if failed is None:
         return None
     lane = failed.lane
     # A case of several lanes was compared as `in_lane` has it.
     case = verdict.case.in_lane(lane)
-    found = Diagnosis(lane, of=0)
-    _describe(found, failed)
+    found = described(failed)
     if any(each.ok for each in verdict.comparisons):
         found.axes += _precision_axes(verdict)
     _relate(found, verifier, case)
@@ -91,15 +90,16 @@ def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagno
 
 
 def _precision_axes(verdict: Verdict) -> list[str]:
-    """Where some precisions pass and another fails: its own name, or the backend that float64 does without."""
+    """The configured 16-bit precision, if it alone fails."""
     failing = [each.lane for each in verdict.comparisons if not each.ok]
     if failing == [verdict.case.lane] and failing[0] in ("bf16", "fp16"):
         return [f"precision {failing[0]}"]
     return []
 
 
-def _describe(found: Diagnosis, failed: Comparison) -> None:
-    """First kind, first parameter, how many."""
+def described(failed: Comparison) -> Diagnosis:
+    """The first wrong number and parameter of a comparison that failed."""
+    found = Diagnosis(failed.lane)
     step = min(row.step for row in failed.failed)
     rows = [row for row in failed.failed if row.step == step]
     first = min(rows, key=lambda row: _KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS))
@@ -111,26 +111,27 @@ def _describe(found: Diagnosis, failed: Comparison) -> None:
     wrong = [row for row in tensors if row.kind == kind]
     found.wrong, found.of = len(wrong), len({row.name for row in failed.rows if row.kind == kind})
     found.parameter = wrong[0].name if wrong else ""
+    return found
 
 
 # --- the relation to the right gradient -------------------------------------------------------------------------------
 
 
 def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
-    """Name what the wrong gradients of the first step are of the right ones."""
-    truth = verifier.truths(case, ["fp64"], keep_parts=True)["fp64"]
+    """Name the relation of the first step's wrong gradients to the right ones."""
+    reference = verifier.references(case, ["fp64"], keep_parts=True)["fp64"]
     try:
         ranks = verifier.observe(case, at_borders=True)
     except RanksFailed:
         return
-    if truth.steps[0].skipped or not found.parameter:
+    if reference.steps[0].skipped or not found.parameter:
         return
-    found.border = borders.first_wrong(ranks, truth, relations.CLOSE[found.lane])
+    found.border = borders.first_wrong(ranks, reference, relations.CLOSE[found.lane])
     plan, lane = case.plan(), found.lane
-    true = truth.steps[0].tensors[GRADIENT]
+    true = reference.steps[0].tensors[GRADIENT]
     got, right = relations.gather(ranks, true), relations.laid_out(ranks, true)
     close = relations.CLOSE[lane]
-    wrong = {name: each for name, each in got.items() if relations.distance(each, right[name]) > close}
+    wrong = {name: each for name, each in got.items() if relative_error(each, right[name]) > close}
     found.stages = sorted({rank.place["pp"] for rank in ranks for name in wrong if _holds(rank, name)})
     if not wrong:
         return
@@ -141,14 +142,14 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
     )  # fmt: skip
     factors = {name: relations.factor_of(each, right[name]) for name, each in wrong.items()}
     if all(left <= close for _, left in factors.values()):
-        found.relation = _of_factors({name: r for name, (r, _) in factors.items()}, sizes, close, ranks, truth)
+        found.relation = _of_factors({name: r for name, (r, _) in factors.items()}, sizes, close, ranks, reference)
         return
     parts = [
-        {name: each * truth.clip for name, each in relations.laid_out(ranks, part).items() if name in wrong}
-        for part in truth.parts
+        {name: each * reference.clip for name, each in relations.laid_out(ranks, part).items() if name in wrong}
+        for part in reference.parts
     ]
     shares, left = relations.shares_of(wrong, parts)
-    found.relation = relations.name_of_shares(shares, truth, at.dp, close) if left <= close else ""
+    found.relation = relations.name_of_shares(shares, reference, at.dp, close) if left <= close else ""
     if not found.relation:
         found.relation = _copies(ranks, wrong, close) or "no sum of the micro-batches' gradients"
 
@@ -158,17 +159,16 @@ def _holds(rank: Observed, name: str) -> bool:
 
 
 def _of_factors(
-    factors: dict[str, float], sizes: relations.Sizes, close: float, ranks: list[Observed], truth: Truth
+    factors: dict[str, float], sizes: relations.Sizes, close: float, ranks: list[Observed], reference: Reference
 ) -> str:
     """One factor for all, or by stage."""
     values = list(factors.values())
-    clip = _clip_of_norm(ranks, truth)
+    clip = _clip_of_norm(ranks, reference)
     if max(values) - min(values) <= 10 * close * abs(values[0]):
         name = relations.name_of_factor(values[0], sizes, close)
         if clip is not None and abs(values[0] - clip) <= 10 * close * clip:
-            return (
-                f"{name}: clipped by a wrong norm, {ranks[0].steps[0].norm:.6g} where it is {truth.steps[0].norm:.6g}"
-            )
+            got, true = ranks[0].steps[0].norm, reference.steps[0].norm
+            return f"{name}: clipped by a wrong norm, {got:.6g} where it is {true:.6g}"
         return name
     by_stage: dict[int, set[str]] = {}
     for name, r in factors.items():
@@ -182,10 +182,10 @@ def _of_factors(
     )
 
 
-def _clip_of_norm(ranks: list[Observed], truth: Truth) -> float | None:
-    """The factor that follows where gradients were clipped by the ranks' norm and not by the right one."""
-    got, true = ranks[0].steps[0].norm, truth.steps[0].norm
-    return true / got if got and truth.clip < 1.0 and abs(got / true - 1) > 1e-12 else None
+def _clip_of_norm(ranks: list[Observed], reference: Reference) -> float | None:
+    """The factor of gradients that were clipped by the ranks' norm and not by the right one."""
+    got, true = ranks[0].steps[0].norm, reference.steps[0].norm
+    return true / got if got and reference.clip < 1.0 and abs(got / true - 1) > 1e-12 else None
 
 
 def _copies(ranks: list[Observed], wrong: Iterable[str], close: float) -> str:
@@ -211,7 +211,7 @@ _IMPLIED_BY = {"micro-batches": "ga", "backend": "sync"}
 
 
 def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis, progress: Progress) -> Case:
-    """The case without every axis that the failure does not need; those that it needs go into `found`."""
+    """Remove every axis that the failure does not need; add those that it needs to `found`."""
     tried: set[str] = set()
     needed: list[str] = []
     while True:
@@ -232,14 +232,14 @@ def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis, prog
 
 
 def _fails(verifier: Verifier, case: Case, lane: Lane) -> bool:
-    """Whether the case still fails by its numbers. One whose ranks end early does not count."""
+    """Whether the case still fails by its numbers. A case whose ranks end early does not count."""
     try:
         plan = case.plan()
-        truths = verifier.truths(case, ["fp64", lane])
-        if any(truth.problem for truth in truths.values()):
+        references = verifier.references(case, ["fp64", lane])
+        if any(reference.problem for reference in references.values()):
             return False
         ranks = verifier.observe(case)
     except (RanksFailed, ConfigError):
         return False
     summands = plan.batch.num_microbatches * plan.layout.dp
-    return not compare(lane, ranks, truths["fp64"], truths[lane], summands=summands).ok
+    return not compare(lane, ranks, references["fp64"], references[lane], summands=summands).ok

@@ -1,4 +1,4 @@
-"""The accumulated step of a layout, as each rank sees it: what the optimizer reads, and what it leaves."""
+"""The accumulated step of a layout, observed on each rank: what the optimizer reads, and what it leaves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megaaccum.model import names
 
 
 def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
-    """Take `steps` steps of a case, and note (at_borders) what crosses borders of stages in the first; collective over
-    the world of its layout."""
+    """Take `steps` steps of a case. at_borders: record what crosses borders of stages in the first. Collective over the
+    world of the layout."""
     run = Run(case)
     seen = Observed(torch.distributed.get_rank(), run.place(), run.model())
     watching: AbstractContextManager[list[Crossing]] = run.watching() if at_borders else nullcontext([])
@@ -30,7 +30,7 @@ def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
         seen.steps.append(run.take(0))
     for number in range(1, steps):
         seen.steps.append(run.take(number))
-    if case.own is None:
+    if case.user_model is None:
         states = b"".join(bytes(state.tolist()) for _, state in sorted(rng.snapshot().items()))
         seen.random = hashlib.sha256(states).hexdigest()
     return seen
@@ -40,7 +40,7 @@ class Run:
     """An engine over the model of a case, on this rank."""
 
     def __init__(self, case: Case):
-        self.plan, self.subject = case.plan(), subjects.of(case)
+        self.plan, self.subject = case.plan(), subjects.subject_of(case)
         process_groups.destroy()
         self.groups = process_groups.build(self.plan.layout, timeout_minutes=5)
         self.chunks = self.subject.chunks(self.plan, self.groups)
@@ -49,7 +49,7 @@ class Run:
             self.chunks,
             groups=self.groups,
             forward_step_func=self.subject.forward_step(self.plan, self.groups),
-            optimizer=None if case.own is None else case.own.optimizer,
+            optimizer=None if case.user_model is None else case.user_model.optimizer,
             reports=self.subject.reports,
         )
         self.engine.train_steps.before_update = self._note_gradient
@@ -60,7 +60,7 @@ class Run:
         return place_in(self.groups)
 
     def watching(self) -> AbstractContextManager[list[Crossing]]:
-        """Notes what crosses borders of stages."""
+        """Record what crosses borders of stages."""
 
         def scale() -> float:
             return self.engine.train_steps.in_loss * self.engine.backend.loss_scale
@@ -68,7 +68,7 @@ class Run:
         return borders.watching(self.plan, self.groups, self.chunks, scale)
 
     def take(self, number: int) -> Step:
-        """A step, and all that it changed."""
+        """Take a step and read everything that it changed."""
         self._gradient = []
         result = self.engine.train_step(self._microbatches(number))
         step = Step(
@@ -112,7 +112,7 @@ def place_in(groups: Groups) -> dict[str, int]:
 
 
 def piece_of(chunk: Any, groups: Groups, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:
-    """values: of parameter `param` of a chunk, from element `start` on of the part that this tp rank holds."""
+    """The piece of `param` with these values, which begin at element `start` of the part that this tp rank holds."""
     cut = names.is_sharded_over_tp(param)
     gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False)) and "linear_fc1" in name
     return Piece(
@@ -123,5 +123,5 @@ def piece_of(chunk: Any, groups: Groups, name: str, param: Any, values: torch.Te
 
 
 def _is_whole(param: torch.nn.Parameter) -> bool:
-    """A plain tensor, and not what ZeRO-3 leaves of one that it has released."""
+    """Whether `param` is a plain tensor, not the remainder of one that ZeRO-3 has released."""
     return type(param.data) is torch.Tensor and param.numel() == getattr(param, "ds_numel", param.numel())

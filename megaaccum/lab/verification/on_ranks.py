@@ -1,26 +1,32 @@
-"""The functions that ranks run for a verification; the process that starts them needs neither DeepSpeed nor
-Megatron."""
+"""Functions that a verification runs on ranks; the process that starts them imports neither DeepSpeed nor Megatron."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from megaaccum.lab.verification.case import Case, Lane
-from megaaccum.lab.verification.records import Observed, Truth
+from megaaccum.lab.verification.records import Observed, Reference
+from megaaccum.lab.verification.testing.ranks import run_ranks
+
+SECONDS = 120.0
+"""Limit for one start of ranks."""
 
 
-def truths(case: Case, lanes: Sequence[Lane], steps: int, keep_parts: bool = False) -> list[Truth]:
-    """One process' steps in each precision; in a world of one rank."""
-    from megaaccum.lab.verification.truth import truth_of
+def references(case: Case, lanes: Sequence[Lane], steps: int, keep_parts: bool = False) -> list[Reference]:
+    """Take the steps of one process in each precision, in a world of one rank."""
+    from megaaccum.lab.verification.reference import reference_of
 
-    return [truth_of(case, lane, steps, keep_parts=keep_parts and lane == "fp64") for lane in lanes]
+    return [reference_of(case, lane, steps, keep_parts=keep_parts and lane == "fp64") for lane in lanes]
 
 
 def observed(case: Case, steps: int, at_borders: bool = False) -> Observed:
-    """This rank's steps of a layout, with the case's mistake made."""
-    from megaaccum.lab.verification import bank
+    """Take this rank's steps of a layout."""
     from megaaccum.lab.verification.observe import observe
 
-    with bank.made(case.mistake, case.plan()) if case.mistake else contextlib.nullcontext():
-        return observe(case, steps, at_borders=at_borders)
+    return observe(case, steps, at_borders=at_borders)
+
+
+def start_and_observe(case: Case, steps: int, at_borders: bool = False) -> list[Observed]:
+    """Start the ranks of a case on this machine and take its steps. Raises RanksFailed."""
+    found: list[Observed] = run_ranks(observed, case.world_size, case, steps, at_borders, timeout=SECONDS)
+    return found

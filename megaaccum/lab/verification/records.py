@@ -1,4 +1,4 @@
-"""Numbers that a verification compares: those of one process, and those that each rank of a layout came to."""
+"""Numbers that a verification compares: the reference's, and those of each rank of a layout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 GRADIENT, MODEL = "gradient", "model"
 KINDS = (GRADIENT, "param", "exp_avg", "exp_avg_sq", MODEL)
-"""Kinds of tensors: the gradient as the optimizer reads it (reduced, divided, unscaled, clipped); after the step the
-master weights and Adam's moments; and the weights that the next forward reads."""
+"""Kinds of tensors: the gradient as the optimizer reads it (reduced, divided, unscaled, clipped); master weights and
+Adam's moments after the step; the weights that the next forward reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,11 @@ class Step:
 
 @dataclass(slots=True)
 class Observed:
-    """Steps of a layout on one rank. before: its initial weights. place: its rank in each group. random: a digest of
-    the state that dropout draws from after the steps; empty for a model of a user's own, who seeds it. crossings: what
-    crossed borders of stages in the first step, where asked for."""
+    """Steps of a layout on one rank.
+
+    place: its rank in each group. before: its initial weights. random: a digest of the random states after the steps;
+    empty for a user's model, which seeds itself. crossings: what crossed borders of stages in the first step, if
+    requested."""
 
     rank: int
     place: dict[str, int]
@@ -62,11 +64,12 @@ class Observed:
 
 
 @dataclass(slots=True)
-class TrueStep:
-    """One step of one process. tensors: by kind and name, of whole parameters, float64. amplification: by name, how
-    much larger the sum of the norms of the micro-batches' gradients is than the norm of their sum. rounding: the
-    largest relative distance of that sum from the gradient of the whole batch, up to this step, where whole batches
-    went through at once."""
+class ReferenceStep:
+    """One step of one process.
+
+    tensors: by kind and name, of whole parameters, float64. amplification: by name, the sum of the norms of the
+    micro-batches' gradients relative to the norm of their sum. rounding: the largest relative distance of that sum from
+    the gradient of the full batch, up to this step; 0 if batches go through micro-batch by micro-batch."""
 
     loss: float
     weight: float
@@ -81,18 +84,17 @@ class TrueStep:
 
 
 @dataclass(slots=True)
-class Truth:
+class Reference:
     """Steps of one process, without pipeline, sharding or accumulation.
 
-    before: its initial weights by name, in the order of the model. whole: all samples of a step went through the model
-    in one forward, and not micro-batch by micro-batch. parts: of the first step, where asked for, each micro-batch's
-    share of the gradient, before clipping, with `weights` of their losses, and of its `layers` outputs and gradients
-    (borders.of_layers). clip: what the first step's gradient was
-    multiplied by in clipping. problem: why nothing can be verified; empty where it can. notes: what a reader of the
-    verdict should know."""
+    before: initial weights by name, in the order of the model. whole: all samples of a step went through the model in
+    one forward, not micro-batch by micro-batch. parts: each micro-batch's share of the first step's gradient before
+    clipping, if requested, with the `weights` of their losses and the outputs and gradients of `layers`
+    (borders.of_layers). clip: the factor by which the first step's gradient was clipped. problem: the reason why
+    nothing can be verified; else empty. notes: remarks for the reader of the verdict."""
 
     before: dict[str, torch.Tensor]
-    steps: list[TrueStep] = field(default_factory=list)
+    steps: list[ReferenceStep] = field(default_factory=list)
     whole: bool = False
     parts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     layers: list[dict[str, list[torch.Tensor]]] = field(default_factory=list)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megaaccum.lab.verification.compare import cut
-from megaaccum.lab.verification.records import Observed, Piece, Truth
+from megaaccum.lab.verification.records import Observed, Piece, Reference
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
 """Relative distance within which a number, or a sum of vectors, is taken for the one that is recognised."""
@@ -40,8 +40,8 @@ class Sizes:
 
 
 def gather(ranks: list[Observed], true: dict[str, torch.Tensor], kind: str = "gradient") -> dict[str, torch.Tensor]:
-    """By name, what ranks hold of the first step, the tp ranks' parts one after the other; where ranks differ, the
-    value that is farthest from the truth. A parameter that lacks elements is left out."""
+    """The first step's tensors by name, the tp ranks' parts in a row. If ranks differ, the value farthest from the
+    reference counts. A parameter that lacks elements is left out."""
     pieces: dict[str, dict[int, list[Piece]]] = {}
     for rank in ranks:
         for piece in rank.steps[0].tensors.get(kind, []):
@@ -78,11 +78,6 @@ def laid_out(ranks: list[Observed], whole: dict[str, torch.Tensor]) -> dict[str,
     }
 
 
-def distance(got: torch.Tensor, true: torch.Tensor) -> float:
-    """|got - true| / |true|."""
-    return float((got - true).norm()) / max(float(true.norm()), 1e-300)
-
-
 def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
     """(r, relative distance of `got` from r * true)."""
     square = float(true.square().sum())
@@ -92,7 +87,7 @@ def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
 
 
 def name_of_factor(r: float, sizes: Sizes, close: float) -> str:
-    """`x2 (dp, pp)`, `1/4 (ga)`; a bare number where none fits; empty for 1."""
+    """Name a factor: `x 2 (dp)`, `x 0.25 (1 / ga)`; a bare number if no size fits; empty for 1."""
     if abs(r - 1) <= close:
         return ""
     if abs(r) <= close:
@@ -121,9 +116,9 @@ def shares_of(got: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]
     return solution.tolist(), left
 
 
-def name_of_shares(c: list[float], truth: Truth, dp: int, close: float) -> str:
-    """Words for the weights with which micro-batches enter; micro-batch i is number i // dp of data-parallel rank
-    i % dp. Empty where no words are known."""
+def name_of_shares(c: list[float], reference: Reference, dp: int, close: float) -> str:
+    """Describe the weights with which micro-batches enter; micro-batch i is number i // dp of data-parallel rank
+    i % dp. Empty if all are 1."""
     count, close = len(c), max(close, 1e-9)
     zero, one, two = ([abs(each - value) <= 10 * close for each in c] for value in (0.0, 1.0, 2.0))
     if all(one):
@@ -133,11 +128,11 @@ def name_of_shares(c: list[float], truth: Truth, dp: int, close: float) -> str:
         return _missing(zero, dp)
     if all(o or t for o, t in zip(one, two, strict=True)):
         return f"counted twice: {_listed([i for i, each in enumerate(two) if each], dp)}"
-    total = sum(truth.weights)
-    by_mean = [total / (weight * count) if weight else 0.0 for weight in truth.weights]
+    total = sum(reference.weights)
+    by_mean = [total / (weight * count) if weight else 0.0 for weight in reference.weights]
     if _alike(c, by_mean, close):
         return "each micro-batch weighs the same, however many tokens it has (a mean of means)"
-    own = [sum(truth.weights[rank::dp]) for rank in range(dp)]
+    own = [sum(reference.weights[rank::dp]) for rank in range(dp)]
     per_rank = [total / (dp * own[i % dp]) if own[i % dp] else 0.0 for i in range(count)]
     if dp > 1 and _alike(c, per_rank, close):
         return "each data-parallel rank divides by its own weight, and the ranks are averaged"

@@ -1,4 +1,4 @@
-"""A configuration as a case that fits on this machine: small in depth and width, with every axis of the layout kept."""
+"""A configuration as a case that fits on this machine: fewer, narrower layers, with every axis of the layout."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _NEED_A_GPU = {
 
 @dataclass(slots=True)
 class Shrunk:
-    """A case, and in words how it differs from the configuration."""
+    """A case, and notes on how it differs from the configuration."""
 
     case: Case
     notes: list[str] = field(default_factory=list)
 
 
 def settle(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -> Shrunk:
-    """The case of a configuration, `plan` being that of its real layout. shrink: in depth and width, and in ranks where
-    these are more than MOST_RANKS; else only what makes a step comparable is set."""
+    """Make the case of a configuration whose real layout is `plan`. shrink: reduce depth, width and, above MOST_RANKS,
+    ranks; else change only what makes a step comparable."""
     keys = {
         name: value(config, name)
         for name, key in all_keys().items()
@@ -74,7 +74,7 @@ def settle(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) ->
 
 
 def _without_kernels(keys: Keys, notes: list[str], on_gpu: bool) -> None:
-    """Leave out what this machine's layers cannot do."""
+    """Leave out features that this machine's layers do not have."""
     if on_gpu:
         return
     for name, words in _NEED_A_GPU.items():

@@ -10,7 +10,7 @@ import torch
 from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
-from megaaccum.lab.verification.case import Case, OwnModel
+from megaaccum.lab.verification.case import Case, UserModel
 from megaaccum.model import gpt, names
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.model.torch_chunk import TorchChunk
@@ -27,35 +27,51 @@ class Subject(Protocol):
     reports: dict[str, str]
 
     def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
-        """This rank's chunks of a layout."""
+        """Build this rank's chunks of a layout."""
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
         """The forward step function that the engine is given."""
 
     def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
-        """The whole model in one process."""
+        """Build the whole model in one process."""
 
     def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
         """(sum of the losses of `batch`, its weight) in one process."""
 
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
-        """Over masters of the parameters."""
+        """Make an optimizer over masters of the parameters."""
 
     def microbatches(self, step: int, count: int) -> list[Any]:
         """The `count` micro-batches of a step."""
 
 
 def vocab_size_of(case: Case) -> int:
-    """Of a configured GPT."""
+    """The vocabulary of a configured GPT, before padding."""
     return int(case.keys.get("vocab_size") or 61)
 
 
-def of(case: Case) -> Subject:
-    return _Gpt(case) if case.own is None else _Own(case, case.own)
+def subject_of(case: Case) -> Subject:
+    """The configured GPT of a case, or the user's model."""
+    return _Gpt(case) if case.user_model is None else _UserSubject(case, case.user_model)
+
+
+def adamw(named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
+    """torch's AdamW over masters of parameters; norms and biases do not decay."""
+    keys = plan.config.optimizer
+    groups = [
+        {
+            "params": [each for _, each in named if (each.dim() > 1) == decays],
+            "weight_decay": keys.weight_decay * decays,
+            "wd_mult": float(decays),  # read by Megatron's schedule
+        }
+        for decays in (True, False)
+    ]
+    betas = (keys.adam_beta1, keys.adam_beta2)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=keys.lr, betas=betas, eps=keys.adam_eps)
 
 
 def whole_batch(batches: list[Any]) -> Any | None:
-    """All micro-batches as one, where each is a dict of tensors of one number of rows (or such a tensor); else None."""
+    """All micro-batches as one if each is a tensor, or a dict of tensors with the same number of rows; else None."""
     if all(isinstance(each, torch.Tensor) for each in batches):
         return torch.cat(batches) if len({each.shape[1:] for each in batches}) == 1 else None
     if not all(isinstance(each, dict) and each.keys() == batches[0].keys() for each in batches):
@@ -68,6 +84,15 @@ def whole_batch(batches: list[Any]) -> Any | None:
     if any(len({each[name].shape[1:] for each in batches}) != 1 for name in batches[0]):
         return None
     return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+
+
+def gpt_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, means: bool) -> tuple[torch.Tensor, float]:
+    """(sum of the losses of unmasked tokens, their number) of a GPT; means: (the mean over these tokens, 1)."""
+    mask = batch["loss_mask"]
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    losses = losses if losses.dtype is torch.float64 else losses.float()
+    total, tokens = (losses * mask.to(losses.dtype)).sum(), float(mask.sum())
+    return (total / max(tokens, 1.0), 1.0) if means else (total, tokens)
 
 
 class _Gpt:
@@ -86,33 +111,17 @@ class _Gpt:
         return list(chunks)
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
-        return Spoiled(GptForwardStep(groups, plan.batch.loss_norm))
+        return WithOverflow(GptForwardStep(groups, plan.batch.loss_norm))
 
     def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
         (chunk,) = self.chunks(plan, groups)
         return chunk
 
     def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        mask = batch["loss_mask"]
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
-        losses = losses if losses.dtype is torch.float64 else losses.float()
-        total, tokens = (losses * mask.to(losses.dtype)).sum(), float(mask.sum())
-        return (total, tokens) if plan.batch.loss_norm == "token" else (total / max(tokens, 1.0), 1.0)
+        return gpt_loss(model, batch, means=plan.batch.loss_norm != "token")
 
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
-        keys = plan.config.optimizer
-        groups = [
-            {
-                "params": [each for _, each in named if (each.dim() > 1) == decays],
-                "weight_decay": keys.weight_decay * decays,
-                "wd_mult": float(decays),  # which the schedule reads
-            }
-            for decays in (True, False)
-        ]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=keys.lr, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps,
-        )  # fmt: skip
+        return adamw(named, plan)
 
     def microbatches(self, step: int, count: int) -> list[Any]:
         made = [self._microbatch(step, index, step * count + index) for index in range(count)]
@@ -121,7 +130,7 @@ class _Gpt:
         return made
 
     def _microbatch(self, step: int, index: int, place: int) -> dict[str, torch.Tensor]:
-        """place: its number over all steps."""
+        """Micro-batch `index` of a step; place: its number over all steps."""
         rows, seq = int(self._case.keys.get("micro_batch_size", 1)), int(self._case.keys["seq_length"])
         generator = torch.Generator().manual_seed(1000 * step + index)
         made = self._made_up(rows, seq, generator) if self._case.samples is None else self._read(place, rows)
@@ -139,7 +148,7 @@ class _Gpt:
         }  # fmt: skip
 
     def _read(self, place: int, rows: int) -> dict[str, torch.Tensor]:
-        """From the data, which begins again where it ends."""
+        """Rows of the data, which starts again at its end."""
         assert self._case.samples is not None
         parts = self._case.samples.parts
         at = torch.arange(place * rows, (place + 1) * rows) % len(parts["tokens"])
@@ -150,8 +159,8 @@ def _give_padding_mask(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     return args, kwargs | {"padding_mask": kwargs["loss_mask"] == 0}
 
 
-class Spoiled:
-    """A forward step function whose last stage has a gradient that is not finite where a micro-batch says so."""
+class WithOverflow:
+    """A forward step function. The gradient of its last stage is not finite for micro-batches with `overflows`."""
 
     def __init__(self, inner: GptForwardStep):
         self._inner = inner
@@ -166,12 +175,12 @@ class Spoiled:
         return output, loss_func
 
 
-class _Own:
-    """A model of a user's own. Its dropout modules are switched off."""
+class _UserSubject:
+    """A user's model. Its dropout modules are switched off."""
 
-    def __init__(self, case: Case, own: OwnModel):
-        self._case, self._own = case, own
-        self.reports = dict(own.reports)
+    def __init__(self, case: Case, model: UserModel):
+        self._case, self._model = case, model
+        self.reports = dict(model.reports)
 
     def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
         stages, rank = plan.layout.num_stages, torch.distributed.get_rank()
@@ -184,39 +193,39 @@ class _Own:
         return model
 
     def _built(self, stage: int, stages: int, plan: Plan) -> torch.nn.Module:
-        model: torch.nn.Module = self._own.build(stage, stages)
+        model: torch.nn.Module = self._model.build(stage, stages)
         for module in model.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
         dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
-        own = next((param.dtype for param in model.parameters()), dtype)
-        if own != dtype:
+        built = next((param.dtype for param in model.parameters()), dtype)
+        if built != dtype:
             model.to(dtype)
             config: Any = getattr(model, "config", None)
             for name in ("params_dtype", "pipeline_dtype"):
-                if getattr(config, name, None) == own:
+                if getattr(config, name, None) == built:
                     setattr(config, name, dtype)
         return model if hasattr(model, "set_input_tensor") else TorchChunk(model)
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
-        return self._own.forward_step_func
+        return self._model.forward_step_func
 
     def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        output, loss_func = self._own.forward_step_func(iter([batch]), model)
+        output, loss_func = self._model.forward_step_func(iter([batch]), model)
         total, weight, _ = loss_func(output)
         return total, float(weight)
 
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
-        if self._own.optimizer is None:
-            return _Gpt.optimizer(self, named, plan)  # type: ignore[arg-type]
-        return self._own.optimizer([each for _, each in named])  # type: ignore[no-any-return]
+        if self._model.optimizer is None:
+            return adamw(named, plan)
+        return self._model.optimizer([each for _, each in named])  # type: ignore[no-any-return]
 
     def microbatches(self, step: int, count: int) -> list[Any]:
-        data = self._own.data
+        data = self._model.data
         made = data(step) if callable(data) else data[step * count :] or data
         if len(made) < count:
             raise ConfigError(
-                f"the data has {len(made)} micro-batches for a step, and the plan takes {count} over all"
+                f"the data has {len(made)} micro-batches for a step, but the plan takes {count} over all"
                 f" data-parallel ranks: give {count}, or set grad_accum_steps lower"
             )
         return list(made[:count])

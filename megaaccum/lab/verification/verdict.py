@@ -1,19 +1,18 @@
-"""Runs a case in its precisions and says whether its steps are those of the big batch."""
+"""Runs a case in its precisions and decides whether its steps are those of the full global batch."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import on_ranks
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.compare import Comparison, compare
-from megaaccum.lab.verification.launched import Observe, num_ranks
-from megaaccum.lab.verification.records import Observed, Truth
+from megaaccum.lab.verification.records import Observed, Reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed, run_ranks
 
 if TYPE_CHECKING:
@@ -21,17 +20,20 @@ if TYPE_CHECKING:
 
 PASSED, FAILED, CANNOT = 0, 1, 3
 """Exit codes; 2 is a configuration that is refused."""
-SECONDS = 120.0
-"""Limit for one start of ranks."""
 _ORDER: tuple[Lane, ...] = ("fp64", "fp32", "bf16", "fp16")
 
 Progress = Callable[[str], None]
+Observe = Callable[[Case, int, bool], list[Observed]]
+"""(case, steps, at borders) -> the steps as each rank of the layout observed them. Raises RanksFailed, or ConfigError
+if the ranks refuse the case."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """The outcome of a verification. comparisons: one per precision. problem: why nothing can be verified. failure: how
-    ranks ended that did not take their steps. notes: for the reader."""
+    """The outcome of a verification.
+
+    comparisons: one per precision. problem: why nothing can be verified. failure: how ranks ended that did not take
+    their steps. notes: remarks for the reader."""
 
     case: Case
     steps: int
@@ -52,30 +54,47 @@ class Verdict:
 
 
 class Verifier:
-    """Starts ranks for cases. Truths are kept, because many layouts have one. launched: observes on ranks that a
-    launcher has started, as many as there are; default: every case's ranks are started here."""
+    """Verifies cases.
 
-    def __init__(self, steps: int = 2, progress: Progress | None = None, launched: Observe | None = None):
-        self.steps, self._launched = steps, launched
-        self._progress = progress or (lambda text: None)
-        self._truths: dict[str, Truth] = {}
+    Args:
+        steps: optimizer steps of each case.
+        progress: called with a line on each start of ranks.
+        observe: takes a case's steps on its ranks; default: starts them on this machine.
+        references: steps of one process that are known already, by what they depend on; new ones are added. Many
+            layouts of a model share one.
+    """
+
+    def __init__(
+        self,
+        steps: int = 2,
+        progress: Progress | None = None,
+        observe: Observe = on_ranks.start_and_observe,
+        references: dict[str, Reference] | None = None,
+    ):
+        self.steps = steps
+        self._progress, self._observe = progress or (lambda text: None), observe
+        self._references = {} if references is None else references
+
+    def observing(self, observe: Observe) -> Verifier:
+        """A verifier with the same references that observes steps in another way."""
+        return Verifier(self.steps, self._progress, observe, self._references)
 
     def verify(self, case: Case, lanes: Sequence[Lane] | None = None) -> Verdict:
-        """Compare each precision; default: float64 where the layout allows it, FP32, and the configured one. Raises
-        ConfigError where the layout is not legal."""
+        """Compare each precision; default: float64 if the layout allows it, FP32, and the configured one. Raises
+        ConfigError if the layout is not legal."""
         begun = time.monotonic()
         case.plan()
         lanes = lanes_of(case) if lanes is None else lanes
         verdict = Verdict(case, self.steps)
-        truths = self.truths(case, ["fp64", *lanes])
-        verdict.problem = next((truth.problem for truth in truths.values() if truth.problem), "")
+        references = self.references(case, ["fp64", *lanes])
+        verdict.problem = next((each.problem for each in references.values() if each.problem), "")
         if not verdict.problem:
-            verdict.notes = list(truths["fp64"].notes)
-            self._compare(verdict, truths, lanes)
+            verdict.notes = list(references["fp64"].notes)
+            self._compare(verdict, references, lanes)
         verdict.seconds = time.monotonic() - begun
         return verdict
 
-    def _compare(self, verdict: Verdict, truths: dict[Lane, Truth], lanes: Sequence[Lane]) -> None:
+    def _compare(self, verdict: Verdict, references: dict[Lane, Reference], lanes: Sequence[Lane]) -> None:
         for lane in lanes:
             case = verdict.case.in_lane(lane)
             plan = case.plan()
@@ -86,41 +105,36 @@ class Verifier:
                 verdict.problem = str(error)
                 return
             except RanksFailed as error:
-                verdict.problem, verdict.failure = (
-                    ("", _short(error)) if not _is_refusal(error) else (_short(error), "")
-                )
+                if _is_refusal(error):
+                    verdict.problem = _short(error)
+                else:
+                    verdict.failure = _short(error)
                 return
             summands = plan.batch.num_microbatches * plan.layout.dp
-            verdict.comparisons.append(compare(lane, ranks, truths["fp64"], truths[lane], summands=summands))
+            verdict.comparisons.append(compare(lane, ranks, references["fp64"], references[lane], summands=summands))
 
     def observe(self, case: Case, *, at_borders: bool = False) -> list[Observed]:
-        """The steps of a layout on its ranks. Raises RanksFailed, or ConfigError where launched ranks refuse it."""
-        if self._launched is not None and case.world_size == num_ranks():
-            return self._launched(case, self.steps, at_borders)
-        found: list[Observed] = run_ranks(
-            on_ranks.observed, case.world_size, case, self.steps, at_borders, timeout=SECONDS
-        )
-        return found
+        """The steps of a layout on its ranks. Raises RanksFailed, or ConfigError if launched ranks refuse it."""
+        return self._observe(case, self.steps, at_borders)
 
-    def truths(self, case: Case, lanes: Sequence[Lane], *, keep_parts: bool = False) -> dict[Lane, Truth]:
-        """One process' steps in each precision."""
+    def references(self, case: Case, lanes: Sequence[Lane], *, keep_parts: bool = False) -> dict[Lane, Reference]:
+        """The steps of one process in each precision."""
         keys = {lane: _key(case, lane, self.steps, keep_parts) for lane in lanes}
-        missing = [lane for lane in _ORDER if lane in lanes and keys[lane] not in self._truths]
+        missing = [lane for lane in _ORDER if lane in lanes and keys[lane] not in self._references]
         if missing:
             self._progress(f"one process in {', '.join(missing)}")
-            for lane, truth in zip(missing, self._run_truths(case, missing, keep_parts), strict=True):
-                self._truths[keys[lane]] = truth
-        return {lane: self._truths[keys[lane]] for lane in lanes}
+            for lane, reference in zip(missing, self._run_references(case, missing, keep_parts), strict=True):
+                self._references[keys[lane]] = reference
+        return {lane: self._references[keys[lane]] for lane in lanes}
 
-    def _run_truths(self, case: Case, lanes: list[Lane], keep_parts: bool) -> list[Truth]:
-        plain = replace(case, mistake="")
+    def _run_references(self, case: Case, lanes: list[Lane], keep_parts: bool) -> list[Reference]:
         try:
-            found: list[Truth] = run_ranks(on_ranks.truths, 1, plain, lanes, self.steps, keep_parts, timeout=SECONDS)[0]
-            return found
+            (found,) = run_ranks(on_ranks.references, 1, case, lanes, self.steps, keep_parts, timeout=on_ranks.SECONDS)
+            return list(found)
         except RanksFailed as error:
             killed = any(outcome.status == -9 and not outcome.ended_by_harness for outcome in error.outcomes)
             why = "one process does not hold the model: it was ended for its memory" if killed else _short(error)
-            return [Truth({}, problem=why) for _ in lanes]
+            return [Reference({}, problem=why) for _ in lanes]
 
 
 def lanes_of(case: Case) -> list[Lane]:
@@ -128,40 +142,30 @@ def lanes_of(case: Case) -> list[Lane]:
     lanes: list[Lane] = ["fp64"] if case.in_lane("fp64").is_legal() else []
     if case.keys.get("backend") != "ddp" or case.lane == "fp32":
         lanes.append("fp32")
-    own = case.lane
-    if own not in lanes and not (own in ("bf16", "fp16") and case.keys.get("num_experts")):
-        lanes.append(own)
+    configured = case.lane
+    if configured not in lanes and not (configured in ("bf16", "fp16") and case.keys.get("num_experts")):
+        lanes.append(configured)
     return lanes
 
 
 def _key(case: Case, lane: Lane, steps: int, keep_parts: bool) -> str:
-    """Equal for cases of which one process does the same."""
+    """A text that is equal for cases with the same reference."""
     plan, alone = case.plan(), case.one_process(lane)
     count = plan.batch.num_microbatches * plan.layout.dp
     scale = asdict(plan.config.step) if lane == "fp16" else {}
-    facts: list[Any] = [
-        alone.facts(),
-        count,
-        lane,
-        steps,
-        keep_parts,
-        case.masks,
-        case.overflow,
-        id(case.own),
-        id(case.samples),
-        scale,
-    ]
+    data = [case.masks, case.overflow, id(case.user_model), id(case.samples)]
+    facts: list[Any] = [alone.facts(), count, lane, steps, keep_parts, *data, scale]
     return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _is_refusal(error: RanksFailed) -> bool:
-    """Whether every rank said that the configuration cannot be honoured here."""
+    """Whether every rank refused the configuration."""
     kinds = [outcome.error.kind for outcome in error.outcomes if outcome.error is not None]
     return bool(kinds) and len(kinds) == len(error.outcomes) and set(kinds) == {"ConfigError"}
 
 
 def _short(error: RanksFailed) -> str:
-    """The first rank's error, or what the harness says."""
+    """The first rank's error, or the harness' message."""
     failed = sorted((each for each in error.outcomes if each.failed), key=lambda each: each.order)
     for outcome in failed:
         if outcome.error is not None:

@@ -106,7 +106,7 @@ def try_ranks(
     env: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """As run_ranks, but returns how each rank ended instead of raising: for tests in which ranks are meant to fail."""
+    """Run `fn` like run_ranks, and return how each rank ended: for tests in which ranks are meant to fail."""
     return _outcomes(fn, world_size, args, kwargs, timeout, init, env or {})[0]
 
 

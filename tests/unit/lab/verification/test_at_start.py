@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megaaccum.config.resolve import flush_problems
-from megaaccum.lab.verification.at_start import NUM_PROJECTIONS, Found, Sketch, compare, other_split
+from megaaccum.lab.verification.at_start import NUM_PROJECTIONS, Sketch, SplitDistance, compare, other_split
 from tests.support.configs import plan
 
 PIPELINE = dict(pipeline_model_parallel_size=2, pp_microbatches=8, attention_dropout=0.0, hidden_dropout=0.0)
@@ -51,13 +51,13 @@ def sketch(factors: dict[str, float], *, weight: float = 10.0, noise: float = 0.
     return Sketch(list(factors), torch.cat([table[:, :-1] * by, table[:, -1:] * by**2], dim=1), weight, 1.0, 1.0)
 
 
-def found(other: dict[str, float], **more: float) -> Found:
+def found(other: dict[str, float], **more: float) -> SplitDistance:
     of = plan(2, **PIPELINE)
     return compare(of, sketch(dict.fromkeys(other, 1.0)), sketch(other, **more), of.batch, other_split(of, of.batch))
 
 
 def test_equal_gradients_pass():
-    assert found({"a": 1.0, "b": 1.0}) == Found(0.0)
+    assert found({"a": 1.0, "b": 1.0}) == SplitDistance(0.0)
     assert found({"a": 1.0, "b": 1.0}, noise=1e-4).problem == ""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megaaccum.lab.verification.borders import RECEIVED, SENT, Crossing, first_wrong, of_layers
-from megaaccum.lab.verification.records import Observed, Truth
+from megaaccum.lab.verification.records import Observed, Reference
 
 AFTER = ("layers.0", "layers.1")
 
@@ -17,7 +17,7 @@ def tensors(microbatch: int, stage: int) -> list[torch.Tensor]:
     return [torch.randn(4, 2, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
 
 
-TRUTH = Truth({}, layers=[{name: tensors(m, stage) for stage, name in enumerate(AFTER)} for m in range(2)])
+REFERENCE = Reference({}, layers=[{name: tensors(m, stage) for stage, name in enumerate(AFTER)} for m in range(2)])
 
 
 def seen() -> list[Crossing]:
@@ -33,7 +33,7 @@ def seen() -> list[Crossing]:
 
 
 def where(found: list[Crossing]) -> str:
-    return first_wrong([Observed(0, {}, [], crossings=found)], TRUTH, 1e-6)
+    return first_wrong([Observed(0, {}, [], crossings=found)], REFERENCE, 1e-6)
 
 
 def test_right_borders_leave_the_inside_of_a_stage():

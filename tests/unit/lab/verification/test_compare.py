@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megaaccum.lab.verification.compare import compare
-from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step, TrueStep, Truth
+from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Reference, ReferenceStep, Step
 
 NAMES = ("a.weight", "b.weight")
 
@@ -18,14 +18,14 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(4, 6, dtype=torch.float64, generator=generator) for name in NAMES}
 
 
-def truth() -> Truth:
+def reference() -> Reference:
     before, after = tensors(0), tensors(1)
     kinds = {GRADIENT: tensors(2), "param": after, "exp_avg": tensors(3), "exp_avg_sq": tensors(4), MODEL: after}
-    step = TrueStep(2.0, 10.0, 1.5, 0.1, 1.0, False, tensors=kinds, amplification=dict.fromkeys(NAMES, 1.0))
-    return Truth(before, [step], whole=True)
+    step = ReferenceStep(2.0, 10.0, 1.5, 0.1, 1.0, False, tensors=kinds, amplification=dict.fromkeys(NAMES, 1.0))
+    return Reference(before, [step], whole=True)
 
 
-def ranks(of: Truth, dp: int = 2) -> list[Observed]:
+def ranks(of: Reference, dp: int = 2) -> list[Observed]:
     """What dp ranks see that hold everything."""
     true = of.steps[0]
     found = []
@@ -40,12 +40,12 @@ def ranks(of: Truth, dp: int = 2) -> list[Observed]:
     return found
 
 
-def failed(seen: list[Observed], of: Truth) -> set[tuple[str, str]]:
+def failed(seen: list[Observed], of: Reference) -> set[tuple[str, str]]:
     return {(row.kind, row.name) for row in compare("fp64", seen, of, of, summands=8).failed}
 
 
 def test_equal_numbers_pass():
-    of = truth()
+    of = reference()
     compared = compare("fp64", ranks(of), of, of, summands=8)
     assert compared.ok
     assert compared.largest < 1e-15
@@ -54,33 +54,33 @@ def test_equal_numbers_pass():
 
 @pytest.mark.parametrize("kind", [GRADIENT, "param", "exp_avg", "exp_avg_sq", MODEL])
 def test_one_element_on_one_rank(kind):
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     seen[1].steps[0].tensors[kind][1].values[3] += 1e-6
     assert failed(seen, of) == {(kind, NAMES[1])}
 
 
 def test_rounding_passes():
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     seen[0].steps[0].tensors[GRADIENT][0].values.mul_(1 + 1e-14)
     assert failed(seen, of) == set()
 
 
 @pytest.mark.parametrize("name", ["loss", "weight", "norm", "lr", "loss_scale"])
 def test_a_scalar(name):
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     for rank in seen:
         setattr(rank.steps[0], name, getattr(rank.steps[0], name) * 1.01)
     assert failed(seen, of) == {(name, "")}
 
 
 def test_ranks_that_disagree():
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     seen[1].steps[0].skipped = True
     assert failed(seen, of) == {("skipped", ""), ("ranks", "")}
 
 
 def test_what_is_missing_or_not_a_number():
-    of, seen = truth(), ranks(truth(), dp=1)
+    of, seen = reference(), ranks(reference(), dp=1)
     del seen[0].steps[0].tensors[GRADIENT][0]
     assert failed(seen, of) == {(GRADIENT, NAMES[0])}
     seen = ranks(of)
@@ -89,13 +89,13 @@ def test_what_is_missing_or_not_a_number():
 
 
 def test_other_initial_weights():
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     seen[1].before[0].values[0] += 1e-9
     assert failed(seen, of) == {("initial weight", NAMES[0])}
 
 
 def test_a_part_of_a_parameter_that_no_rank_has():
-    of, seen = truth(), ranks(truth(), dp=1)
+    of, seen = reference(), ranks(reference(), dp=1)
     piece = seen[0].steps[0].tensors[GRADIENT][0]
     seen[0].steps[0].tensors[GRADIENT][0] = Piece(piece.name, piece.values[:12], 0)
     assert failed(seen, of) == {(GRADIENT, NAMES[0])}
@@ -104,7 +104,7 @@ def test_a_part_of_a_parameter_that_no_rank_has():
 @pytest.mark.parametrize("gated", [False, True])
 def test_parts_of_tp_ranks(gated):
     """Each holds its rows; of [gate; up] a part of both."""
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     whole = of.steps[0].tensors[GRADIENT][NAMES[0]]
     for rank in range(2):
         rows = [rank, 2 + rank] if gated else [2 * rank, 2 * rank + 1]
@@ -117,6 +117,6 @@ def test_parts_of_tp_ranks(gated):
 
 
 def test_ranks_that_draw_the_same_dropout():
-    of, seen = truth(), ranks(truth())
+    of, seen = reference(), ranks(reference())
     seen[1].random = seen[0].random
     assert failed(seen, of) == {("random", "")}

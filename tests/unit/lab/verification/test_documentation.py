@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-import megaaccum
 from tests.support.snippets import ROOT, blocks_of
 
-BANK = Path(megaaccum.__file__).parent / "lab" / "verification" / "bank"
+BANK = ROOT / "tests" / "bank"
 
 
 def test_the_linear_model_accumulates_to_rounding():

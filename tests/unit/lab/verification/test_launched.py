@@ -18,7 +18,7 @@ def test_another_number_of_ranks_is_refused(monkeypatch):
     case = settle(config, resolve(config, world_size=2), shrink=False).case
     assert launched.num_ranks() == 3
     assert not launched.is_first()
-    with pytest.raises(ConfigError, match="started 3 ranks, and the layout that is verified has 2: start 2"):
+    with pytest.raises(ConfigError, match="started 3 ranks, but the layout that is verified has 2: start 2"):
         launched.together(case, lambda observe: pytest.fail("not reached"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaaccum.lab.verification.records import Truth
+from megaaccum.lab.verification.records import Reference
 from megaaccum.lab.verification.relations import Sizes, factor_of, name_of_factor, name_of_shares, shares_of
 
 SIZES = Sizes(dp=2, tp=1, pp=3, cp=1, ep=1, ga=5, pp_microbatches=7, loss_scale=1024.0)
@@ -39,7 +39,7 @@ def shares(c: list[float]) -> str:
     got = {"w": sum(each * part["w"] for each, part in zip(c, parts, strict=True))}
     found, left = shares_of(got, parts)
     assert left < 1e-9
-    return name_of_shares(found, Truth({}, weights=WEIGHTS), DP, 1e-6)
+    return name_of_shares(found, Reference({}, weights=WEIGHTS), DP, 1e-6)
 
 
 N = sum(WEIGHTS)

@@ -1,21 +1,24 @@
-"""The self-test of a verification: each documented mistake is made on purpose, and has to be seen and found."""
+"""Whether a mistake is caught by a number, and whether its place is found."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megaaccum.lab.verification import localise
-from megaaccum.lab.verification.bank import BANK, Mistake
-from megaaccum.lab.verification.bank.cases import CASES
 from megaaccum.lab.verification.verdict import Verdict, Verifier
+from tests.bank import on_ranks
+from tests.bank.cases import CASES
+from tests.bank.entries import BANK, Mistake
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of one mistake. caught: by a number, not because a rank raised. found: at its axes and parameter.
-    how: the first wrong number, and what the gradient is of the right one."""
+    """The end of one mistake.
+
+    caught: a compared number is wrong; a rank that raises is no catch. found: the diagnosis names its axes and its
+    parameter. how: the first wrong number, and the relation of the gradient to the right one."""
 
     mistake: Mistake
     caught: bool
@@ -36,22 +39,23 @@ class Outcome:
 
 
 def outcomes(verifier: Verifier, names: Sequence[str] = ()) -> Iterator[Outcome]:
-    """Of the mistakes named, or of all. Each in the precision of its case, which is verified without it first."""
+    """Make the named mistakes, or all, each in the precision of its case, which is verified without it first."""
     healthy: dict[str, Verdict] = {}
     for name in names or BANK:
         case = CASES[BANK[name].base]
         if BANK[name].base not in healthy:
             healthy[BANK[name].base] = verifier.verify(case, [case.lane])
         begun = time.monotonic()
-        outcome = _made(verifier, BANK[name], healthy[BANK[name].base])
+        outcome = _outcome(verifier.observing(on_ranks.observing(name)), BANK[name], healthy[BANK[name].base])
         outcome.seconds = time.monotonic() - begun
         yield outcome
 
 
-def _made(verifier: Verifier, mistake: Mistake, healthy: Verdict) -> Outcome:
+def _outcome(verifier: Verifier, mistake: Mistake, healthy: Verdict) -> Outcome:
+    """verifier: makes the mistake."""
     if not healthy.ok:
         return Outcome(mistake, caught=False, found=False, how=f"{mistake.base} fails without the mistake")
-    case = replace(CASES[mistake.base], mistake=mistake.name)
+    case = CASES[mistake.base]
     verdict: Verdict = verifier.verify(case, [case.lane])
     if verdict.ok or verdict.failure or verdict.problem:
         return Outcome(mistake, caught=False, found=False, how=verdict.failure or verdict.problem)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megaaccum.lab.verification.bank import models
-from megaaccum.lab.verification.case import Case, Keys, OwnModel
+from megaaccum.lab.verification.case import Case, Keys, UserModel
+from tests.bank import models
 
 _MODEL: Keys = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 61,
@@ -46,8 +46,8 @@ def _case(*keys: Keys, ranks: int = 4, **fields: object) -> Case:
 
 
 def _own(build: Callable[[int, int], Any], *keys: Keys, ranks: int = 4) -> Case:
-    own = OwnModel(build=build, forward_step_func=models.forward_step, data=models.batches)
-    return _case(_MODEL, {"lr_decay_style": "constant", "min_lr": 1e-2}, *keys, ranks=ranks, own=own)
+    own = UserModel(build=build, forward_step_func=models.forward_step, data=models.batches)
+    return _case(_MODEL, {"lr_decay_style": "constant", "min_lr": 1e-2}, *keys, ranks=ranks, user_model=own)
 
 
 CASES: dict[str, Case] = {

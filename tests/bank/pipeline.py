@@ -11,14 +11,13 @@ from megatron.core.tensor_parallel import random
 from megaaccum.config import Plan
 from megaaccum.executor.executor import Flush
 from megaaccum.executor.wgrad import WeightGrads
-from megaaccum.lab.verification.bank import models
-from megaaccum.lab.verification.bank.mistake import mistake, replaced, wrapped
 from megaaccum.model import gpt
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.train_step import TrainStep
-from megaaccum.step.train_step import TrainStep as Attempts
 from megaaccum.upstream import pytorch
+from tests.bank import models
+from tests.bank.mistake import mistake, replaced, wrapped
 
 MATRIX = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
 """The first matrix whose gradient a split backward puts off."""
@@ -30,7 +29,7 @@ MATRIX = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
     base="interleaved", axes="schedule, pp", parameter=r".+",
 )  # fmt: skip
 def batched_messages_at_two_stages(plan: Plan) -> Iterator[None]:
-    flush = Attempts.flush
+    flush = TrainStep.flush
 
     def batched(self: Any, *args: Any, **keys: Any) -> None:
         for chunk in self.chunks:
@@ -38,7 +37,7 @@ def batched_messages_at_two_stages(plan: Plan) -> Iterator[None]:
                 chunk.config.overlap_p2p_comm, chunk.config.batch_p2p_comm = False, True
         flush(self, *args, **keys)
 
-    with replaced(Attempts, "flush", batched):
+    with replaced(TrainStep, "flush", batched):
         yield
 
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from megaaccum.config import Plan
-from megaaccum.lab.verification.bank.mistake import NORM, added_by_microbatch, forwards, mistake, replaced, wrapped
 from megaaccum.model import names
 from megaaccum.sharding import base, ddp, deepspeed, reduction
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.upstream import pytorch
+from tests.bank.mistake import NORM, added_by_microbatch, forwards, mistake, replaced, wrapped
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The first samples of a configuration's own data, as a case takes them."""
+"""The first samples of a configuration's data, as a case takes them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 
-def with_own_data(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
-    """The case with the first samples of `plan`'s training data in place of made-up ones, and a note on them; with a
-    note alone where they cannot be read on this machine. Nothing is written into the run's folder."""
+def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
+    """Put the first samples of `plan`'s training data into the case, with a note; if they cannot be read on this
+    machine, add a note only. Nothing is written into the run's folder."""
     case, batch = shrunk.case, shrunk.case.plan().batch
     vocab, seq, count = vocab_size_of(case), batch.seq_length, steps * batch.global_batch_size
     try:
@@ -30,7 +30,7 @@ def with_own_data(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
             train = build_datasets(alone, train_samples=count).train
             rows = [train[index] for index in range(count)]
     except MegaaccumError as error:
-        return replace(shrunk, notes=[*shrunk.notes, f"made-up tokens: the data cannot be read here ({error})"])
+        return replace(shrunk, notes=[*shrunk.notes, f"random tokens: the data cannot be read here ({error})"])
     parts = {name: torch.stack([torch.as_tensor(row[name])[:seq] for row in rows]) for name in Samples.NAMES}
     parts |= {name: parts[name] % vocab for name in ("tokens", "labels")}
     parts["position_ids"] = parts["position_ids"].clamp(max=seq - 1)

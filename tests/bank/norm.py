@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megaaccum.config import Plan
-from megaaccum.lab.verification.bank.mistake import mistake, replaced
 from megaaccum.model import names
 from megaaccum.step import grad_norm
 from megaaccum.step.loss import sums_over_ranks
+from tests.bank.mistake import mistake, replaced
 
 
 def _norm_over(group: Callable[[], Any]) -> AbstractContextManager[None]:

@@ -13,10 +13,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megaaccum.config import Plan
-from megaaccum.lab.verification.bank.mistake import forwards, mistake, replaced, wrapped
 from megaaccum.model import router_state
 from megaaccum.step.side_losses import SideLosses
 from megaaccum.upstream import pytorch
+from tests.bank.mistake import forwards, mistake, replaced, wrapped
 
 ROUTER = r"decoder\.layers\.0\.mlp\.router\.weight"
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megaaccum.config import Plan
-from megaaccum.lab.verification.bank.mistake import FIRST, NORM, added_by_microbatch, mistake, replaced, wrapped
 from megaaccum.optim import lr_schedule
 from megaaccum.optim.loss_scaler import LossScaler
 from megaaccum.optim.lr_schedule import LrSchedule
@@ -19,6 +18,7 @@ from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.step.recovery import Recovery
 from megaaccum.step.transaction import Transaction
+from tests.bank.mistake import FIRST, NORM, added_by_microbatch, mistake, replaced, wrapped
 
 
 @mistake(

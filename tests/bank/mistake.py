@@ -1,4 +1,4 @@
-"""A documented mistake: how it is made, where it was made first, and where a verification has to find it."""
+"""A documented mistake: how it is made, its source, and the place that a verification has to find."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mistake:
     name: unique. text: what goes wrong. source: where it was reported, or the paper, manual or code of a library that
     has it or defines what is broken here. base: the healthy case in which it is made (cases.py). axes: those that it
     needs; the diagnosis has to name these and no others. parameter: an expression for the first wrong parameter; empty
-    where none is wrong. make: makes it, on a rank.
+    if none is wrong. make: makes it, on a rank.
     """
 
     name: str

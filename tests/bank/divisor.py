@@ -11,11 +11,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megaaccum.config import Plan
-from megaaccum.lab.verification.bank.mistake import mistake, replaced, wrapped
 from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.step import train_step
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor
+from tests.bank.mistake import mistake, replaced, wrapped
 
 
 def _times(factor: float) -> AbstractContextManager[None]:
@@ -147,13 +147,13 @@ def loss_times_context_parallel(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="micro-batches, unequal weights",
 )  # fmt: skip
 def mean_of_means(plan: Plan) -> Iterator[None]:
-    def divided(original: Any, self: ForwardStep, index: int, loss_func: Any) -> Any:
+    def divided(original: Any, self: ForwardStep, index: int, at: Any, loss_func: Any) -> Any:
         def own_mean(output: torch.Tensor) -> Any:
             total, weight, reports = loss_func(output)
             mean_weight = (self._divisor.total or 1.0) / (len(self._batch) * plan.layout.dp)
             return total * (mean_weight / float(weight)), weight, reports
 
-        return original(self, index, own_mean)
+        return original(self, index, at, own_mean)
 
     with wrapped(ForwardStep, "_scaled", divided):
         yield
