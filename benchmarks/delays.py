@@ -222,14 +222,14 @@ def torch_pipelining(setup: Setup) -> tuple[Callable[[], object], Spans]:
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
-    from megaaccum.schedule.actions import place
+    from megaaccum.schedule.actions import stage_map
 
     kinds = {
         "1f1b": schedules.Schedule1F1B, "interleaved": schedules.ScheduleInterleaved1F1B,
         "zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.ScheduleDualPipeV,
     }  # fmt: skip
     rank, placement = dist.get_rank(), "v" if setup.schedule in ("zbv", "dualpipev") else "loop"
-    numbers = place(placement, pp=setup.pp, chunks=setup.chunks)[rank]  # type: ignore[arg-type]
+    numbers = stage_map(placement, pp=setup.pp, chunks=setup.chunks)[rank]  # type: ignore[arg-type]
     example = torch.zeros(BATCH, SEQ, HIDDEN, requires_grad=True)  # else torch sends no gradients
     stages = [_torch_stage(pipelining, setup, number, example) for number in numbers]
     function = kinds[setup.schedule](

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
+
 from benchmarks.published import LeftOut, Row, model_of, precision
 from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner import pipeline
 from megaaccum.lab.planner.activations import Kernels
 from megaaccum.lab.planner.footprint import StateBytes
 from megaaccum.lab.planner.hardware import Hardware
@@ -31,6 +34,15 @@ PIPELINES = {
     "DualPipeV": "dualpipev",
 }
 """The `schedule` column in the planner's names."""
+
+# Priced for published runs alone: nothing here builds it (arXiv 2401.10241, table 2).
+pipeline.add_formulas(
+    "zb-h2",
+    pipeline.Formulas(
+        lambda p, v, rank, m: [np.minimum(m, 2 * p - 1)],
+        lambda work, v: np.maximum(0, work.forward + work.input_grad - 2 * work.weight_grad),
+    ),
+)
 
 
 def is_fsdp(row: Row) -> bool:

@@ -207,7 +207,7 @@ class _Run:
     def __init__(self, cell: Cell, layout: Flags):
         from megaaccum import sharding
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt
+        from megaaccum.model import gpt, names
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.optim import adamw
         from megaaccum.step.train_step import TrainStep
@@ -216,11 +216,11 @@ class _Run:
         groups.destroy()
         self.groups = groups.build(self.plan.layout, timeout_minutes=1)
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
-        _freeze(cell, gpt.named_parameters(self.chunks))
+        _freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _Spoiled(GptForwardStep(self.groups, self.plan.batch.loss_norm))
         self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
-        self.buffers = dict(gpt.named_buffers(self.chunks))
+        self.buffers = dict(names.named_buffers(self.chunks))
 
     def take(self, step: int) -> StepResult:
         """One optimizer step. With several calls, an evaluation comes between the first two."""
@@ -271,12 +271,12 @@ class _Run:
         save_load.load(current, self.backend, self.groups, shape={}, buffers=self.buffers)
 
     def parts(self) -> list[Part]:
-        from megaaccum.model import gpt
+        from megaaccum.model import names
 
         tp, rank = self.groups.tp.size(), self.groups.tp.rank()
         found = []
         for piece in self.backend.state():
-            cut = gpt.is_sharded_over_tp(piece.param)
+            cut = names.is_sharded_over_tp(piece.param)
             values = piece.tensors["param"].detach().double().clone()
             found.append(Part(piece.name, rank if cut else 0, piece.start, values, tp_size=tp if cut else 1))
         return found
@@ -328,13 +328,13 @@ class _Loop:
 
     def __init__(self, cell: Cell, lane: str):
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt
+        from megaaccum.model import gpt, names
 
         self.cell, self.plan = cell, reference_plan(cell, lane)
         groups.destroy()
         built = groups.build(self.plan.layout, timeout_minutes=1)
         (self.chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
-        self.named = list(gpt.named_parameters([self.chunk]))
+        self.named = list(names.named_parameters([self.chunk]))
         _freeze(cell, iter(self.named))
         self.scale = LOSS_SCALE if lane == "fp16" else 1.0
         half = lane in ("bf16", "fp16")

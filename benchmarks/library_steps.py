@@ -23,7 +23,7 @@ from megaaccum.lab.verification import subject as subjects
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.observe import piece_of, place_in
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step
-from megaaccum.model import gpt
+from megaaccum.model import gpt, names
 from megaaccum.platform import cpu
 from megaaccum.upstream import megatron
 
@@ -74,7 +74,7 @@ class _Megatron:
             setattr(self.config, name, value)
         gpt.seed_dropout(self.groups, seed=self.plan.config.run.seed)
         self.chunks = [self._chunk(number, subjects.vocab_size_of(case)) for number in range(self.plan.layout.vpp)]
-        for name, param in gpt.named_parameters(self.chunks):
+        for name, param in names.named_parameters(self.chunks):
             if options.frozen and re.search(options.frozen, name):
                 param.requires_grad_(False)
         ddp = DistributedDataParallelConfig(**options.ddp)
@@ -142,7 +142,7 @@ class _Megatron:
         step = Step(loss, weight, float(norm), lr, 1.0, False)
         weights = self.weights()
         step.tensors = {GRADIENT: self._gradient, "param": weights, MODEL: weights}
-        step.buffers = {name: each.double().clone() for name, each in gpt.named_buffers(self.chunks)}
+        step.buffers = {name: each.double().clone() for name, each in names.named_buffers(self.chunks)}
         return step
 
     def _loss(self, mine: list[list[float]]) -> tuple[float, float]:
@@ -161,13 +161,13 @@ class _Megatron:
         return sum(value / tokens for value, tokens in parts.values()) / len(parts), float(len(parts))
 
     def weights(self) -> list[Piece]:
-        return [self._piece(name, param, param, 0) for name, param in gpt.named_parameters(self.chunks)]
+        return [self._piece(name, param, param, 0) for name, param in names.named_parameters(self.chunks)]
 
     def _note_gradient(self, *_: Any) -> None:
         """Clipped, just before the first inner optimizer's step."""
         if self._gradient:
             return
-        for name, param in gpt.named_parameters(self.chunks):
+        for name, param in names.named_parameters(self.chunks):
             grad = getattr(param, "main_grad", None)
             if grad is None:
                 continue
@@ -255,7 +255,7 @@ class DeepSpeed:
     # --- what is read after it ---
 
     def _named(self) -> list[tuple[str, Any]]:
-        return list(gpt.named_parameters([self.chunk]))
+        return list(names.named_parameters([self.chunk]))
 
     def model(self) -> dict[str, torch.Tensor]:
         """The weights that the next forward reads."""

@@ -177,8 +177,8 @@ class _NoObserver:
     def phase(self, name: str) -> None:
         self.trace.enter(name)  # the watchdog's
 
-    def note_held(self) -> None:
+    def measure_memory(self) -> None:
         pass
 
-    def take(self) -> Measured:
+    def pop(self) -> Measured:
         return Measured({}, 0.0, {}, {})

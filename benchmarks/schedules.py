@@ -38,6 +38,7 @@ from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, simulate, write_csv
 from megaaccum.schedule.build import entry
+from megaaccum.schedule.orders import Problem
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}
 RUNTIMES = {
@@ -211,10 +212,11 @@ def setups_of_profile(args: argparse.Namespace, folder: Path) -> list[Setup]:
             priced.append((name, schedule, even, tuned))
         first, then = min(priced, key=lambda each: each[2].seconds), min(priced, key=lambda each: each[3].seconds)
         _, schedule, _, tuned = then
-        searched = search_order(
+        problem = Problem(
             profile.costs(tuned.cut), stages=schedule.stages, num_microbatches=m,
-            memory=profile.memory(tuned.cut, chunks=schedule.chunks), limit=max(tuned.peaks), start=[schedule],
+            memory=profile.memory(tuned.cut, chunks=schedule.chunks), limit=max(tuned.peaks),
         )  # fmt: skip
+        searched = search_order(problem, start=[schedule])
         table = folder / f"searched-{m}.csv"
         write_csv(searched.schedule, table)
         cuts = ((first[0], first[2].cut), (then[0], tuned.cut), (str(table), tuned.cut))

@@ -20,7 +20,6 @@ from typing import Any
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.cut import bound_of_cuts, price, tune_cut
-from megaaccum.lab.search.exact import prove
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
 from megaaccum.schedule import Costs, Schedule, build, simulate
@@ -82,9 +81,8 @@ def orders(model: str, profile: Profile, pp: int, m: int, share: float) -> Itera
         best, _ = tune(profile, schedule)
         costs, memory = profile.costs(best.cut), profile.memory(best.cut, chunks=schedule.chunks)
         limit, start = max(best.peaks) * share, time.process_time()
-        found = search_order(
-            costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit, start=[schedule]
-        )
+        problem = Problem(costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit)
+        found = search_order(problem, start=[schedule])
         took = time.process_time() - start
         verdict = compare(found.schedule, costs, schedule, costs)
         result = dict(
@@ -97,13 +95,6 @@ def orders(model: str, profile: Profile, pp: int, m: int, share: float) -> Itera
         )
         if share == 1:
             text += f"; jitter {verdict.gain:+.2%}, wins {verdict.wins:.0%}"
-        if schedule.chunks == 1:
-            problem = Problem(costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit)
-            start = time.process_time()
-            exact = prove(problem, found)
-            result |= dict(exact=exact.found.seconds, optimal=exact.optimal, proof=time.process_time() - start)
-            text += f"; proof: {'optimal' if exact.optimal else 'open'} at {exact.found.seconds * 1e3:.1f} ms"
-            text += f" in {result['proof']:.1f} s"
         print(text, flush=True)
         yield result
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks tune [--ranks 4] [--all 8] [--top 3] [--rounds 3] [--again 5] [--json FILE]
 
-A small model on ranks of this machine, and the first `--all` layouts of the planner's ranking. The ladder measures as
+A small model on ranks of this machine, and the first `--all` layouts of the planner's ranking. `Fallbacks` measure as
 `megaaccum tune` does, with the first layout made to run out of memory and the second one's gradient made to be not
 finite. Then all that are left are measured `--again` times in turns, so that each meets the same machine; the medians
 are compared.
@@ -18,11 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaaccum.cli.tune import candidates_of
+from megaaccum.lab.planner.fallbacks import NOT_FINITE, OUT_OF_MEMORY, Candidate, Fallbacks, Outcome
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.lab.planner.ladder import NOT_FINITE, OUT_OF_MEMORY, Candidate, Ladder, Outcome
 from megaaccum.lab.planner.search import search
-from megaaccum.lab.planner.trial import Trials
+from megaaccum.lab.planner.trial import Trials, candidates_of
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.interop.load import load
 
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tuned(candidates: list[Candidate], trials: Trials, *, top: int, rounds: int) -> tuple[Candidate, int]:
-    """The layout that the ladder takes, and how many it tried."""
+    """The layout that tuning takes, and how many it tried."""
     dropped = {candidates[0].name: OUT_OF_MEMORY, candidates[1].name: NOT_FINITE}
 
     def measure(candidate: Candidate) -> Outcome:
@@ -64,11 +63,11 @@ def _tuned(candidates: list[Candidate], trials: Trials, *, top: int, rounds: int
         print(f"tune: row {candidate.row}: {outcome.verdict} {outcome.seconds or 0:.4g} s", flush=True)
         return outcome
 
-    ladder = Ladder(candidates, top=top)
-    ladder.run(measure, ["tp", "pp", "sync"])
-    best = ladder.run_again(lambda each, _: ladder.outcomes[each.name].then(measure(each)), rounds)
+    fallbacks = Fallbacks(candidates, top=top)
+    fallbacks.run(measure, ["tp", "pp", "sync"])
+    best = fallbacks.run_again(lambda each, _: fallbacks.outcomes[each.name].then(measure(each)), rounds)
     assert best is not None
-    return best, len(ladder.tried)
+    return best, len(fallbacks.tried)
 
 
 def _in_turns(candidates: list[Candidate], trials: Trials, again: int) -> dict[str, list[float]]:

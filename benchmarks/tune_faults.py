@@ -25,8 +25,8 @@ from typing import Any
 
 from megaaccum import cli
 from megaaccum.cli import tune
+from megaaccum.lab.planner.fallbacks import MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.lab.planner.ladder import MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.interop.load import load

@@ -12,11 +12,10 @@ import itertools
 import sys
 import typing
 from pathlib import Path
-from typing import Literal
 
 from megaaccum.config import schema
 from megaaccum.config.facts import Facts
-from megaaccum.config.keys import ALIASES, SECTIONS, Key, all_keys
+from megaaccum.config.keys import ALIASES, SECTIONS, Key, all_keys, choices
 
 PAGE = Path(__file__).parent / "reference" / "configuration.md"
 
@@ -98,18 +97,17 @@ def _section(name: str, cls: type, docs: dict[str, str]) -> str:
 
 
 def _row(field: dataclasses.Field, key: Key, doc: str) -> str:
-    values = [_type(key.annotation), key.facts.range]
+    values = [_type(key.name, key.annotation), key.facts.range]
     cells = [f"`{field.name}`", ", ".join(filter(None, values)), _default(field, key.facts), " ".join(doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _type(annotation: object) -> str:
+def _type(name: str, annotation: object) -> str:
     """`Literal['a', 'b'] | None` as 'a, b'; other types by Python's name. The default says what None means."""
-    members = [each for each in (annotation, *typing.get_args(annotation)) if typing.get_origin(each) is Literal]
-    if members:
-        return ", ".join(f"`{word}`" for word in typing.get_args(members[0]))
-    name = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
-    return f"`{name.removesuffix(' | None')}`"
+    if words := choices(name):
+        return ", ".join(f"`{word}`" for word in words)
+    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+    return f"`{text.removesuffix(' | None')}`"
 
 
 def _default(field: dataclasses.Field, facts: Facts) -> str:

@@ -4,7 +4,7 @@ Importing this package imports neither torch nor DeepSpeed nor Megatron, and sta
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import (
     CheckpointError,
@@ -15,25 +15,29 @@ from megaaccum.errors import (
     StepError,
 )
 
+if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` imports each name on first use
+    from megaaccum import loop as megatron_loop
+    from megaaccum.config import Plan
+    from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step
+    from megaaccum.engine import Engine, initialize
+    from megaaccum.executor.entry import get_forward_backward_func
+    from megaaccum.lab.verification import verify
+    from megaaccum.step.result import StepResult
+
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "Engine",
-    "MegaaccumError",
-    "Plan",
-    "RankDisagreement",
-    "ScheduleError",
-    "StepError",
-    "StepResult",
-    "__version__",
-    "get_forward_backward_func",
-    "initialize",
-    "megatron_loop",
-    "verify",
-]
+    "Batch", "CheckpointError", "ConfigError", "Engine", "Layout", "MegaaccumError", "Optimizer", "Plan",
+    "Quantization", "RankDisagreement", "Run", "ScheduleError", "Sharding", "Step", "StepError", "StepResult",
+    "__version__", "get_forward_backward_func", "initialize", "megatron_loop", "verify",
+]  # fmt: skip
 
+_ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
+_WITHOUT_TORCH = {
+    "Plan": "megaaccum.config",
+    **dict.fromkeys(_ARGUMENTS, "megaaccum.config.arguments"),
+    "verify": "megaaccum.lab.verification",
+}
 _WITH_TORCH = {
     "Engine": "megaaccum.engine",
     "StepResult": "megaaccum.step.result",
@@ -43,21 +47,14 @@ _WITH_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need more than the standard library, imported when they are asked for. Those of an engine bring torch,
-    DeepSpeed and Megatron, and on a machine without a GPU first their stand-ins: import them before Megatron there."""
-    if name == "Plan":
-        from megaaccum.config import Plan
-
-        return Plan
-    if name == "verify":
-        from megaaccum.lab.verification import verify
-
-        return verify
+    """Import a public name on first use. An engine's names import torch, DeepSpeed and Megatron, preceded by CPU
+    stand-ins on a machine without a GPU: import them before Megatron there."""
     if name == "megatron_loop":
         return importlib.import_module("megaaccum.loop")
     if name in _WITH_TORCH:
         from megaaccum.distributed import preload
 
         preload.libraries()
-        return getattr(importlib.import_module(_WITH_TORCH[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elif name not in _WITHOUT_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module((_WITH_TORCH | _WITHOUT_TORCH)[name]), name)

@@ -30,7 +30,7 @@ from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
-from megaaccum.model import fp8, gpt, router_state
+from megaaccum.model import fp8, names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import adamw as our_optimizer
 from megaaccum.optim import lr_schedule
@@ -149,7 +149,7 @@ class Engine:
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
         self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
-        self.buffers = dict(gpt.named_buffers(chunks)) | low_precision.tensors
+        self.buffers = dict(names.named_buffers(chunks)) | low_precision.tensors
         kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
         self.train_steps = kind(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
@@ -325,7 +325,7 @@ class Engine:
             self.backend.discard()
             router_state.begin_step(self.chunks)
             rng.restore(before)
-            self.observer.forget()
+            self.observer.pop()  # no step's measurements
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -420,4 +420,4 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in gpt.named_parameters(chunks)])
+    return factory([param for _, param in names.named_parameters(chunks)])

@@ -1,4 +1,4 @@
-"""Errors that a user meets: what is wrong, with the numbers, and what to write instead (the nearest legal values)."""
+"""Errors for users: each names what is wrong, with the numbers, and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 class MegaaccumError(Exception):
     """Base of every error that megaaccum raises for a user. The command line prints its text without a traceback.
 
-    printed_by: who prints it under a launcher that shows the output of all ranks. Every rank that raises it; the first
-    rank of each host, where all ranks of a host raise the same; or rank 0, where all ranks of the job do.
+    printed_by: the ranks that print it under a launcher that shows the output of all ranks. Every rank that raises it;
+    the first rank of each host, if all ranks of a host raise the same error; or rank 0, if all ranks of the job do.
     """
 
     printed_by: Literal["every rank", "one rank per host", "rank 0"] = "every rank"
@@ -40,15 +40,15 @@ class LaunchError(MegaaccumError):
 
 
 class StepError(MegaaccumError):
-    """A step went wrong in a way that the configuration says ends the run; no rank has changed its weights in it."""
+    """A step failed in a way that ends the run by its configuration; no rank has changed its weights in it."""
 
 
 class RankDisagreement(MegaaccumError):
-    """Ranks that have to do the same thing were about to do different things."""
+    """Ranks that must do the same were about to do different things."""
 
 
 class ScheduleError(ConfigError):
-    """A pipeline schedule is not one that can run: an action is missing, out of order, or waits for ever."""
+    """A pipeline schedule cannot run: an action is missing, out of order, or waits for ever."""
 
 
 class FlushError(MegaaccumError):
@@ -80,7 +80,7 @@ def either(values: list[int]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 2, cutoff: float = 0.6) -> str:
-    """' (did you mean lr or lr_decay_iters?)', to follow an unknown name; '' where nothing is near."""
+    """' (did you mean lr or lr_decay_iters?)', to follow an unknown name; '' if nothing is near."""
     from difflib import get_close_matches  # a module of some size, for errors alone
 
     near = get_close_matches(name, list(dict.fromkeys(known)), n=most, cutoff=cutoff)

@@ -1,4 +1,4 @@
-"""Sizes, counts and times as people read them."""
+"""Texts of sizes, counts and times for readers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import torch
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint
 from megaaccum.errors import CheckpointError
-from megaaccum.model import gpt
+from megaaccum.model import names
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -52,8 +52,8 @@ class Cut:
     @classmethod
     def from_param(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
         """This rank's part of `param`."""
-        shape = gpt.whole_shape(param, groups)
-        if groups.tp.size() == 1 or not gpt.is_sharded_over_tp(param):
+        shape = names.whole_shape(param, groups)
+        if groups.tp.size() == 1 or not names.is_sharded_over_tp(param):
             return cls(math.prod(shape))
         axis, stride = param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
         return cls(math.prod(shape), math.prod(shape[:axis]) * stride, groups.tp.rank(), groups.tp.size())
@@ -120,7 +120,7 @@ class Piece:
 
 def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
     """Whether another rank holds the same piece and writes it."""
-    twice = gpt.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and gpt.is_same_over_tp(piece.param))
+    twice = names.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and names.is_same_over_tp(piece.param))
     return twice or backend.replica > 0 or piece.replica > 0
 
 
@@ -129,7 +129,7 @@ def held_pieces(
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
     """(piece, flat view of its tensor, whether this rank writes it) for every piece on this rank."""
     for state in backend.state():
-        shape, cut = gpt.whole_shape(state.param, groups), Cut.from_param(state.param, groups)
+        shape, cut = names.whole_shape(state.param, groups), Cut.from_param(state.param, groups)
         writes = not is_elsewhere(state, backend, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
@@ -225,7 +225,7 @@ def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: G
     moments exactly if they are trained here. Raises CheckpointError, naming what differs."""
     wrong = []
     for state in backend.state():
-        name, here, there = state.name, tuple(gpt.whole_shape(state.param, groups)), stored.shape(state.name)
+        name, here, there = state.name, tuple(names.whole_shape(state.param, groups)), stored.shape(state.name)
         if there is None:
             wrong.append(f"{current} has no {name}")
         elif there != here:

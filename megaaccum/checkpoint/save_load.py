@@ -33,7 +33,7 @@ from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
-from megaaccum.model.flops import padded_vocab_size
+from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megaaccum.config import Config
 from megaaccum.errors import ConfigError
@@ -18,16 +18,16 @@ WITHOUT_JAIL = "--record-without-jail"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadedConfig:
     """A configuration as it was read."""
 
     config: Config
     problems: list[str]
-    """What is wrong with its sources."""
+    """Problems of its sources, one text each."""
     name: str
     """Its source, for error texts."""
     world_size: int | None = None
-    """Ranks, where a recorded launcher says how many."""
+    """Ranks, if a recorded launcher says how many."""
 
     def checked(self) -> Config:
         """The configuration. Raises ConfigError with the problems, if there are any."""
@@ -36,25 +36,81 @@ class Asked:
         return self.config
 
 
-def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """`argv` without --record and the command after --, that command, and whether it runs in a jail."""
-    words = list(argv)
-    asked = [word for word in (RECORD, WITHOUT_JAIL) if word in words[: _end(words)]]
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The words of a command line that name a configuration: CONFIG and overrides, or --record and a command."""
+
+    path: str | None
+    words: list[str] = field(default_factory=list)
+    """Overrides, and options of the command until `parse` has read them."""
+    command: list[str] = field(default_factory=list)
+    """The command that starts training, whose flags are recorded."""
+    jail: bool = True
+    """Whether it is recorded in a jail."""
+
+    def parse(self, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Source]:
+        """The command's options, and the source without them."""
+        args, overrides = parser.parse_known_args(self.words)
+        return args, replace(self, words=overrides)
+
+    def with_words(self, words: list[str]) -> Source:
+        """The source whose options were read elsewhere; CONFIG may have come after them."""
+        if self.path is None and words and not words[0].startswith("-"):
+            return replace(self, path=words[0], words=words[1:])
+        return replace(self, words=words)
+
+    @contextmanager
+    def load(self) -> Iterator[LoadedConfig]:
+        """The configuration with the overrides over it. A recorded script's files exist inside the context alone."""
+        if not self.command:
+            yield LoadedConfig(*read(self.path, self.words), name=str(self.path or "the command line"))
+            return
+        with recorded(self.command, jail=self.jail) as launch:
+            read_ = read(None, self.words, launch=launch)
+            yield LoadedConfig(*read_, name=launch.script, world_size=launch.world_size)
+
+    def loaded_config(self) -> Config:
+        """The configuration. Raises ConfigError with what is wrong with its sources."""
+        with self.load() as loaded:
+            return loaded.checked()
+
+
+def read_source(argv: Sequence[str]) -> Source:
+    """The source that `argv` names. CONFIG comes first, so that values of overrides cannot be taken for it, or after
+    --config. Raises ConfigError for --record without a command."""
+    words, command = _split_command(argv)
+    asked = [word for word in (RECORD, WITHOUT_JAIL) if word in words]
     if not asked:
-        return words, [], True
-    if "--" not in words:
+        words, command = list(argv), []
+    elif not command:
         raise ConfigError(f"{asked[0]} needs the command that starts training after --, as in -- bash train.sh.")
-    at = words.index("--")
-    return [word for word in words[:at] if word not in asked], words[at + 1 :], WITHOUT_JAIL not in asked
+    words, path = pop_option([word for word in words if word not in asked], "--config")
+    if path is None and words and not words[0].startswith("-"):
+        path, words = words[0], words[1:]
+    return Source(path, words, command, WITHOUT_JAIL not in asked)
 
 
-def _end(words: Sequence[str]) -> int:
-    return words.index("--") if "--" in words else len(words)
+def pop_option(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """`argv` without `flag VALUE` or `flag=VALUE` before a --, and the value. Raises ConfigError if it has none."""
+    words, command = _split_command(argv)
+    rest, value, following = [], None, iter(words)
+    for word in following:
+        if word == flag:
+            value = next(following, None)
+            if value is None:
+                raise ConfigError(f"{flag} needs a value")
+        elif word.startswith(flag + "="):
+            value = word.split("=", 1)[1]
+        else:
+            rest.append(word)
+    return [*rest, *(["--"] if "--" in argv else []), *command], value
 
 
-def take_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file, which comes first so that values of overrides cannot be taken for it, and the rest."""
-    return (argv[0], list(argv[1:])) if argv and not argv[0].startswith("-") else (None, list(argv))
+def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before and after --."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
 
 
 def command_parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
@@ -75,18 +131,6 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", metavar="F", help="a file of hardware entries, as `megaaccum calibrate` writes")
     parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")
     parser.add_argument("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
-
-
-@contextmanager
-def asked(
-    path: str | None, overrides: Sequence[str], command: Sequence[str] = (), *, jail: bool = True
-) -> Iterator[Asked]:
-    """The configuration at `path`, or of the script that `command` runs, with `overrides` over it."""
-    if not command:
-        yield Asked(*read(path, overrides), name=str(path or "the command line"))
-        return
-    with recorded(command, jail=jail) as launch:
-        yield Asked(*read(None, overrides, launch=launch), name=launch.script, world_size=launch.world_size)
 
 
 def smallest_world(config: Config) -> int:

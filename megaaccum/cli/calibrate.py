@@ -1,34 +1,24 @@
 """`megaaccum calibrate`: measure this machine and write a hardware entry for the planner, or with --layers measure the
 layers of a configuration and write their profile.
 
-Needs torch, as no other command of the planner. Matrix products over a sweep of shapes give the rate of large ones and
-how it falls for small ones; copies give the memory's bandwidth; collectives over the ranks of this start give latency
-and bandwidth. Start it alone, or under torchrun on every GPU of a node (and of several nodes) to measure the links.
+It needs torch. Matrix products over a sweep of shapes give the rate of large ones and how it falls for small ones;
+copies give the memory's bandwidth; collectives over the ranks of this start give latency and bandwidth. Start it alone,
+or under torchrun on every GPU of a node (and of several nodes) to measure the links.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import yaml
 
-from megaaccum.cli.arguments import asked, command_parser, smallest_world
+from megaaccum.cli.arguments import Source, command_parser, smallest_world
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.search.profile import Profile, write_profile
-from megaaccum.model.flops import peak_flops
-from megaaccum.units import GIB, amount
-
-if TYPE_CHECKING:
-    import torch
-    from rich.table import Table
+from megaaccum.lab.search.profile import write_profile
 
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
 """Sides of the matrices of the sweep; on a CPU only those up to 1024."""
@@ -45,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = _parse(argv)
     if args.layers is not None:
         return _layers(args, overrides)
+    from megaaccum.lab.planner.calibration import measure
+
     entry = measure(args.like, seconds=args.seconds)
     if entry is None:  # a rank other than the first
         return 0
@@ -90,211 +82,22 @@ def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from megaaccum.distributed import start
-    from megaaccum.lab.planner.layer_costs import measure as measure_layers
+    from megaaccum.lab.planner import layer_costs
     from megaaccum.lab.planner.workload import vocabulary
     from megaaccum.platform import cpu
 
-    with asked(args.layers, overrides) as found:
-        config = found.checked()
+    config = Source(args.layers, list(overrides)).loaded_config()
     plan, ranks = resolve(config, world_size=smallest_world(config), own_model=True), args.dp
     start.start_process_group(plan)
     vocab = vocabulary(plan.config)
-    profile = measure_layers(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)
+    profile = layer_costs.measure(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)
     if dist.get_rank() == 0:
         try:
             device = torch.cuda.get_device_name() if cpu.has_accelerator() else "a CPU"
             write_profile(profile, args.output, source=f"{args.layers}, measured on {device}")
         except OSError as error:
             raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from None
-        Console().print(describe(profile))
+        Console().print(layer_costs.table(profile))
         print(f"wrote {args.output}: megaaccum schedule --profile {args.output}", file=sys.stderr)
     start.end_process_group()
     return 0
-
-
-def describe(profile: Profile) -> Table:
-    """A line for each kind of layer: milliseconds and bytes."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE)
-    table.add_column("layers")
-    for name in ("F ms", "I ms", "W ms", "activation", "deferred", "state"):
-        table.add_column(name, justify="right")
-    for kind, cost in profile.kinds.items():
-        seconds = [f"{each * 1e3:.3f}" for each in (cost.forward, cost.input_grad, cost.weight_grad)]
-        sizes = map(amount, (cost.activation, cost.deferred, cost.state))
-        table.add_row(f"{profile.pattern.count(kind)} {kind}: {cost.name}", *seconds, *sizes)
-    return table
-
-
-def measure(like: str, *, seconds: float) -> dict[str, Any] | None:
-    """The entry of this machine, over what `like` says of what is not measured; None on ranks other than 0.
-
-    Collective where a launcher has started several ranks.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from megaaccum.lab.planner.hardware import load_hardware
-    from megaaccum.platform import cpu
-
-    base = load_hardware(like)
-    links = _links(seconds)
-    device = cpu.device()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else None
-    products = sweep_products(device, seconds)
-    peak = peak_flops(name, "bf16") or max(flops for *_, flops in products)
-    rate, halves = fit_products(products)
-    copied = copy_bandwidth(device, seconds)
-    memory = base.device.hbm_bandwidth if device.type == "cuda" else copied
-    if dist.is_initialized():
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        if rank:
-            return None
-    efficiency = {
-        "gemm": min(0.99, rate / peak),
-        "memory": min(0.99, copied / memory),
-        **dict(zip(("half_m", "half_n", "half_k"), halves, strict=True)),
-        **({"network": 1.0} if "net_gb_per_s" in links else {}),
-    }
-    return {
-        "like": like,
-        "hbm_gib": round(_memory_bytes(device) / GIB, 2),
-        "peak_tflops": round(peak / 1e12, 4),
-        **({} if device.type == "cuda" else {"hbm_tb_per_s": round(memory / 1e12, 5)}),
-        **links,
-        "efficiency": {key: float(f"{value:.4g}") for key, value in efficiency.items()},
-        "source": f"measured on {name or 'a CPU'} with torch {torch.__version__}",
-    }
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Bytes that a process can have: of the GPU, or of the host."""
-    import os
-
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def timed(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Seconds of one `run`: the fastest of the batches of repetitions that fit `seconds`, after one to warm up."""
-    import torch
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    run()
-    wait()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        run()
-        wait()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now >= end:
-            return best
-
-
-def sweep_products(device: torch.device, seconds: float) -> list[tuple[int, int, int, float]]:
-    """(m, n, k, FLOP/s) of 16-bit products: square ones, and those with one short side (FP32 on a CPU)."""
-    import torch
-
-    sides = [side for side in SIDES if device.type == "cuda" or side <= 1024]
-    largest = sides[-1]
-    shapes = {(s, s, s) for s in sides}
-    shapes |= {shape for s in sides for shape in ((s, largest, largest), (largest, s, largest), (largest, largest, s))}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    out = []
-    for m, n, k in sorted(shapes):
-        left, right = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-        took = timed(partial(torch.matmul, left, right), device, seconds)
-        out.append((m, n, k, 2.0 * m * n * k / took))
-    return out
-
-
-def fit_products(products: Sequence[tuple[int, int, int, float]]) -> tuple[float, tuple[float, float, float]]:
-    """(FLOP/s of large products, (half_m, half_n, half_k)) of the planner's curve: seconds per FLOP =
-    (1 + half_m / m)(1 + half_n / n)(1 + half_k / k) / rate, to first order in the halves: linear least squares."""
-    table = np.array(products, dtype=float)
-    inverse = 1 / table[:, 3]
-    sides = np.c_[np.ones(len(table)), 1 / table[:, 0], 1 / table[:, 1], 1 / table[:, 2]]
-    # Weighted by the measured rate, so that the error is relative.
-    found, *_ = np.linalg.lstsq(sides / inverse[:, None], np.ones(len(table)), rcond=None)
-    rate = 1 / max(found[0], 1e-30) if found[0] > 0 else float(table[:, 3].max())
-    halves = tuple(float(max(1.0, value * rate)) for value in found[1:])
-    return min(rate, float(table[:, 3].max()) * 1.5), (halves[0], halves[1], halves[2])
-
-
-def copy_bandwidth(device: torch.device, seconds: float) -> float:
-    """Bytes per second that a copy reads and writes."""
-    import torch
-
-    size = (1 << 28) if device.type == "cuda" else (1 << 25)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / timed(lambda: target.copy_(source), device, seconds)
-
-
-def _links(seconds: float) -> dict[str, float]:
-    """Latency and bandwidth of the links between the ranks of this start; empty for one rank."""
-    import os
-
-    import torch.distributed as dist
-
-    from megaaccum.platform import cpu
-
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return {}
-    if not dist.is_initialized():
-        device = cpu.device()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-    latency, bandwidth = fit_link(ring_seconds(dist.get_world_size(), seconds), dist.get_world_size())
-    # One link is measured by one start: that inside the node, or, over several nodes, the network.
-    kind = "net" if dist.get_world_size() > per_node else "node"
-    return {f"{kind}_gb_per_s": round(bandwidth / 1e9, 4), f"{kind}_latency_us": round(latency * 1e6, 2)}
-
-
-def ring_seconds(ranks: int, seconds: float) -> list[tuple[int, float]]:
-    """(bytes, seconds) of all-gathers over all ranks, by size of what is gathered. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    from megaaccum.platform import cpu
-
-    device, out = cpu.device(), []
-    for size in MESSAGES:
-        part = torch.zeros(max(1, size // ranks), dtype=torch.uint8, device=device)
-        whole = torch.zeros(part.numel() * ranks, dtype=torch.uint8, device=device)
-        # The same number of repetitions on every rank, or ranks would wait for collectives that others do not make.
-        repeats = max(3, min(50, int(seconds * 2e9 / size)))
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            dist.all_gather_into_tensor(whole, part)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        out.append((whole.numel(), float(np.median(times))))
-    return out
-
-
-def fit_link(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
-    """(seconds of latency per step, bytes per second) of a ring: t = (K - 1) alpha + (K - 1) / K * S / beta, by least
-    squares of relative errors."""
-    table = np.array(points, dtype=float)
-    model = np.c_[np.full(len(table), ranks - 1.0), (ranks - 1) / ranks * table[:, 0]] / table[:, 1:2]
-    (alpha, inverse), *_ = np.linalg.lstsq(model, np.ones(len(table)), rcond=None)
-    smallest = table[np.argmin(table[:, 1])]
-    if alpha <= 0:
-        alpha = smallest[1] / (ranks - 1) / 10
-    if inverse <= 0:
-        inverse = float(np.min(table[:, 1] / table[:, 0]))
-    return float(alpha), float(1 / inverse)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
-from megaaccum.cli.arguments import Asked, asked, command_parser, smallest_world, split_command, take_path
+from megaaccum.cli.arguments import LoadedConfig, Source, command_parser, read_source, smallest_world
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.deepspeed_config import deepspeed_config
@@ -20,10 +20,11 @@ from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.lab.planner import auto_schedule, footprint, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
-from megaaccum.model.param_count import count_parameters
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
+from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
+from megaaccum.schedule.build import by_executor, entry
 from megaaccum.schedule.overlap import seconds_without_barrier
 
 _DESCRIPTION = """\
@@ -33,12 +34,11 @@ derived. Or print every error in it at once, with exit code 2. Any key may be ov
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum check` with these arguments; returns the exit code, 2 if the configuration has errors."""
-    words, command, jail = split_command(argv)
-    args, overrides = _parse(words)
-    name = " ".join(command) or args.config or "the command line"
+    args, source = read_source(argv).parse(_parser())
+    name = " ".join(source.command) or source.path or "the command line"
     try:
-        with asked(args.config, overrides, command, jail=jail) as found:
-            print(describe(found, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
+        with source.load() as loaded:
+            print(describe(loaded, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
     except ConfigError as error:
         many = f"{len(error.problems)} errors" if len(error.problems) > 1 else "1 error"
         print(f"{many} in {name}:", file=sys.stderr)
@@ -48,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    config, rest = take_path(argv)
+def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "check",
         "megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
@@ -60,9 +59,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     group.add_argument("--hostfile", metavar="F", help="count the ranks of this DeepSpeed hostfile (host slots=N)")
     group.add_argument("--world-size", "--world_size", metavar="N", type=int, help="number of ranks")
     parser.add_argument("--json", action="store_true", help="also print what DeepSpeed is given")
-    args, overrides = parser.parse_known_args(rest)
-    args.config = config
-    return args, overrides
+    return parser
 
 
 def run(
@@ -74,12 +71,12 @@ def run(
     with_json: bool = False,
 ) -> str:
     """The plan of a file and a command line as text. See `describe`."""
-    with asked(None if path is None else str(path), overrides) as found:
-        return describe(found, world_size=world_size, hostfile=hostfile, with_json=with_json)
+    with Source(None if path is None else str(path), list(overrides)).load() as loaded:
+        return describe(loaded, world_size=world_size, hostfile=hostfile, with_json=with_json)
 
 
 def describe(
-    found: Asked,
+    loaded: LoadedConfig,
     *,
     world_size: int | None = None,
     hostfile: str | os.PathLike[str] | None = None,
@@ -93,10 +90,10 @@ def describe(
     Raises:
         ConfigError: every error of reading and of resolving, together.
     """
-    config, problems = found.config, found.problems
+    config, problems = loaded.config, loaded.problems
     plan = None
     try:
-        ranks, source = _world_size(found, world_size, hostfile, os.environ)
+        ranks, source = _world_size(loaded, world_size, hostfile, os.environ)
         plan = _settled(resolve(config, world_size=ranks))
     except ConfigError as error:
         problems += error.problems
@@ -113,14 +110,14 @@ def _settled(plan: Plan) -> Plan:
     """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit; which ones do depends on the
     vocabulary."""
     if _vocabulary(plan.config)[0] is not None:
-        return auto_schedule.settle(plan)
+        return auto_schedule.choose_schedule(plan)
     if auto_schedule.is_open(plan):
         plan.notes.append(f"schedule auto: {plan.layout.schedule} is shown, as the vocabulary is not known yet.")
     return plan
 
 
 def _world_size(
-    found: Asked, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
+    loaded: LoadedConfig, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
 ) -> tuple[int, str]:
     """The number of ranks, and where it comes from."""
     if asked is not None:
@@ -128,9 +125,9 @@ def _world_size(
     if hostfile is not None:
         slots = read_hostfile(hostfile)
         return sum(slots.values()), f"{len(slots)} host{'s' * (len(slots) > 1)} of {hostfile}"
-    if found.world_size is not None:
-        return found.world_size, f"the launcher in {found.name}"
-    config = found.config
+    if loaded.world_size is not None:
+        return loaded.world_size, f"the launcher in {loaded.name}"
+    config = loaded.config
     if "WORLD_SIZE" in environ:
         if not environ["WORLD_SIZE"].isdecimal():
             raise ConfigError(f"WORLD_SIZE in the environment is {environ['WORLD_SIZE']!r}: it must be a number.")
@@ -178,7 +175,7 @@ def _batch(plan: Plan) -> _Section:
 
 
 def _documents(plan: Plan) -> list[str]:
-    """How attention is kept inside documents; nothing where it is not."""
+    """How attention is kept inside documents; nothing if it is not."""
     if not plan.config.data.reset_attention_mask:
         return []
     length = plan.batch.seq_length
@@ -206,7 +203,7 @@ def _ramp(plan: Plan) -> _Section:
 
 
 def _rates(plan: Plan) -> _Section:
-    """Learning rates that follow the batch; nothing where they do not."""
+    """Learning rates that follow the batch; nothing if they do not."""
     assert plan.written is not None
     return "Learning rate", lr_scaling.describe(plan.config, plan.written)
 
@@ -218,7 +215,7 @@ def _span(first: int, count: int) -> str:
 def _bubble(plan: Plan, batch: BatchPlan) -> float:
     """Share of a flush of `batch` that a rank idles, with stages of equal time."""
     at, m = plan.layout, batch.microbatches_per_flush
-    if at.schedule in ("none", "1f1b", "interleaved"):
+    if not by_executor(at.schedule):
         return bubble_fraction(pp=at.pp, vpp=at.vpp, microbatches=m)
     schedule = build(at.schedule, pp=at.pp, num_microbatches=m)
     return 1 - simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1)).utilisation
@@ -226,12 +223,12 @@ def _bubble(plan: Plan, batch: BatchPlan) -> float:
 
 def _schedule(plan: Plan) -> _Section:
     at, m = plan.layout, plan.batch.microbatches_per_flush
-    name = _SCHEDULES.get(at.schedule, at.schedule)
+    name = "no pipeline" if at.schedule == "none" else entry(at.schedule).title or at.schedule
     lines = [f"{name}: pp {at.pp}, {at.vpp} model chunk{'s' * (at.vpp > 1)} per rank"]
     stages = layers_of_stages(plan.config.model, plan.config.parallel)
     if at.pp > 1:
         lines.append(f"layers by stage: {_runs(stages)}")
-    if at.schedule not in ("none", "1f1b", "interleaved"):
+    if by_executor(at.schedule):
         lines += _own_schedule(plan)
     elif at.pp > 1:
         lines.append(
@@ -239,12 +236,6 @@ def _schedule(plan: Plan) -> _Section:
             f" = {_bubble(plan, plan.batch):.1%} of a flush, with equal stages"
         )
     return "Schedule", lines
-
-
-_SCHEDULES = {
-    "none": "no pipeline", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
-    "zbv": "ZB-V", "dualpipev": "DualPipeV", "v-half": "V-Half", "v-min": "V-Min",
-}  # fmt: skip
 
 
 def _own_schedule(plan: Plan) -> list[str]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import yaml
 
-from megaaccum.cli.arguments import asked, split_command, take_path
+from megaaccum.cli.arguments import read_source
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner.emit import as_sections
+from megaaccum.lab.planner.layout_config import as_sections
 
 USAGE = """usage: megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
        megaaccum convert --record [--key value ...] -- bash train.sh ARGUMENTS > run.yaml
@@ -26,13 +26,11 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    words, command, jail = split_command(argv)
-    path, overrides = take_path(words)
-    with asked(path, overrides, command, jail=jail) as found:
-        if not found.problems:
-            print(as_yaml(found.config, found.name, found.world_size), end="")
+    with read_source(argv).load() as loaded:
+        if not loaded.problems:
+            print(as_yaml(loaded.config, loaded.name, loaded.world_size), end="")
             return 0
-    print(ConfigError(found.problems), file=sys.stderr)
+    print(ConfigError(loaded.problems), file=sys.stderr)
     return 2
 
 

@@ -132,7 +132,7 @@ def check_apex(version: str | None, summary: str | None, has_nvidia_module: bool
 
 
 def find_apex() -> Finding:
-    """As check_apex, for what is installed here; imports nothing of it."""
+    """Run check_apex on what is installed here, without importing it."""
     try:
         distribution = metadata.distribution("apex")
     except metadata.PackageNotFoundError:
@@ -159,7 +159,7 @@ def check_accelerator(count: int, names: Sequence[str], has_nccl: bool, has_gloo
 
 
 def find_accelerator() -> list[Finding]:
-    """As check_accelerator, for this machine. Asks the driver's management library, so that no CUDA context starts."""
+    """Run check_accelerator on this machine. Asks the driver's management library, so that no CUDA context starts."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         preload.import_torch()

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaaccum.cli.arguments import add_search_flags, asked, command_parser, split_command, take_path
+from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
 from megaaccum.config import precision
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import emit, report
+from megaaccum.lab.planner import layout_config, report
+from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.cut import cut_of
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
 from megaaccum.lab.planner.search import Ranked, search
-from megaaccum.lab.planner.space import Limits
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import read_profile
@@ -35,14 +35,12 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: no layout is legal or fits, or an argument cannot be used.
     """
-    words, command, jail = split_command(argv)
-    args, overrides = _parse(words)
+    args, source = read_source(argv).parse(_parser())
     world_size, per_node = _gpus(args)
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
-    with asked(args.config, overrides, command, jail=jail) as found:
-        config = found.checked()
+    config = source.loaded_config()
     if not precision.is_given(config):
-        emit.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
+        layout_config.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     limits = Limits(
         fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
@@ -58,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    config, rest = take_path(argv)
+def _parser() -> argparse.ArgumentParser:
     usage = "megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]"
     parser = command_parser("plan", usage, _DESCRIPTION)
     add_search_flags(parser)
@@ -79,10 +76,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--profile", metavar="F", help="measured costs of the layers, by which --write cuts the stages")
     parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")
-    parser.add_argument("--picture", metavar="F", help="draw memory bars and the Pareto front as PNG")
-    args, overrides = parser.parse_known_args(rest)
-    args.config = config
-    return args, overrides
+    return parser
 
 
 def _gpus(args: argparse.Namespace) -> tuple[int, int | None]:
@@ -119,11 +113,6 @@ def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds
     if args.write:
         _write(ranked, args.row - 1, Path(args.write), args)
         print(f"wrote {args.write}", file=sys.stderr)
-    if args.picture:
-        from megaaccum.lab.planner.picture import draw
-
-        draw(ranked, Path(args.picture))
-        print(f"wrote {args.picture}", file=sys.stderr)
 
 
 def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> None:
@@ -137,7 +126,7 @@ def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> 
         f"Planned for {work.hardware.name}: {ranked.memory.total[index] / GIB:.1f} GiB on the most loaded rank,"
         f" {ranked.time.total[index]:.3g} s per step (predicted)."
     )
-    emit.write(work, at, path, comment=comment)
+    layout_config.write(work, at, path, comment=comment)
 
 
 def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:

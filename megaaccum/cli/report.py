@@ -16,7 +16,7 @@ it shows: it loads nothing and can be sent as it is."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `megaaccum report` with these arguments; returns the exit code. Raises MegaaccumError where a folder is no
+    """Run `megaaccum report` with these arguments; returns the exit code. Raises MegaaccumError if a folder is no
     run's, or the page cannot be written."""
     args = _parse(argv)
     from megaaccum.pretrain.metrics.report import page

@@ -11,18 +11,17 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
+from megaaccum.lab.search.bound import bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
-from megaaccum.lab.search.exact import ROUNDING, prove, shortest_period
 from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, read_profile
-from megaaccum.lab.search.search import ITERATIONS, Comparison, Found, compare, search_order
+from megaaccum.lab.search.search import ITERATIONS, Comparison, compare, search_order
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.bound import bound
 from megaaccum.schedule.build import BUILT_IN, build, names
 from megaaccum.schedule.memory import TINY, Memory
-from megaaccum.schedule.orders import Problem, justified
+from megaaccum.schedule.orders import Problem
 from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.render import check_format, draw, text
-from megaaccum.schedule.simulate import Costs, Simulation, by_executor, simulate
+from megaaccum.schedule.simulate import Costs, Simulation, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.validate import Footprint, validate
 from megaaccum.units import GIB
@@ -53,7 +52,7 @@ class Row:
     @property
     def without_barrier(self) -> float:
         """From one step's flush to the next with `speculative_step`, which only the executor has."""
-        if not by_executor(self.schedule.name):
+        if self.schedule.by_megatron:
             return self.simulation.makespan
         return seconds_without_barrier(self.schedule, self.costs)
 
@@ -109,7 +108,7 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
     if args.schedule != "auto":
         rows, others = [_row(args.schedule, args, profile, limit)], [n for n in args.compare if n != args.schedule]
     else:
-        rows, others = [], sorted(BUILT_IN | set(args.compare))
+        rows, others = [], sorted({*BUILT_IN, *args.compare})
     refused = []
     for name in others:
         try:
@@ -122,7 +121,7 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
 
 
 def _fastest_first(rows: list[Row], limit: float | None, refused: list[str], *, barrier: bool) -> list[Row]:
-    """Those within the limit, fastest first. Raises ScheduleError where none is."""
+    """Those within the limit, fastest first. Raises ScheduleError if none is."""
     fitting = [row for row in rows if limit is None or row.peak <= limit * (1 + TINY)]
     if not fitting:
         least = min(rows, key=lambda row: row.peak, default=None)
@@ -171,13 +170,8 @@ def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Ro
     problem = Problem(
         row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit
     )
-    start = [row.schedule, _periodic(problem, args.seed)] if args.periodic else [row.schedule]
-    found = search_order(
-        row.costs, stages=row.schedule.stages, num_microbatches=args.microbatches, memory=row.memory, limit=limit,
-        start=start, iterations=args.iterations, seed=args.seed, name=f"{row.schedule.name}, searched",
-    )  # fmt: skip
-    if args.exact:
-        found = _proved(found, problem, args.seed)
+    name = f"{row.schedule.name}, searched"
+    found = search_order(problem, start=[row.schedule], iterations=args.iterations, seed=args.seed, name=name)
     searched = replace(
         row, schedule=found.schedule, simulation=simulate(found.schedule, row.costs),
         footprint=validate(found.schedule), peak=max(found.peaks), bound=found.bound,
@@ -186,23 +180,6 @@ def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Ro
     if row.peak > limit * (1 + TINY):  # the named one cannot run at all
         verdict = Comparison(gain=1.0, wins=1.0)
     return searched, verdict
-
-
-def _proved(found: Found, problem: Problem, seed: int) -> Found:
-    exact = prove(problem, found, seed=seed)
-    print("proved: no order of these stages is faster" if exact.optimal else "not proved within the solver's budget")
-    return exact.found
-
-
-def _periodic(problem: Problem, seed: int) -> Schedule:
-    """The order with the shortest period, unrolled; its period is printed."""
-    found = shortest_period(problem, seed=seed)
-    period, work = found.wave.period, max(problem.work_of_ranks())
-    proof = (
-        "proved: none is" if period <= found.least * (1 + ROUNDING) else f"not proved: one may be {found.least:.6g},"
-    )
-    print(f"period: {period:.6g} per micro-batch, {period / work:.4f} of the busiest rank's work; {proof} shorter")
-    return problem.schedule_of(justified(problem, found.wave.order(problem)), "periodic")
 
 
 def _about(verdict: Comparison, searched: Row, named: Row) -> str:
@@ -239,18 +216,8 @@ def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
     """A table, a line per schedule: time, idle share, what the fullest rank holds in micro-batches of a whole rank's
     activations, the most of all that it holds together, and the gap. Without a barrier, also the time from one step's
     flush to the next."""
-    head: tuple[str, ...] = (
-        "schedule",
-        "chunks",
-        "makespan",
-        "bubble",
-        "idle",
-        "activations",
-        "deferred W",
-        "peak",
-        "gap",
-    )
-    head += () if barrier else ("no barrier",)
+    names = "schedule,chunks,makespan,bubble,idle,activations,deferred W,peak,gap" + ("" if barrier else ",no barrier")
+    head = tuple(names.split(","))
     lines = [head]
     for row in rows:
         chunks, simulation = row.schedule.chunks, row.simulation
@@ -299,10 +266,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     held.add_argument("--memory-limit", type=_positive, metavar="N", help="the same in micro-batches (or bytes)")
     orders = parser.add_argument_group("orders")
     orders.add_argument("--search", action="store_true", help="search for a faster order of the same stages")
-    orders.add_argument("--exact", action="store_true", help="and improve it until it is proved (needs OR-Tools)")
-    orders.add_argument(
-        "--periodic", action="store_true", help="search from the order with the shortest period too (needs OR-Tools)"
-    )
     orders.add_argument("--iterations", type=int, default=ITERATIONS, metavar="N", help=f"orders tried ({ITERATIONS})")
     orders.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     add("--png", type=Path, metavar="FILE", help="draw timeline and memory (.png, .svg or .pdf)")
@@ -311,7 +274,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
     add("--width", type=int, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
-    args.search = args.search or args.exact or args.periodic
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
     if args.png:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
-from megaaccum.cli.arguments import asked, smallest_world, split_command
+from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.data.sources import check_files
-from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
 
 if TYPE_CHECKING:
+    from megaaccum.cli.arguments import Source
     from megaaccum.config import Config, Plan
 
 
@@ -40,15 +40,13 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" not in os.environ:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
     os.environ.setdefault(LAUNCHED, repr(time.time()))
-    argv, command, jail = split_command(argv)
-    argv, port = take(argv, "--master_port")
+    argv, port = pop_option(argv, "--master_port")
+    source = read_source(argv)
     if "RANK" in os.environ:
-        return _train(_plan_of_this_rank(argv))
-    if command:
-        with asked(None, argv, command, jail=jail) as found:
-            config = found.checked()
-        return _launch([_written(config, found.name)], config, int(port or 0))
-    return _launch(argv, load(*_config_path(argv)), int(port or 0))
+        return _train(_plan_of_this_rank(source))
+    with source.load() as loaded:
+        config = loaded.checked()
+    return _launch([_written(config, loaded.name)] if source.command else argv, config, int(port or 0))
 
 
 def _written(config: Config, name: str) -> str:
@@ -60,11 +58,10 @@ def _written(config: Config, name: str) -> str:
     return str(path)
 
 
-def _plan_of_this_rank(argv: Sequence[str]) -> Plan:
+def _plan_of_this_rank(source: Source) -> Plan:
     """The plan, on a rank that a launcher started."""
     try:
-        config = load(*_config_path(argv))
-        return configuration.resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
+        return configuration.resolve(source.loaded_config(), world_size=int(os.environ["WORLD_SIZE"]))
     except ConfigError as error:
         error.printed_by = "one rank per host"  # they have read the same file and the same command line
         raise
@@ -100,26 +97,3 @@ def _resume_hint(argv: Sequence[str], config: Config) -> str:
         return "There is no checkpoint of this run."
     current = pointer.parent / pointer.read_text().strip()
     return f"The last checkpoint is {current}; go on from it with: megaaccum train {shlex.join(argv)}"
-
-
-def _config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file, as first argument or after --config, and the overrides."""
-    rest, path = take(argv, "--config")
-    if path is None and rest and not rest[0].startswith("-"):
-        return rest[0], rest[1:]
-    return path, rest
-
-
-def take(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
-    """`argv` without `flag VALUE` or `flag=VALUE`, and the value."""
-    rest, value, words = [], None, iter(argv)
-    for word in words:
-        if word == flag:
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"{flag} needs a value")
-        elif word.startswith(flag + "="):
-            value = word.split("=", 1)[1]
-        else:
-            rest.append(word)
-    return rest, value

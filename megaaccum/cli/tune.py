@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import shutil
 import statistics
 import sys
@@ -14,31 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megaaccum.cli.arguments import (
-    add_search_flags,
-    asked,
-    command_parser,
-    smallest_world,
-    split_command,
-    take_path,
-)
+from megaaccum.cli.arguments import Source, add_search_flags, command_parser, read_source, smallest_world
 from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import emit
+from megaaccum.lab.planner import layout_config, report
+from megaaccum.lab.planner.candidates import Limits
+from megaaccum.lab.planner.fallbacks import KNOBS, MEASURED, Candidate, Fallbacks, Outcome
 from megaaccum.lab.planner.hardware import Hardware, entry_of, load_hardware, slowed
-from megaaccum.lab.planner.ladder import KNOBS, MEASURED, Candidate, Ladder, Outcome
-from megaaccum.lab.planner.search import Ranked, search
-from megaaccum.lab.planner.space import Limits
-from megaaccum.lab.planner.trial import STEPS, Trials
+from megaaccum.lab.planner.search import search
+from megaaccum.lab.planner.trial import STEPS, Results, Trials, candidates_of
 from megaaccum.lab.planner.why_not import parse_axes
 from megaaccum.lab.planner.workload import make_workload
-from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
-from megaaccum.units import GIB
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    pass
 
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
@@ -54,13 +43,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: no layout fits or could be measured, an argument cannot be used, or the folder holds the results of
             another configuration.
     """
-    words, command, jail = split_command(argv)
-    args, overrides = _parse(words)
-    with asked(args.config, overrides, command, jail=jail) as found:
-        config = found.checked()
+    args, source = _parse(argv)
+    config = source.loaded_config()
     world_size = _world_size(args, config)
     if config.batch.global_batch_size is None:  # what the layouts divide
-        emit.put(config, {"global_batch_size": resolve(config, world_size=world_size).batch.global_batch_size})
+        layout_config.put(config, {"global_batch_size": resolve(config, world_size=world_size).batch.global_batch_size})
     hardware = _hardware(args)
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
@@ -70,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         steps=max(STEPS, args.settle), band=args.band,
     )  # fmt: skip
     results = Results(folder / "results.json", _identity(config, world_size, trials))
-    ladder = Ladder(candidates_of(ranked), top=args.top)
+    fallbacks = Fallbacks(candidates_of(ranked), top=args.top)
 
     def measure(candidate: Candidate, number: int = 1) -> Outcome:
         done = results.outcomes.get(candidate.name)
@@ -83,17 +70,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"row {candidate.row}: {_short(outcome)}", file=sys.stderr, flush=True)
         return outcome
 
-    ladder.run(measure, args.knob)
-    best = ladder.run_again(measure, args.rounds)
-    _report(ladder, best, folder)
+    fallbacks.run(measure, args.knob)
+    best = fallbacks.run_again(measure, args.rounds)
+    _report(fallbacks, best, folder)
     if best is None:
-        raise ConfigError(f"none of the {len(ladder.tried)} layouts that were tried could be measured: see {folder}.")
-    _write(args, trials, ladder, best)
+        tried = len(fallbacks.tried)
+        raise ConfigError(f"none of the {tried} layouts that were tried could be measured: see {folder}.")
+    _write(args, trials, fallbacks, best)
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    config, rest = take_path(argv)
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     usage = "megaaccum tune CONFIG [--gpus N | --hostfile F] [options] [--key value ...]"
     parser = command_parser("tune", usage, _DESCRIPTION)
     add_search_flags(parser)
@@ -111,11 +98,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--output", metavar="FOLDER", help="results and runs (default: output_dir/tune)")
     add("--write", metavar="F", help="write the winner's configuration as YAML")
     add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
-    args, overrides = parser.parse_known_args(rest)
+    args, source = read_source(argv).parse(parser)
     if args.top < 1 or args.time_limit <= 0 or args.band <= 1:
         parser.error("--top is at least 1, --time-limit above 0, and --band above 1")
-    args.config = config
-    return args, overrides
+    return args, source
 
 
 def _words(value: str) -> list[str]:
@@ -147,63 +133,23 @@ def _start(args: argparse.Namespace) -> list[str]:
     return ["deepspeed", "--hostfile", args.hostfile, "--module", "megaaccum.train", "--config"]
 
 
-def candidates_of(ranked: Ranked) -> list[Candidate]:
-    """The layouts of a ranking, as the ladder takes them."""
-    seconds, held = ranked.time.total, ranked.memory.total
-    return [
-        Candidate(row=at + 1, axes=ranked.name_of(at), seconds=float(seconds[at]), bytes=float(held[at]))
-        for at in range(len(ranked))
-    ]
-
-
 def _identity(config: Config, world_size: int, trials: Trials) -> dict[str, Any]:
     """Everything that results have to have in common to be compared."""
-    return {"configuration": emit.as_sections(config), "world_size": world_size, "steps": trials.steps}
-
-
-class Results:
-    """The outcomes so far, in a file that is whole at any time."""
-
-    def __init__(self, path: Path, identity: dict[str, Any]):
-        """Take up `path`, if it is there. Raises ConfigError where it holds results of something else."""
-        self.path, self.identity = path, json.loads(json.dumps(identity))
-        self.outcomes: dict[str, Outcome] = {}
-        if not path.exists():
-            return
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            theirs = content["identity"]
-            self.outcomes = {name: Outcome(**each) for name, each in content["outcomes"].items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no file of results of `megaaccum tune`: {error!r}. Move it away.") from None
-        if theirs != self.identity:
-            differing = [name for name in self.identity if theirs.get(name) != self.identity[name]]
-            raise ConfigError(
-                f"{path} holds results of another run ({', '.join(differing)} differ): give another --output, or remove"
-                " the folder."
-            )
-
-    def add(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Keep what came of `candidate`."""
-        self.outcomes[candidate.name] = outcome
-        outcomes = {name: dataclasses.asdict(each) for name, each in self.outcomes.items()}
-        text = json.dumps({"identity": self.identity, "outcomes": outcomes}, indent=1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self.path, text + "\n")
+    return {"configuration": layout_config.as_sections(config), "world_size": world_size, "steps": trials.steps}
 
 
 # --- what is printed and written -------------------------------------------------------------------------------------
 
 
-def _report(ladder: Ladder, best: Candidate | None, folder: Path) -> None:
+def _report(fallbacks: Fallbacks, best: Candidate | None, folder: Path) -> None:
     from rich.console import Console
 
     wide = Console(width=None if sys.stdout.isatty() else 200)
-    wide.print(table(ladder, best))
-    for note in ladder.notes:
+    wide.print(report.tuning_table(fallbacks, best))
+    for note in fallbacks.notes:
         print(note)
-    for each in ladder.tried:
-        outcome = ladder.outcomes[each.name]
+    for each in fallbacks.tried:
+        outcome = fallbacks.outcomes[each.name]
         if outcome.verdict != MEASURED:
             first, *rest = outcome.text.splitlines() or [""]
             cause = f" ({rest[-1]})" if rest else ""
@@ -211,43 +157,18 @@ def _report(ladder: Ladder, best: Candidate | None, folder: Path) -> None:
     print(f"Results, configurations and receipts: {folder}")
 
 
-def table(ladder: Ladder, best: Candidate | None) -> Table:
-    """The layouts that were tried: predicted against measured seconds and GiB, their ratio, and the verdict."""
-    from rich.table import Table
-
-    out = Table(header_style="bold")
-    out.add_column("row", justify="right")
-    out.add_column("layout")
-    for name in ("predicted s", "measured s", "ratio", "predicted GiB", "held GiB", "ratio"):
-        out.add_column(name, justify="right")
-    out.add_column("verdict")
-    for each in ladder.tried:
-        outcome = ladder.outcomes[each.name]
-        verdict = "best" if each is best else outcome.verdict
-        times = _pair(each.seconds, outcome.seconds or 0.0, "{:.4g}")
-        sizes = _pair(each.bytes / GIB, outcome.bytes / GIB, "{:.3g}")
-        out.add_row(str(each.row), each.name.replace(",", " "), *times, *sizes, verdict)
-    return out
-
-
-def _pair(predicted: float, measured: float, form: str) -> tuple[str, str, str]:
-    if not measured:
-        return form.format(predicted), "", ""
-    return form.format(predicted), form.format(measured), f"{measured / predicted:.3g}"
-
-
 def _short(outcome: Outcome) -> str:
     return f"{outcome.seconds:.4g} s" if outcome.verdict == MEASURED else outcome.verdict
 
 
-def _write(args: argparse.Namespace, trials: Trials, ladder: Ladder, best: Candidate) -> None:
-    seconds = ladder.seconds_of(best)
+def _write(args: argparse.Namespace, trials: Trials, fallbacks: Fallbacks, best: Candidate) -> None:
+    seconds = fallbacks.seconds_of(best)
     if args.write:
         comment = f"Measured by `megaaccum tune`: {seconds:.4g} s per step, the median of steps 1 to 3."
-        emit.write(trials.workload, dict(best.axes), Path(args.write), comment=comment)
+        layout_config.write(trials.workload, dict(best.axes), Path(args.write), comment=comment)
         print(f"wrote {args.write}", file=sys.stderr)
     if args.calibrate:
-        ratios = [ladder.seconds_of(each) / each.seconds for each in ladder.measured]
+        ratios = [fallbacks.seconds_of(each) / each.seconds for each in fallbacks.measured]
         factor = statistics.geometric_mean(ratios)
         name = trials.workload.hardware.name
         entry = slowed(name, factor, file=args.hardware, source=f"{len(ratios)} layouts measured by `megaaccum tune`")

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
-from megaaccum.cli.arguments import asked, smallest_world, split_command
-from megaaccum.cli.train import take
+from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.config.load import given
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
@@ -49,11 +48,11 @@ def main(argv: Sequence[str]) -> int:
 
     if "--bank" in argv:
         return _bank()
-    argv, command, jail = split_command(argv)
-    rest, options = _options(argv)
+    source = read_source(argv)
+    words, options = _options(source.words)
     steps = int(options.get("--steps", 2))
-    with asked(*_path(rest), command, jail=jail) as found:
-        shrunk = _case(found.checked(), found.world_size, options, steps)
+    with source.with_words(words).load() as loaded:
+        shrunk = _case(loaded.checked(), loaded.world_size, options, steps)
     progress = own.to_stderr() if launched.is_first() else lambda text: None
     verdict = own.run(shrunk.case, steps, progress)
     if not launched.is_first():
@@ -88,7 +87,7 @@ def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words that are the configuration's, with --layout as keys at the end, and the command's own options."""
     rest, options = list(argv), {}
     for name in _WITH_VALUE:
-        rest, value = take(rest, name)
+        rest, value = pop_option(rest, name)
         if value is not None:
             options[name] = value
     for name in _SWITCHES:
@@ -103,22 +102,18 @@ def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return rest, options
 
 
-def _path(rest: list[str]) -> tuple[str | None, list[str]]:
-    return (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else (None, rest)
-
-
 def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
     """The case of a configuration in its real layout, made smaller where it has to be."""
     from megaaccum.lab.planner import auto_schedule
     from megaaccum.lab.verification import shrink
     from megaaccum.lab.verification.launched import is_first, num_ranks
-    from megaaccum.model.param_count import count_parameters
+    from megaaccum.pretrain.metrics.param_count import count_parameters
 
     launched = num_ranks()
     world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))
     plan = configuration.resolve(config, world_size=world_size)
     if auto_schedule.is_open(plan):
-        plan = auto_schedule.settle(plan)
+        plan = auto_schedule.choose_schedule(plan)
         assert plan.written is not None
         config = plan.written
     parameters = count_parameters(plan.config, plan.config.model.vocab_size or 1).total

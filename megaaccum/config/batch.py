@@ -1,21 +1,24 @@
-"""The batch: how an optimizer step's sequences are cut over ranks, accumulation steps and pipeline micro-batches."""
+"""The batch: the cut of an optimizer step's sequences over ranks, accumulation steps and pipeline micro-batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError, either, nearest_divisors, nearest_multiples
 
 Flush = Literal["merged", "per_round"]
 LossNorm = Literal["token", "microbatch"]
 
+SIZES = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
+"""The keys of the five sizes. Of these, device = micro * pp_microbatches and global = device * steps * dp."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """One optimizer step's batch. The same on every rank; all sizes are in sequences unless they say tokens.
+    """The batch of one optimizer step. The same on every rank; sizes are in sequences, unless named tokens.
 
     Build one with `solve`, which checks every rule, rather than by hand.
     """
@@ -35,11 +38,11 @@ class BatchPlan:
     flush: Flush = "merged"
     """One pipeline flush per optimizer step, or one per accumulation step."""
     loss_norm: LossNorm = "token"
-    """What the step's loss is divided by."""
+    """The divisor of the step's loss."""
 
-    def place(self, index: int, dp_rank: int, *, in_runs: bool) -> int:
-        """The number, in the global batch, of micro-batch `index` of a data-parallel rank: the ranks take turns, or
-        (in_runs) each takes `num_microbatches` in a row."""
+    def sample_index(self, index: int, dp_rank: int, *, in_runs: bool) -> int:
+        """The position in the global batch, counted in micro-batches, of micro-batch `index` of a data-parallel rank.
+        Ranks take turns; with in_runs each has `num_microbatches` consecutive ones."""
         if in_runs:
             return dp_rank * self.num_microbatches + index
         return index * self.data_parallel_size + dp_rank
@@ -61,7 +64,7 @@ class BatchPlan:
 
     @property
     def microbatches_per_flush(self) -> int:
-        """Micro-batches between the pipeline's filling and its draining: what one call of the schedule is given."""
+        """Micro-batches of one call of the schedule, which fills and drains the pipeline once."""
         return self.num_microbatches if self.flush == "merged" else self.pp_microbatches
 
     @property
@@ -91,52 +94,21 @@ class BatchPlan:
         ]
         return "\n".join(lines)
 
-    @staticmethod
-    def check(
-        *,
-        data_parallel_size: int,
-        micro_batch_size: int | None = None,
-        pp_microbatches: int | None = None,
-        device_batch_size: int | None = None,
-        grad_accum_steps: int | None = None,
-        global_batch_size: int | None = None,
-    ) -> None:
-        """Hold that some plan, for whatever pipeline, has the sizes that are given.
-
-        Raises:
-            ConfigError: a size is not positive, sizes contradict each other or do not divide.
-        """
-        sizes = _Sizes(micro_batch_size, pp_microbatches, device_batch_size, grad_accum_steps, global_batch_size)
-        sizes.check(data_parallel_size)
-
     @classmethod
     def solve(
-        cls,
-        *,
-        data_parallel_size: int,
-        pipeline_model_parallel_size: int = 1,
-        seq_length: int,
-        micro_batch_size: int | None = None,
-        pp_microbatches: int | None = None,
-        device_batch_size: int | None = None,
-        grad_accum_steps: int | None = None,
-        global_batch_size: int | None = None,
-        flush: Flush = "merged",
-        loss_norm: LossNorm = "token",
-        allow_underfilled_pipeline: bool = False,
+        cls, keys: BatchConfig, *, data_parallel_size: int, seq_length: int, pipeline_model_parallel_size: int = 1
     ) -> BatchPlan:
-        """The plan that follows from any of the five sizes that were given.
+        """The plan that follows from any of the five sizes in `keys`.
 
-        What they leave open is chosen so: micro_batch_size 1; one accumulation step; and pp_microbatches whatever the
-        rest leaves (1 if nothing says how large the batch is, as Megatron-LM's default batch).
+        Sizes that stay open: micro_batch_size is 1, there is one accumulation step, and pp_microbatches is what the
+        other sizes leave (1 if none gives the size of the batch, as in Megatron-LM).
 
         Raises:
             ConfigError: a size is not positive, sizes contradict each other or do not divide, or a flush has too few
                 micro-batches for the pipeline. One text per broken rule.
         """
-        given = _Sizes(micro_batch_size, pp_microbatches, device_batch_size, grad_accum_steps, global_batch_size)
-        given.check(data_parallel_size)
-        micro, chunks, steps = given.split(data_parallel_size)
+        check_sizes(keys, data_parallel_size)
+        micro, chunks, steps = _split(keys, data_parallel_size)
         plan = cls(
             micro_batch_size=micro,
             pp_microbatches=chunks,
@@ -144,100 +116,86 @@ class BatchPlan:
             data_parallel_size=data_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
             seq_length=seq_length,
-            flush=flush,
-            loss_norm=loss_norm,
+            flush=keys.flush,
+            loss_norm=keys.loss_norm,
         )
         problem = pipeline_fill_problem(plan)
-        if problem and not allow_underfilled_pipeline:
+        if problem and not keys.allow_underfilled_pipeline:
             raise ConfigError(problem)
         return plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The five batch keys as far as they were given. Of these, dbs = micro * chunks and gbs = dbs * steps * dp."""
+def check_sizes(keys: BatchConfig, dp: int) -> None:
+    """Check that some plan has the sizes in `keys`, for any pipeline. dp: data-parallel ranks.
 
-    micro: int | None
-    chunks: int | None
-    device: int | None
-    steps: int | None
-    whole: int | None
+    Raises:
+        ConfigError: a size is not positive, sizes contradict each other or do not divide.
+    """
+    given = {name: getattr(keys, name) for name in SIZES if getattr(keys, name) is not None}
+    problems = [f"{name} is {value}: it must be at least 1." for name, value in given.items() if value < 1]
+    if problem := None if problems else _device_problem(keys) or _global_problem(keys, dp):
+        problems = [problem]
+    if problems:
+        raise ConfigError(problems)
 
-    def check(self, dp: int) -> None:
-        """Raise a ConfigError if the given sizes break a rule."""
-        if not_positive := list(self._not_positive()):
-            raise ConfigError(not_positive)
-        if problem := self._device_problem() or self._whole_problem(dp):
-            raise ConfigError(problem)
 
-    def _not_positive(self) -> Iterator[str]:
-        names = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
-        for name, value in zip(names, (self.micro, self.chunks, self.device, self.steps, self.whole), strict=True):
-            if value is not None and value < 1:
-                yield f"{name} is {value}: it must be at least 1."
-
-    def _device_problem(self) -> str | None:
-        if self.device is None:
-            return None
-        if self.micro is not None and self.chunks is not None:
-            product = self.micro * self.chunks
-            if self.device != product:
-                return (
-                    f"device_batch_size {self.device} contradicts micro_batch_size {self.micro} * pp_microbatches"
-                    f" {self.chunks} = {product}: set device_batch_size to {product}, or leave one of the three out."
-                )
-        for name, divisor in (("pp_microbatches", self.chunks), ("micro_batch_size", self.micro)):
-            if divisor is not None and self.device % divisor:
-                return (
-                    f"device_batch_size {self.device} is not divisible by {name} {divisor}: set device_batch_size to"
-                    f" {either(nearest_multiples(self.device, divisor))}, or {name} to"
-                    f" {either(nearest_divisors(divisor, self.device))}."
-                )
+def _device_problem(keys: BatchConfig) -> str | None:
+    device, micro, chunks = keys.device_batch_size, keys.micro_batch_size, keys.pp_microbatches
+    if device is None:
         return None
+    if micro is not None and chunks is not None and device != micro * chunks:
+        return (
+            f"device_batch_size {device} contradicts micro_batch_size {micro} * pp_microbatches {chunks} ="
+            f" {micro * chunks}: set device_batch_size to {micro * chunks}, or leave one of the three out."
+        )
+    for name, divisor in (("pp_microbatches", chunks), ("micro_batch_size", micro)):
+        if divisor is not None and device % divisor:
+            return (
+                f"device_batch_size {device} is not divisible by {name} {divisor}: set device_batch_size to"
+                f" {either(nearest_multiples(device, divisor))}, or {name} to"
+                f" {either(nearest_divisors(divisor, device))}."
+            )
+    return None
 
-    def _whole_problem(self, dp: int) -> str | None:
-        """The rule on global_batch_size, once the device batch is known to be sound."""
-        if self.whole is None:
-            return None
-        inner = [("device_batch_size", self.device)]
-        if self.device is None:
-            inner = [("micro_batch_size", self.micro), ("pp_microbatches", self.chunks)]
-        factors = [*inner, ("grad_accum_steps", self.steps), ("data_parallel_size", dp)]
-        known = [(name, value) for name, value in factors if value is not None]
-        product = math.prod(value for _, value in known)
-        unit = " * ".join(f"{name} {value}" for name, value in known) + (f" = {product}" if len(known) > 1 else "")
-        if self._is_determined() and self.whole != product:
-            return (
-                f"global_batch_size {self.whole} contradicts {unit}: set global_batch_size to {product}, or leave out"
-                " one of these keys to have it derived."
-            )
-        if self.whole % product:
-            return (
-                f"global_batch_size {self.whole} is not divisible by {unit}: set global_batch_size to"
-                f" {either(nearest_multiples(self.whole, product))}, or change one of the factors."
-            )
+
+def _global_problem(keys: BatchConfig, dp: int) -> str | None:
+    """The rule on global_batch_size that a sound device batch breaks."""
+    whole = keys.global_batch_size
+    if whole is None:
         return None
+    inner = ("micro_batch_size", "pp_microbatches") if keys.device_batch_size is None else ("device_batch_size",)
+    factors = {name: getattr(keys, name) for name in (*inner, "grad_accum_steps")} | {"data_parallel_size": dp}
+    known: dict[str, int] = {name: value for name, value in factors.items() if value is not None}
+    product = math.prod(known.values())
+    unit = " * ".join(f"{name} {value}" for name, value in known.items()) + (f" = {product}" if len(known) > 1 else "")
+    if len(known) == len(factors) and whole != product:
+        return (
+            f"global_batch_size {whole} contradicts {unit}: set global_batch_size to {product}, or leave out one of"
+            " these keys to have it derived."
+        )
+    if whole % product:
+        return (
+            f"global_batch_size {whole} is not divisible by {unit}: set global_batch_size to"
+            f" {either(nearest_multiples(whole, product))}, or change one of the factors."
+        )
+    return None
 
-    def _is_determined(self) -> bool:
-        """Whether the other keys alone say how large the global batch is."""
-        has_device = self.device is not None or (self.micro is not None and self.chunks is not None)
-        return has_device and self.steps is not None
 
-    def split(self, dp: int) -> tuple[int, int, int]:
-        """(micro_batch_size, pp_microbatches, grad_accum_steps) of sizes without problems."""
-        per_rank = None if self.whole is None else self.whole // dp
-        device, micro, chunks, steps = self.device, self.micro, self.chunks, self.steps
-        if device is None and per_rank is not None and steps is not None:
-            device = per_rank // steps
-        if micro is None:
-            micro = device // chunks if device is not None and chunks is not None else 1
-        if chunks is None and device is not None:
-            chunks = device // micro
-        if chunks is None:
-            chunks = 1 if per_rank is None else per_rank // micro
-        if steps is None:
-            steps = 1 if per_rank is None else per_rank // (micro * chunks)
-        return micro, chunks, steps
+def _split(keys: BatchConfig, dp: int) -> tuple[int, int, int]:
+    """(micro_batch_size, pp_microbatches, grad_accum_steps) of sizes without problems."""
+    per_rank = None if keys.global_batch_size is None else keys.global_batch_size // dp
+    micro, chunks, device, steps = (getattr(keys, name) for name in SIZES[:4])
+    if device is None and per_rank is not None and steps is not None:
+        device = per_rank // steps
+    if micro is None:
+        micro = device // chunks if device is not None and chunks is not None else 1
+    if chunks is None and device is not None:
+        chunks = device // micro
+    if chunks is None:
+        chunks = 1 if per_rank is None else per_rank // micro
+    if steps is None:
+        steps = 1 if per_rank is None else per_rank // (micro * chunks)
+    return micro, chunks, steps
 
 
 def pipeline_fill_problem(plan: BatchPlan) -> str | None:
@@ -261,6 +219,6 @@ def pipeline_fill_problem(plan: BatchPlan) -> str | None:
             remedies.append(f"flush to merged (flushes of {plan.num_microbatches})")
     remedies.append(f"pipeline_model_parallel_size to {max(1, m // 2)}")
     return (
-        f"pipeline_model_parallel_size {pp} needs at least 2 * {pp} = {2 * pp} micro-batches in a flush, and {has}:"
+        f"pipeline_model_parallel_size {pp} needs at least 2 * {pp} = {2 * pp} micro-batches in a flush, but {has}:"
         f" set {', or '.join(remedies)}; or, to accept a longer bubble, allow_underfilled_pipeline to true."
     )

@@ -1,56 +1,80 @@
-"""The batch keys: which of them count when the command line and a file say different things."""
+"""The batch keys: which of them count if the command line and a file contradict each other."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from megaaccum.config.batch import BatchPlan
-from megaaccum.config.schema import Config
+from megaaccum.config.batch import SIZES, BatchPlan, check_sizes
+from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError, either, nearest_multiples
 
-SIZES = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
-"""The five sizes, in the order in which a file's are kept when the command line changes the size of the batch."""
-
 CUTS = ("global_batch_size", "micro_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps")
-"""The same, in the order in which a file's are kept when the command line only changes how the batch is cut."""
+"""The order in which a file's sizes are kept if the command line only cuts the batch; `SIZES` if it resizes it."""
 
 
-def settle(config: Config, data_parallel_size: int, notes: list[str]) -> BatchPlan:
+def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> BatchPlan:
     """The batch plan of a configuration whose other keys are derived.
 
-    Command-line sizes all count. A file's size counts as long as it fits with those and with the file's sizes kept
-    before it, and is computed afresh where it does not, with a note. device_batch_size, grad_accum_steps and
-    global_batch_size on the command line say how large the batch is; micro_batch_size and pp_microbatches alone say how
-    it is cut, and the file's global_batch_size stays.
+    All sizes of the command line count. A size of the file counts if it fits with those and with the file's sizes kept
+    before it; otherwise it is recomputed, with a note. device_batch_size, grad_accum_steps and global_batch_size on the
+    command line resize the batch; micro_batch_size and pp_microbatches alone cut it, and the file's global_batch_size
+    stays.
 
     Raises:
         ConfigError: sizes of one source contradict each other, or a rule of the batch is broken.
     """
-    sizes = {name: getattr(config.batch, name) for name in SIZES if getattr(config.batch, name) is not None}
+    sizes: dict[str, int] = {name: size for name in SIZES if (size := getattr(config.batch, name)) is not None}
     _check_total(config, sizes, data_parallel_size)
-    asked = {name for name in sizes if config.origin.get(name) == COMMAND_LINE}
-    if not asked:
-        _require_a_size(sizes, config)
-        return _solve(config, data_parallel_size, sizes)
-    _check_file_alone({name: size for name, size in sizes.items() if name not in asked}, data_parallel_size)
-    kept = {name: sizes[name] for name in SIZES if name in asked}
-    BatchPlan.check(data_parallel_size=data_parallel_size, **kept)
+    if not sizes:
+        raise ConfigError(
+            "no batch size is given: set micro_batch_size and global_batch_size, or device_batch_size and"
+            " grad_accum_steps."
+        )
+    kept = {name: size for name, size in sizes.items() if config.origin.get(name) == COMMAND_LINE}
+    overrides = ", ".join(f"{name} {size}" for name, size in kept.items())
     dropped = []
-    for name in _order(asked):
-        if name in sizes and name not in kept:
-            if _fits(data_parallel_size, {**kept, name: sizes[name]}):
-                kept[name] = sizes[name]
-            else:
-                dropped.append(name)
-    plan = _solve(config, data_parallel_size, kept)
-    notes += [_recomputed(name, sizes[name], plan, asked) for name in dropped]
+    if kept:
+        # The device batch of the file alone must be consistent. Its global batch may fit another number of ranks.
+        cuts = [name for name in SIZES[:3] if name in sizes.keys() - kept.keys()]
+        check_sizes(_with_sizes(config, {name: sizes[name] for name in cuts}), data_parallel_size)
+        check_sizes(_with_sizes(config, kept), data_parallel_size)
+    for name in SIZES if not kept or kept.keys() & set(SIZES[2:]) else CUTS:
+        if name not in sizes or name in kept:
+            continue
+        if not overrides or _fits(_with_sizes(config, kept | {name: sizes[name]}), data_parallel_size):
+            kept[name] = sizes[name]
+        else:
+            dropped.append(name)
+    plan = BatchPlan.solve(
+        _with_sizes(config, kept),
+        data_parallel_size=data_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        seq_length=config.model.seq_length,
+    )
+    notes += [
+        f"{name} {sizes[name]} of the file is recomputed to {getattr(plan, name)}: the command line gives {overrides}."
+        for name in dropped
+    ]
     return plan
 
 
+def _with_sizes(config: Config, sizes: dict[str, int]) -> BatchConfig:
+    """The batch keys with `sizes` alone."""
+    return replace(config.batch, **{name: sizes.get(name) for name in SIZES})  # type: ignore[arg-type]
+
+
+def _fits(keys: BatchConfig, data_parallel_size: int) -> bool:
+    try:
+        check_sizes(keys, data_parallel_size)
+    except ConfigError:
+        return False
+    return True
+
+
 def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
-    """total_batch_size is whole accumulation steps of the sizes that are written where it is, or on the command
-    line."""
+    """Check that total_batch_size is whole accumulation steps of the sizes from its own source or the command line."""
     total, seq_length, origin = config.batch.total_batch_size, config.model.seq_length, config.origin
     if total is None or seq_length < 1:
         return
@@ -73,58 +97,11 @@ def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
         )
 
 
-def _check_file_alone(sizes: dict[str, int], data_parallel_size: int) -> None:
-    """A device batch that the file itself contradicts is a mistake, not something that the command line settles.
-
-    The global batch is left out: it may fit another number of ranks, which is what the command line is there for.
-    """
-    device_sizes = {name: size for name, size in sizes.items() if name not in ("grad_accum_steps", "global_batch_size")}
-    BatchPlan.check(data_parallel_size=data_parallel_size, **device_sizes)
-
-
-def _order(asked: set[str]) -> tuple[str, ...]:
-    resizes = asked & {"device_batch_size", "grad_accum_steps", "global_batch_size"}
-    return SIZES if resizes else CUTS
-
-
-def _fits(data_parallel_size: int, sizes: dict[str, int]) -> bool:
-    try:
-        BatchPlan.check(data_parallel_size=data_parallel_size, **sizes)
-    except ConfigError:
-        return False
-    return True
-
-
-def _recomputed(name: str, old: int, plan: BatchPlan, asked: set[str]) -> str:
-    flags = ", ".join(f"{flag} {getattr(plan, flag)}" for flag in SIZES if flag in asked)
-    return f"{name} {old} of the file is recomputed to {getattr(plan, name)}: the command line gives {flags}."
-
-
-def _require_a_size(sizes: dict[str, int], config: Config) -> None:
-    if not sizes:
-        raise ConfigError(
-            "no batch size is given: set micro_batch_size and global_batch_size, or device_batch_size and"
-            " grad_accum_steps."
-        )
-
-
-def _solve(config: Config, data_parallel_size: int, sizes: dict[str, int]) -> BatchPlan:
-    return BatchPlan.solve(
-        data_parallel_size=data_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        seq_length=config.model.seq_length,
-        flush=config.batch.flush,
-        loss_norm=config.batch.loss_norm,
-        allow_underfilled_pipeline=config.batch.allow_underfilled_pipeline,
-        **sizes,
-    )
-
-
 def deepspeed_problems(config: Config, batch: BatchPlan, notes: list[str]) -> list[str]:
     """One text if the DeepSpeed block's batch sizes are not those of `batch`; a note if the command line wins.
 
     DeepSpeed multiplies train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp. The first two may be what
-    its pipeline engine, its plain engine or megaaccum itself would call them: see `readings`.
+    its pipeline engine, its plain engine or megaaccum itself call so: see `readings`.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     theirs = {name: value for name in names if (value := config.deepspeed.get(name)) not in (None, "auto")}

@@ -15,13 +15,13 @@ from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError, either
 
 KEYS = ("batch_warmup_steps", "rampup_batch_size", "step_batch_size_schedule")
-"""The three ways to ask for a ramp, of which a run has one at most."""
+"""The three keys that request a ramp, of which a run has one at most."""
 
 Broken = Callable[[BatchPlan], list[str]]
-"""Which rules of the schedule a batch breaks, one text each."""
+"""The rules of the schedule that a batch breaks, one text each."""
 
-Wish = tuple[int, int]
-"""(consumed samples from which it is meant to hold, sequences of the global batch)."""
+Interval = tuple[int, int]
+"""(consumed samples from which it holds, sequences of the global batch)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Rung:
     first_step: int
     """Number of the first of them, from 1."""
     num_steps: int | None
-    """How many; None of the last rung, which holds for the rest of the run."""
+    """The number of steps; None for the last rung, which holds for the rest of the run."""
     consumed_samples: int
     """Sequences that the steps before them consumed."""
     size: int
@@ -46,13 +46,13 @@ class BatchRamp:
     """
 
     intervals: tuple[tuple[int, int], ...]
-    """(consumed samples from which it holds, sequences of a step), the first from 0. Whatever the ranks are."""
+    """(consumed samples from which it holds, sequences of a step), the first from 0; independent of the ranks."""
     batches: dict[int, BatchPlan]
-    """How these ranks cut each size. Sizes that a run is past need not be here."""
+    """The cut of each size on these ranks; sizes that a run is past may be missing."""
 
     @classmethod
     def constant(cls, batch: BatchPlan) -> BatchRamp:
-        """A run whose steps all take `batch`."""
+        """The ramp of a run whose steps all have `batch`."""
         size = batch.global_batch_size
         return cls(((0, size),), {size: batch})
 
@@ -65,12 +65,12 @@ class BatchRamp:
         return self.batches[self.size_at(consumed_samples)]
 
     def size_at(self, consumed_samples: int) -> int:
-        """Its sequences, over all ranks."""
+        """The sequences, over all ranks, of the step that begins after `consumed_samples`."""
         index = bisect_right(self.intervals, consumed_samples, key=lambda interval: interval[0])
         return self.intervals[index - 1][1]
 
     def rungs(self) -> Iterator[Rung]:
-        """Its batches in the order of steps. One whose span an earlier step overshoots is left out."""
+        """The batches in the order of steps, without those whose span an earlier step overshoots."""
         step, consumed = 1, 0
         ends = [start for start, _ in self.intervals[1:]]
         for (_, size), end in zip(self.intervals, [*ends, None], strict=True):
@@ -86,18 +86,18 @@ class BatchRamp:
         return rung.consumed_samples + (steps - rung.first_step + 1) * rung.size
 
     def steps_within(self, samples: int) -> int:
-        """Whole steps that `samples` sequences are enough for."""
+        """The number of whole steps in `samples` sequences."""
         rung = [each for each in self.rungs() if each.consumed_samples <= samples][-1]
         steps = (samples - rung.consumed_samples) // rung.size
         return rung.first_step - 1 + (steps if rung.num_steps is None else min(steps, rung.num_steps))
 
     @property
     def num_steps(self) -> int:
-        """Steps before the first with the configured batch."""
+        """The number of steps before the first with the configured batch."""
         return [*self.rungs()][-1].first_step - 1
 
     def flush_sizes(self) -> list[int]:
-        """Micro-batches per flush that occur, increasing."""
+        """All numbers of micro-batches per flush, increasing."""
         return sorted({batch.microbatches_per_flush for batch in self.batches.values()})
 
 
@@ -105,18 +105,18 @@ class BatchRamp:
 
 
 def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Broken, notes: list[str]) -> BatchRamp:
-    """The ramp that `keys` ask for, up to `batch`. A batch on the way that breaks a rule is rounded up to the next one
-    that does not, with a note.
+    """The ramp that `keys` request, up to `batch`. A smaller batch that breaks a rule is rounded up to the next legal
+    one, with a note.
 
     Args:
-        train_iters: steps of the run; 0 where that is not known.
+        train_iters: steps of the run; 0 if unknown.
 
     Raises:
         ConfigError: the keys contradict each other or `batch`, or the run ends before a ramp that is no schedule.
     """
     given = [name for name in KEYS if getattr(keys, name)]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} each say how the batch grows: keep one of them.")
+        raise ConfigError(f"{' and '.join(given)} each give the growth of the batch: keep one of them.")
     if not given:
         return BatchRamp.constant(batch)
     cut = _Cut(batch, broken)
@@ -126,35 +126,23 @@ def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Br
             cause = f"of grad_accum_steps {batch.grad_accum_steps} no smaller one is legal"
             notes.append(f"batch_warmup_steps {keys.batch_warmup_steps}: nothing grows, {cause}.")
     else:
-        wanted = wishes(keys, seq_length=batch.seq_length, global_batch_size=batch.global_batch_size)
+        wanted = requested_intervals(keys, seq_length=batch.seq_length, global_batch_size=batch.global_batch_size)
         ramp = _ramp((start, cut.to(size)) for start, size in wanted)
     notes += [f"{given[0]}: {note}" for note in cut.notes()]
     if train_iters and ramp.num_steps >= train_iters:
         ends = (
-            f"{given[0]}: the batch reaches its {batch.global_batch_size} sequences after {ramp.num_steps} steps, and"
+            f"{given[0]}: the batch reaches its {batch.global_batch_size} sequences after {ramp.num_steps} steps, but"
             f" the run ends after train_iters {train_iters}"
         )
-        # A schedule by samples or tokens is that of the whole training, of which a run may be the beginning.
+        # A schedule by tokens covers the whole training, of which a run may be the beginning.
         if not keys.step_batch_size_schedule:
             raise ConfigError(f"{ends}: shorten the ramp, or set train_iters to more than {ramp.num_steps}.")
         notes.append(f"{ends}, in the middle of the schedule.")
     return ramp
 
 
-def asked_ramp(keys: BatchConfig, *, seq_length: int | None, global_batch_size: int | None) -> BatchRamp | None:
-    """The ramp of `rampup_batch_size` or `step_batch_size_schedule` before anything is rounded; without them, the
-    global batch. None where no size is known. Raises ConfigError as `wishes`."""
-    if keys.step_batch_size_schedule is not None and global_batch_size is None:
-        return BatchRamp(tuple(parse_schedule(keys.step_batch_size_schedule, seq_length or 1)), {})
-    if global_batch_size is None:
-        return None
-    if not keys.step_batch_size_schedule and not keys.rampup_batch_size:
-        return BatchRamp(((0, global_batch_size),), {})
-    return BatchRamp(tuple(wishes(keys, seq_length=seq_length or 1, global_batch_size=global_batch_size)), {})
-
-
 def recut(intervals: Sequence[Sequence[int]], batch: BatchPlan, broken: Broken, consumed_samples: int) -> BatchRamp:
-    """The ramp of a checkpoint (`intervals`) on the ranks of `batch`, which may be others than those that saved it.
+    """The ramp of a checkpoint (`intervals`) on the ranks of `batch`, which may differ from those that saved it.
 
     Raises:
         ConfigError: a batch that is still to come, after `consumed_samples`, cannot be cut over these ranks.
@@ -176,8 +164,8 @@ def recut(intervals: Sequence[Sequence[int]], batch: BatchPlan, broken: Broken, 
     return BatchRamp(tuple((start, size) for start, size in intervals), batches)
 
 
-def wishes(keys: BatchConfig, *, seq_length: int, global_batch_size: int) -> list[Wish]:
-    """The batches that `rampup_batch_size` or `step_batch_size_schedule` ask for, before any is rounded.
+def requested_intervals(keys: BatchConfig, *, seq_length: int, global_batch_size: int) -> list[Interval]:
+    """The intervals that `rampup_batch_size` or `step_batch_size_schedule` request, before rounding.
 
     Raises:
         ConfigError: they do not lead to global_batch_size, or cannot be read.
@@ -186,7 +174,7 @@ def wishes(keys: BatchConfig, *, seq_length: int, global_batch_size: int) -> lis
         found = parse_schedule(keys.step_batch_size_schedule, seq_length)
         if found[-1][1] != global_batch_size:
             raise ConfigError(
-                f"step_batch_size_schedule ends with {found[-1][1]} sequences, and global_batch_size is"
+                f"step_batch_size_schedule ends with {found[-1][1]} sequences, but global_batch_size is"
                 f" {global_batch_size}: leave global_batch_size out, or make them equal."
             )
         return found
@@ -194,8 +182,8 @@ def wishes(keys: BatchConfig, *, seq_length: int, global_batch_size: int) -> lis
     return _rampup(keys.rampup_batch_size, global_batch_size)
 
 
-def _rampup(triple: Sequence[int], size: int) -> list[Wish]:
-    """START INCREMENT SAMPLES: equal spans of samples, each with a batch larger by INCREMENT."""
+def _rampup(triple: Sequence[int], size: int) -> list[Interval]:
+    """The intervals of START INCREMENT SAMPLES: equal spans of samples, each batch larger by INCREMENT."""
     if len(triple) != 3:
         raise ConfigError(f"rampup_batch_size needs three numbers, START INCREMENT SAMPLES, not {len(triple)}.")
     start, increment, samples = triple
@@ -216,9 +204,9 @@ def _rampup(triple: Sequence[int], size: int) -> list[Wish]:
     return [(-(-each * samples // count), start + each * increment) for each in range(count + 1)]
 
 
-def parse_schedule(text: str, seq_length: int) -> list[Wish]:
-    """Megatron's `THRESHOLD:SIZE THRESHOLD:SIZE ...`: from that number of tokens on, that number of sequences. K, M, B
-    and T stand for 10^3, 10^6, 10^9 and 10^12.
+def parse_schedule(text: str, seq_length: int) -> list[Interval]:
+    """The intervals of Megatron's `THRESHOLD:SIZE THRESHOLD:SIZE ...`: from that number of tokens on, that number of
+    sequences. The suffixes K, M, B and T mean 10^3, 10^6, 10^9 and 10^12.
 
     Raises:
         ConfigError: with the entry that cannot be read, or thresholds that do not grow from 0.
@@ -236,7 +224,7 @@ def parse_schedule(text: str, seq_length: int) -> list[Wish]:
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def _entry(word: str, seq_length: int) -> Wish:
+def _entry(word: str, seq_length: int) -> Interval:
     try:
         tokens, size = (_number(part) for part in word.split(":"))
     except ValueError:
@@ -255,7 +243,7 @@ def _number(text: str) -> int:
 
 
 class _Cut:
-    """Cuts global batches over the ranks of `batch`, and remembers which it rounded up, and why."""
+    """The cuts of global batches over the ranks of `batch`, and which of them were rounded up, and why."""
 
     def __init__(self, batch: BatchPlan, broken: Broken):
         self.batch, self._broken = batch, broken
@@ -281,7 +269,7 @@ class _Cut:
         raise ConfigError(f"a batch of {size} sequences is not possible on these ranks: {self.reason(size)}.")
 
     def reason(self, size: int) -> str:
-        """Why `size` sequences are not legal, in words."""
+        """The reason why `size` sequences are not legal."""
         unit = self.batch.micro_batch_size * self.batch.data_parallel_size
         if size % unit:
             return f"not divisible by micro_batch_size * data_parallel_size = {unit}"
@@ -292,7 +280,7 @@ class _Cut:
         return problems[0].partition(": ")[0] if problems else "legal"
 
     def notes(self) -> list[str]:
-        """One text per batch that sizes were rounded up to."""
+        """The notes on sizes that were rounded up, one per legal size."""
         rounded: dict[int, list[int]] = {}
         for size, made in self._made.items():
             if made.global_batch_size != size:
@@ -304,13 +292,13 @@ class _Cut:
 
 
 def _with_microbatches(whole: BatchPlan, count: int) -> BatchPlan:
-    """`whole` with `count` micro-batches per step, in device batches as large as they may be."""
+    """`whole` with `count` micro-batches per step, in the largest device batches that divide them."""
     chunks = math.gcd(count, whole.pp_microbatches)
     return replace(whole, pp_microbatches=chunks, grad_accum_steps=count // chunks)
 
 
 def _by_steps(steps: int, cut: _Cut) -> BatchRamp:
-    """grad_accum_steps in equal parts from an eighth of its value to the whole, over `steps` steps."""
+    """The ramp of grad_accum_steps, in equal parts from an eighth of its value to the whole, over `steps` steps."""
     whole = cut.batch
     last = whole.grad_accum_steps
     first = max(1, last // 8)
@@ -324,7 +312,7 @@ def _by_steps(steps: int, cut: _Cut) -> BatchRamp:
 
 
 def _ramp(wanted: Iterable[tuple[int, BatchPlan]]) -> BatchRamp:
-    """Equal neighbours made one."""
+    """The ramp of these batches, equal neighbours merged."""
     intervals: list[tuple[int, int]] = []
     batches: dict[int, BatchPlan] = {}
     for start, batch in wanted:

@@ -1,4 +1,4 @@
-"""From what a file or a command line holds to the type that a key is annotated with."""
+"""Conversion of values of a file or command line to the annotated types of keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class NotOfType(Exception):
-    """The value cannot be read as the key's type; the text says what was expected."""
+    """A value that cannot be read as the key's type; the text names what was expected."""
 
 
 def coerce(value: object, annotation: object) -> object:
-    """`value` as the annotated type. Text is parsed; numbers are never cut and booleans never taken for numbers.
+    """Convert `value` to the annotated type. Text is parsed; numbers are never rounded, and booleans are no numbers.
 
     Raises:
-        NotOfType: with the text of what was expected.
+        NotOfType: the value is of another type; its text names what was expected.
     """
     origin = typing.get_origin(annotation)
     if origin is types.UnionType or origin is typing.Union:

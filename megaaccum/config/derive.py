@@ -1,4 +1,4 @@
-"""Filling in the keys that were not written. Never fails: where a value it needs is wrong, a rule says so."""
+"""Filling in the keys that were not written. Never fails: a rule reports values that are wrong."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from contextlib import suppress
 
 from megaaccum.config import precision
 from megaaccum.config.batch_ramp import parse_schedule
-from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ShardingConfig
+from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.schedule.build import entry
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.build import by_executor, entry
 
 
 def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None:
     """Fill every None of `config` that other keys decide, in place. Batch sizes and vocab_size stay open.
 
-    What is neither Megatron-LM's default nor obvious goes into `notes`. own_model: see plan.resolve.
+    Appends to `notes` what is neither Megatron-LM's default nor obvious. own_model: see plan.resolve.
     """
     _derive_attention(config.model)
     _derive_mlp(config.model)
@@ -33,48 +32,48 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
         notes.append(f"params_dtype {config.sharding.params_dtype}: {why}.")
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
-    _derive_run(config.run)
-    if config.data.data_cache_path is None:
-        config.data.data_cache_path = os.path.join(config.run.output_dir, "data")
+    _fill(config.run, save=os.path.join(config.run.output_dir, "checkpoints"))
+    _fill(config.data, data_cache_path=os.path.join(config.run.output_dir, "data"))
     if config.sharding.sync == "auto":
         config.sharding.sync = "resident"
 
 
+def _fill(section: object, **defaults: object) -> None:
+    """Set the keys of a section that are None."""
+    for name, default in defaults.items():
+        if getattr(section, name) is None:
+            setattr(section, name, default)
+
+
 def _derive_attention(model: ModelConfig) -> None:
-    if model.num_query_groups is None:
-        model.num_query_groups = model.num_attention_heads
-    if model.kv_channels is None and model.num_attention_heads > 0:
-        model.kv_channels = model.hidden_size // model.num_attention_heads
-    if model.max_position_embeddings is None:
-        model.max_position_embeddings = model.seq_length
+    _fill(model, num_query_groups=model.num_attention_heads, max_position_embeddings=model.seq_length)
+    if model.num_attention_heads > 0:
+        _fill(model, kv_channels=model.hidden_size // model.num_attention_heads)
 
 
 def _derive_mlp(model: ModelConfig) -> None:
-    if model.ffn_hidden_size is None:
-        # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two. As Megatron-LM's arguments,
-        # which give a toy's MLP no width at all.
-        gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
-        model.ffn_hidden_size = gated if model.swiglu else 4 * model.hidden_size
-    if model.num_experts is not None and model.moe_ffn_hidden_size is None:
-        model.moe_ffn_hidden_size = model.ffn_hidden_size
+    # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two, as in Megatron-LM's arguments. These
+    # give a toy's MLP no width at all.
+    gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
+    _fill(model, ffn_hidden_size=gated if model.swiglu else 4 * model.hidden_size)
+    if model.num_experts is not None:
+        _fill(model, moe_ffn_hidden_size=model.ffn_hidden_size)
     if model.add_bias_linear:
         # Megatron-LM keeps the two in step: biases everywhere include the QKV projection's.
         model.add_qkv_bias = True
 
 
 def _derive_recompute(model: ModelConfig) -> None:
-    if model.gradient_checkpointing and model.recompute_granularity is None:
-        model.recompute_granularity = "full"
+    if model.gradient_checkpointing:
+        _fill(model, recompute_granularity="full")
     if model.recompute_granularity == "full":
-        model.recompute_method = model.recompute_method or "uniform"
-        if model.recompute_num_layers is None:
-            model.recompute_num_layers = 1
-    elif model.recompute_granularity == "selective" and model.recompute_modules is None:
-        model.recompute_modules = ["core_attn"]
+        _fill(model, recompute_method="uniform", recompute_num_layers=1)
+    elif model.recompute_granularity == "selective":
+        _fill(model, recompute_modules=["core_attn"])
 
 
 def _derive_batch(config: Config) -> None:
-    """The global batch, where it is given in tokens, or is what a schedule of batch sizes ends with."""
+    """Derive the global batch from its number of tokens, or from the end of a schedule of batch sizes."""
     batch, seq_length = config.batch, config.model.seq_length
     if batch.global_batch_size is not None:
         return
@@ -88,7 +87,7 @@ def _derive_batch(config: Config) -> None:
 
 
 def _same_origin(config: Config, key: str) -> None:
-    """The global batch counts as written where `key` is."""
+    """Give the global batch the origin of `key`."""
     if key in config.origin:
         config.origin["global_batch_size"] = config.origin[key]
 
@@ -102,24 +101,21 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
         many = parallel.virtual_pipeline_model_parallel_size is not None
         parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
     interleaved = parallel.schedule == "interleaved"
-    if interleaved and parallel.microbatch_group_size_per_vp_stage is None:
-        parallel.microbatch_group_size_per_vp_stage = pp
-    if parallel.overlap_p2p_comm is None:
-        parallel.overlap_p2p_comm = interleaved and not parallel.batch_p2p_comm
-    if parallel.batch_p2p_comm is None:
-        parallel.batch_p2p_comm = not parallel.overlap_p2p_comm
-    if parallel.expert_tensor_parallel_size is None:
-        parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+    if interleaved:
+        _fill(parallel, microbatch_group_size_per_vp_stage=pp)
+    _fill(parallel, overlap_p2p_comm=interleaved and not parallel.batch_p2p_comm)
+    _fill(parallel, batch_p2p_comm=not parallel.overlap_p2p_comm)
+    _fill(parallel, expert_tensor_parallel_size=parallel.tensor_model_parallel_size)
 
 
 def _note_kernels(config: Config, notes: list[str]) -> None:
-    """Note what depends on the machine of the run, and what it costs elsewhere."""
+    """Note what depends on the machine of the run, and what it costs on others."""
     model, parallel = config.model, config.parallel
     if model.moe_grouped_gemm and model.num_experts and model.transformer_impl == "auto":
         local = max(model.num_experts // max(parallel.expert_model_parallel_size, 1), 1)
         notes.append(
-            f"moe_grouped_gemm: one product for a rank's {local} experts where Transformer Engine's layers run; where"
-            f" none can (no GPU, or it is not installed), {local} products one after the other, to the same result."
+            f"moe_grouped_gemm: one product for a rank's {local} experts if Transformer Engine's layers run; otherwise"
+            f" (no GPU, or it is not installed) {local} products one after the other, to the same result."
         )
     _note_dispatch(config, notes)
     if parallel.tensor_model_parallel_size > 1 and by_executor(parallel.schedule):
@@ -131,7 +127,7 @@ def _note_kernels(config: Config, notes: list[str]) -> None:
 
 
 def _note_dispatch(config: Config, notes: list[str]) -> None:
-    """Note what is asked of the experts' traffic and does not happen, or not on every machine."""
+    """Note options of the experts' traffic without effect, or without effect on some machines."""
     model, fields = config.model, config.megatron
     if model.num_experts is None:
         return
@@ -144,7 +140,7 @@ def _note_dispatch(config: Config, notes: list[str]) -> None:
     if flex:
         notes.append(
             "moe_token_dispatcher_type flex: needs GPUs and a library of its own (DeepEP); `megaaccum train` refuses it"
-            " where one is missing."
+            " if one is missing."
         )
     if fields.get("moe_shared_expert_overlap"):
         shared = model.moe_shared_expert_intermediate_size is not None
@@ -160,7 +156,7 @@ _OF_FLEX = ("moe_flex_dispatcher_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_
 
 
 def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> None:
-    """Model chunks per rank from whichever key says it; one chunk is said as None, as in Megatron."""
+    """Derive the model chunks per rank from the key that gives them; None means one chunk, like in Megatron."""
     pp = parallel.pipeline_model_parallel_size
     vpp, why = parallel.virtual_pipeline_model_parallel_size, ""
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -180,7 +176,7 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
 
 
 def _derive_chunks(parallel: ParallelConfig) -> None:
-    """Schedules with a number of chunks of their own set vpp where it is open."""
+    """Derive vpp, if it is open, from a schedule with a fixed number of chunks."""
     asked = parallel.virtual_pipeline_model_parallel_size is not None or parallel.pipeline_model_parallel_size < 2
     if asked or parallel.schedule in (None, "auto", "none", "interleaved"):
         return
@@ -201,18 +197,9 @@ def _derive_precision(sharding: ShardingConfig) -> None:
 
 
 def _derive_optimizer(optimizer: OptimizerConfig, train_iters: int) -> None:
-    if optimizer.lr_decay_iters is None:
-        optimizer.lr_decay_iters = train_iters
+    _fill(optimizer, lr_decay_iters=train_iters)
     # A fraction stays a fraction: Megatron-LM multiplies it by samples and may end the warm-up inside a step.
-    if optimizer.lr_warmup_iters is None and optimizer.lr_warmup_fraction is None:
-        optimizer.lr_warmup_iters = 0
+    if optimizer.lr_warmup_fraction is None:
+        _fill(optimizer, lr_warmup_iters=0)
     if optimizer.weight_decay_incr_style == "constant":
-        if optimizer.start_weight_decay is None:
-            optimizer.start_weight_decay = optimizer.weight_decay
-        if optimizer.end_weight_decay is None:
-            optimizer.end_weight_decay = optimizer.weight_decay
-
-
-def _derive_run(run: RunConfig) -> None:
-    if run.save is None:
-        run.save = os.path.join(run.output_dir, "checkpoints")
+        _fill(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)

@@ -1,4 +1,4 @@
-"""The keys that a configuration may hold: every field of the schema's sections, and other names for them."""
+"""The keys of a configuration, which are the fields of the schema's sections, and other names for them."""
 
 from __future__ import annotations
 
@@ -7,59 +7,36 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from megaaccum.config import schema
 from megaaccum.config.facts import Facts
 
 SECTIONS: dict[str, type] = {
-    "model": schema.ModelConfig,
-    "parallel": schema.ParallelConfig,
-    "batch": schema.BatchConfig,
-    "sharding": schema.ShardingConfig,
-    "quantization": schema.QuantizationConfig,
-    "step": schema.StepConfig,
-    "optimizer": schema.OptimizerConfig,
-    "data": schema.DataConfig,
-    "run": schema.RunConfig,
+    name: cls
+    for name, cls in typing.get_type_hints(schema.Config).items()
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
+"""The dataclass of each section, by its name in a file."""
 
 ALIASES: dict[str, str] = {
-    "dbs": "device_batch_size",
-    "ga": "grad_accum_steps",
-    "gradient_accumulation_steps": "grad_accum_steps",
-    "grad_accumulation_steps": "grad_accum_steps",
-    "num_chunks": "pp_microbatches",
-    "mbs": "micro_batch_size",
-    "gbs": "global_batch_size",
-    "max_grad_accum_steps": "grad_accum_steps",
-    "max_seq_len": "seq_length",
-    "warmup_ratio": "lr_warmup_fraction",
-    "save_every": "save_interval",
-    "eval_every": "eval_interval",
-    "log_every": "log_interval",
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "learning_rate": "lr",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "warmup_iters": "lr_warmup_iters",
-    "max_iters": "train_iters",
-    "num_moe_experts": "num_experts",
+    "dbs": "device_batch_size", "ga": "grad_accum_steps", "gradient_accumulation_steps": "grad_accum_steps",
+    "grad_accumulation_steps": "grad_accum_steps", "num_chunks": "pp_microbatches", "mbs": "micro_batch_size",
+    "gbs": "global_batch_size", "max_grad_accum_steps": "grad_accum_steps", "max_seq_len": "seq_length",
+    "warmup_ratio": "lr_warmup_fraction", "save_every": "save_interval", "eval_every": "eval_interval",
+    "log_every": "log_interval", "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size", "learning_rate": "lr", "beta1": "adam_beta1", "beta2": "adam_beta2",
+    "warmup_iters": "lr_warmup_iters", "max_iters": "train_iters", "num_moe_experts": "num_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "num_key_value_heads": "num_query_groups",
-    "fp8": "fp8_format",
-}
-"""Other names that users write, by Megatron-core, DeepSpeed or habit, and the key that each stands for."""
+    "num_key_value_heads": "num_query_groups", "fp8": "fp8_format",
+}  # fmt: skip
+"""Other names of keys, from Megatron-core, DeepSpeed or habit, each with its key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: its section, the type that its values must have (with None where it may be derived), and its facts."""
+    """One key: its section, the type of its values (with None if it may be derived), and its facts."""
 
     name: str
     section: str
@@ -80,12 +57,19 @@ def all_keys() -> dict[str, Key]:
     return keys
 
 
+def choices(name: str) -> tuple[str, ...]:
+    """The words that the key `name` may have: those of the Literal in its annotation."""
+    annotation = all_keys()[name].annotation
+    literals = [each for each in (annotation, *typing.get_args(annotation)) if typing.get_origin(each) is Literal]
+    return tuple(map(str, typing.get_args(literals[0]))) if literals else ()
+
+
 def names_where(holds: Callable[[Facts], object]) -> tuple[str, ...]:
-    """The keys of whose facts `holds` is true, in the schema's order."""
+    """The keys whose facts fulfil `holds`, in the schema's order."""
     return tuple(key.name for key in all_keys().values() if holds(key.facts))
 
 
-def that_need(other: str) -> tuple[str, ...]:
+def keys_that_need(other: str) -> tuple[str, ...]:
     """The keys that have no effect without `other` (`Facts.needs`), in the schema's order."""
     return names_where(lambda facts: facts.needs == other)
 

@@ -1,17 +1,17 @@
-"""How the ranks of a run are cut."""
+"""The resolved layout of a run's ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megaaccum.schedule.actions import place
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.actions import stage_map
+from megaaccum.schedule.build import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the ranks are cut: world_size = tp * cp * pp * dp. The same on every rank."""
+class RankLayout:
+    """The resolved layout of the ranks: world_size = tp * cp * pp * dp. The same on every rank."""
 
     world_size: int
     """Ranks of the run."""
@@ -32,7 +32,7 @@ class Layout:
     schedule: str
     """Pipeline schedule: none, a name that megaaccum.schedule.build knows, or the path of a .csv table."""
     placement: Literal["loop", "v"] = "loop"
-    """Which stages a rank's chunks are: dealt out in rounds, or (v) rank and 2 * pp - 1 - rank."""
+    """The stages of a rank's chunks: round-robin (loop), or rank and 2 * pp - 1 - rank (v)."""
 
     @property
     def edp(self) -> int:
@@ -46,7 +46,7 @@ class Layout:
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages, 0 to num_stages - 1 in model order, that global rank `rank` holds, chunk by chunk."""
-        return place(self.placement, pp=self.pp, chunks=self.vpp)[rank // (self.world_size // self.pp)]
+        return stage_map(self.placement, pp=self.pp, chunks=self.vpp)[rank // (self.world_size // self.pp)]
 
     @property
     def splits_backward(self) -> bool:

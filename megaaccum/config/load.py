@@ -1,4 +1,4 @@
-"""Reading a configuration: a file, then the command line over it."""
+"""Reading a configuration: a file, overridden by the command line."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ from megaaccum.errors import ConfigError
 UNREADABLE = "unreadable"
 """The origin of a key whose value could not be read, so that it is not reported as missing too."""
 
-RIVALS: tuple[frozenset[str], ...] = (
-    frozenset({"lr_warmup_iters", "lr_warmup_fraction"}),
-    frozenset({"bf16", "fp16", "params_dtype"}),
-    frozenset(
-        {
-            "virtual_pipeline_model_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "pipeline_model_parallel_layout",
-        }
-    ),
-    frozenset({"data_path", "train_data_path"}),
-    frozenset(batch_ramp.KEYS),
-    frozenset({"total_batch_size", "global_batch_size"}),
-    frozenset({"lr_reference_batch_size", "lr_reference_tokens"}),
+RIVALS: tuple[frozenset[str], ...] = tuple(
+    frozenset(group.split())
+    for group in (
+        "lr_warmup_iters lr_warmup_fraction",
+        "bf16 fp16 params_dtype",
+        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
+        "data_path train_data_path",
+        " ".join(batch_ramp.KEYS),
+        "total_batch_size global_batch_size",
+        "lr_reference_batch_size lr_reference_tokens",
+    )
 )
-"""Keys that say the same thing in different ways: one on the command line sets aside the others of a file."""
+"""Groups of keys for one thing: one of them on the command line sets aside the others of a file."""
 
 
 def load(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -55,7 +52,7 @@ def load(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = 
 
 
 def assemble(sources: Sequence[Source]) -> tuple[Config, list[str]]:
-    """The configuration that the sources give, the last one outranking the others, and what is wrong with them."""
+    """The configuration of the sources, of which the last one outranks the others, and their problems."""
     config = Config()
     problems: list[str] = []
     for source in sources:
@@ -100,7 +97,7 @@ def _reset(config: Config, name: str) -> None:
 
 
 def given(config: Config, name: str) -> bool:
-    """Whether this key was written: `load` saw it, or the value of a Config built in code is not the default."""
+    """Whether this key was written: `load` read it, or its value in a Config built in code is not the default."""
     if name in config.origin:
         return True
     section = getattr(config, all_keys()[name].section)

@@ -1,4 +1,4 @@
-"""The plan of a run: every key settled, the ranks laid out, the batch cut."""
+"""The plan of a run: every key resolved, the layout of its ranks, the cut of its batch."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
 from megaaccum.config.keys import names_where, value
-from megaaccum.config.layout import Layout
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import assemble, load
-from megaaccum.config.resolve import flush_problems, settle_keys, with_schedules
+from megaaccum.config.resolve import flush_problems, resolve_keys, with_schedules
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError
 from megaaccum.schedule.build import stored_table
 
 MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
-"""Blocks of a DeepSpeed JSON that only say where one host writes its log."""
+"""Blocks of a DeepSpeed JSON that only place the log of one host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A configuration settled for a number of ranks: of a file (`Plan.load`), or of what an engine over a model of the
-    user's own needs (`Plan.of`). It is the same on every rank."""
+    """A configuration resolved for a number of ranks: from a file (`Plan.load`), or from the keys that an engine over
+    the user's own model needs (`Plan.of`). It is the same on every rank."""
 
     config: Config
-    """A copy of what was read with every key that can be derived filled in. Not to be changed any more."""
+    """A copy of the configuration with every derivable key filled in. Not to be changed any more."""
     batch: BatchPlan
-    """How the optimizer step's batch is cut; with batch warm-up, that of the steps after it."""
-    layout: Layout
-    """How the ranks are cut."""
+    """The cut of the optimizer step's batch; with batch warm-up, of the steps after it."""
+    layout: RankLayout
+    """The layout of the ranks."""
     notes: list[str] = field(default_factory=list)
-    """What was derived or set aside in a way that a reader may want to know, one sentence each."""
+    """Remarkable derived or overridden keys, one sentence each."""
     ramp: BatchRamp
     """The batch of each step."""
     written: Config | None = None
-    """What it was made of, before anything was derived: the planner makes it again with another micro-batch or sync
-    mode."""
+    """The configuration before anything was derived, from which the planner resolves other micro-batches or sync
+    modes."""
 
     @classmethod
     def load(
@@ -65,23 +66,29 @@ class Plan:
     def of(
         cls,
         *,
-        layout: Mapping[str, object] | None = None,
-        batch: Mapping[str, object],
-        sharding: Mapping[str, object] | None = None,
-        step: Mapping[str, object] | None = None,
-        optimizer: Mapping[str, object] | None = None,
+        batch: Batch | Mapping[str, object],
+        layout: Layout | Mapping[str, object] | None = None,
+        sharding: Sharding | Mapping[str, object] | None = None,
+        quantization: Quantization | Mapping[str, object] | None = None,
+        step: Step | Mapping[str, object] | None = None,
+        optimizer: Optimizer | Mapping[str, object] | None = None,
+        run: Run | Mapping[str, object] | None = None,
         world_size: int | None = None,
         **keys: object,
     ) -> Plan:
         """The plan of an engine over a model of the user's own: nothing is required that the engine does not use.
 
+        Each section is a dataclass, which editors complete and type checkers check, or a dict of the same keys.
+
         Args:
-            layout: `tp`, `pp`, `vpp`, `cp`, `ep`, `schedule` and what else the section `parallel` of a file holds.
             batch: `seq_length` (tokens, the most that a sequence has), `micro_batch_size` (sequences), and how many
                 micro-batches a step has: `global_batch_size` (sequences), or per rank `grad_accum_steps`.
+            layout: `tp`, `pp`, `vpp`, `cp`, `ep`, `schedule` and the other keys of a file's section `parallel`.
             sharding: `backend`, `zero_stage`, `sync`, `bf16`, `fp16`, ...
+            quantization: `fp8_format`, `fp8_recipe`, ...
             step: `nonfinite`, `grad_norm_guard`, `short_batch`, loss scales, ...
             optimizer: `lr`, `weight_decay`, `clip_grad`, ...; without `lr` the engine has no LR schedule.
+            run: `seed`, `train_iters`, `step_timeout_seconds`, ...
             world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
             keys: any other key of a file.
 
@@ -89,10 +96,12 @@ class Plan:
             ConfigError: with everything that is wrong, all at once.
         """
         source = Source("Plan.of")
-        parts = {"layout": layout, "batch": batch, "sharding": sharding, "step": step, "optimizer": optimizer}
-        for part, values in (*parts.items(), ("", keys)):
-            for name, each in (values or {}).items():
-                source.put(name, each, f"{part}.{name}" if part else name)
+        sections = dict(batch=batch, layout=layout, sharding=sharding, quantization=quantization, step=step)
+        for part, section in (sections | dict(optimizer=optimizer, run=run)).items():
+            for name, each in written_keys(part, section).items():
+                source.put(name, each, f"{part}.{name}")
+        for name, each in keys.items():
+            source.put(name, each, name)
         config, problems = assemble([source])
         if problems:
             raise ConfigError(problems)
@@ -100,23 +109,23 @@ class Plan:
 
     @property
     def in_runs(self) -> bool:
-        """Whether a data-parallel rank takes micro-batches that follow each other in the global batch, and not turns
-        with the others: their gradients are then a subtree's (sharding/sum_tree.py)."""
+        """Whether a data-parallel rank has consecutive micro-batches of the global batch, rather than taking turns:
+        their gradients are then one subtree of the sum (sharding/sum_tree.py)."""
         sharding = self.config.sharding
         return sharding.reproducible == "layout" and sharding.sync == "resident"
 
     def ramp_state(self) -> dict[str, Any]:
-        """The ramp as a checkpoint holds it: the keys that asked for it, and what they came to on these ranks."""
+        """The ramp in a checkpoint: the keys that request it, and its intervals on these ranks."""
         asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}
         if self.config.sharding.reproducible == "layout":
-            asked["micro_batch_size"] = self.batch.micro_batch_size  # of what the leaves of its sums are
+            asked["micro_batch_size"] = self.batch.micro_batch_size  # the leaves of its sums
         return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
 
     def ramp_differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """The keys by which this plan asks for other batches than a checkpoint (`ramp_state`) did: texts with both
-        sides, and what to set back."""
+        """The keys that request other batches than a checkpoint (`ramp_state`): texts with both values, each with its
+        remedy."""
         asked = self.ramp_state()["asked"]
-        why = {"micro_batch_size": ", and reproducible layout has the same bits with the same one alone"}
+        why = {"micro_batch_size": ", but reproducible layout needs the same one for the same bits"}
         return {
             f"{name}: {then} in the checkpoint, {asked[name]} in the configuration{why.get(name, '')}": (
                 f"set {name} to {then}"
@@ -126,9 +135,9 @@ class Plan:
         }
 
     def continued(self, saved: Mapping[str, Any], consumed_samples: int) -> Plan:
-        """This plan with the ramp of a checkpoint (`ramp_state`), which may have been cut over other ranks, from
-        `consumed_samples` on; or its own ramp from there on, where another one is asked for by `override: batch`.
-        Raises ConfigError where it is not asked for so, or these ranks cannot take it up."""
+        """This plan with the ramp of a checkpoint (`ramp_state`), perhaps cut over other ranks, from `consumed_samples`
+        on; with `override: batch` its own ramp from there on. Raises ConfigError if the ramps differ without that, or
+        if these ranks cannot continue the checkpoint's."""
         if not saved or saved["intervals"] == self.ramp_state()["intervals"]:
             return self
         intervals = saved["intervals"]
@@ -143,9 +152,9 @@ class Plan:
         return dataclasses.replace(self, ramp=ramp)
 
     def digest(self) -> str:
-        """A hash of all that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
+        """A hash of everything that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
 
-        Keys that may differ between hosts (`Facts.per_host`) do not enter.
+        Keys that may differ between hosts (`Facts.per_host`) are excluded.
         """
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:16]
 
@@ -171,17 +180,17 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
     """The plan of a run on `world_size` ranks. Needs no process group and gives the same on every rank.
 
     Args:
-        config: as a loader gives it; not changed.
+        config: the configuration that a loader returns; not changed.
         world_size: ranks over all hosts.
         own_model: the model, its data and its training are the user's own, so their keys are not required.
 
-    `schedule: auto` is the first that the rules allow, Megatron's where they do; lab/planner/auto_schedule settles it.
+    `schedule: auto` becomes the first that the rules allow, Megatron's if they do; lab/planner/auto_schedule chooses.
 
     Raises:
         ConfigError: with one text per broken rule, all at once.
     """
     if config.parallel.schedule != "auto":
-        return Plan(**settle_keys(config, world_size, own_model=own_model)._asdict(), written=config)
+        return Plan(**resolve_keys(config, world_size, own_model=own_model)._asdict(), written=config)
     errors = []
     for named in with_schedules(config):
         try:

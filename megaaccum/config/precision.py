@@ -1,4 +1,4 @@
-"""The precision of a run whose configuration gives none: BF16 where the GPU has it, FP32 elsewhere."""
+"""The default precision of a run: BF16 if the GPU has it, else FP32."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megaaccum.config.load import given
 from megaaccum.config.schema import Config
 
 KEYS = frozenset({"bf16", "fp16", "params_dtype"})
-"""Keys that say it."""
+"""Keys that give the precision."""
 FIRST_WITH_BF16 = 8
 """CUDA compute capability (Ampere)."""
 
 
 def is_given(config: Config) -> bool:
-    """Whether the configuration says in which precision it trains."""
+    """Whether the configuration gives a precision."""
     return any(given(config, key) for key in KEYS)
 
 
 def default() -> tuple[Literal["bf16", "fp32"], str]:
-    """The precision of this machine, and why it is that one."""
+    """The default precision on this machine, and the reason for it."""
     capability = compute_capability()
     if capability is None:
         return "fp32", "no precision is given, and this machine has no NVIDIA GPU"
@@ -32,8 +32,8 @@ def default() -> tuple[Literal["bf16", "fp32"], str]:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """CUDA's compute capability of this machine's first GPU; None where there is none or all are hidden. Asks the
-    driver's library, NVML, so that no command imports torch or starts CUDA for it."""
+    """CUDA's compute capability of this machine's first GPU; None if there is none or all are hidden. Uses
+    NVML, so that no command imports torch or starts CUDA for it."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Settling a configuration for a number of ranks: derive what is open, hold every rule, cut the batch."""
+"""Resolving a configuration for a number of ranks: derive open keys, check every rule, cut the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from megaaccum.config import lr_scaling
 from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
-from megaaccum.config.batch_keys import deepspeed_problems, settle
+from megaaccum.config.batch_keys import deepspeed_problems, resolve_batch
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
-from megaaccum.config.layout import Layout
+from megaaccum.config.keys import choices
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
@@ -21,45 +22,46 @@ from megaaccum.schedule.build import build, entry, interleaved_problems, set_sha
 
 PLANNER = "the planner"
 """Origin of a key that the planner has chosen."""
-_BUILT_IN = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
-"""What `schedule: auto` chooses from: Megatron's own first, those that hold less for more time last."""
 
 
-class Settled(NamedTuple):
-    """Every key of a configuration derived, its batch and its ranks cut."""
+class Resolved(NamedTuple):
+    """A configuration with every key derived, its batch and its rank layout."""
 
     config: Config
     batch: BatchPlan
     ramp: BatchRamp
-    layout: Layout
+    layout: RankLayout
     notes: list[str]
 
 
-def settle_keys(config: Config, world_size: int, *, own_model: bool) -> Settled:
+def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolved:
     """A copy of `config` with every key derived. own_model: see plan.resolve. Raises ConfigError with one text per
     broken rule."""
     settled = copy.deepcopy(config)
     notes = list(config.notes)
     if (path := settled.parallel.schedule or "").endswith(".csv"):
-        set_shared_table(path, None)  # what a run before this one in the same process has left
+        set_shared_table(path, None)  # left by an earlier run in this process
     derive(settled, notes, own_model=own_model)
-    problems = broken_rules(Subject(config=settled, written=config, world_size=world_size, own_model=own_model))
+    subject = Subject.from_config(settled, written=config, world_size=world_size, own_model=own_model)
+    problems = broken_rules(subject)
     dp = _data_parallel_size(settled, world_size)
     batch = _cut_batch(settled, dp, notes, problems) if dp else None
     ramp = _ramp(settled, batch, notes, problems) if batch is not None and not problems else None
     if batch is None or ramp is None or problems:
         raise ConfigError(problems)
     lr_scaling.scale(settled)
-    return Settled(settled, batch, ramp, _layout(settled, world_size, dp), notes)
+    return Resolved(settled, batch, ramp, _layout(settled, world_size, dp), notes)
 
 
 def with_schedules(config: Config) -> Iterator[Config]:
-    """`config`, which says `schedule: auto`, with each built-in schedule in its place; rules may refuse some. Where the
-    chunks per rank are open, interleaved has two of them."""
+    """`config` with each built-in schedule in place of `auto`; rules may refuse some. Interleaved has two chunks per
+    rank if their number is open."""
     parallel = config.parallel
     vpp = parallel.virtual_pipeline_model_parallel_size
     is_open = not (vpp or parallel.num_layers_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_layout)
-    for name in _BUILT_IN if parallel.pipeline_model_parallel_size > 1 else ("none",):
+    # In the schema's order: Megatron's own first, those that trade time for memory last.
+    built_in = tuple(name for name in choices("schedule") if name not in ("auto", "none"))
+    for name in built_in if parallel.pipeline_model_parallel_size > 1 else ("none",):
         chunks = 2 if name == "interleaved" and is_open else vpp
         if vpp == 1 and name != "none" and entry(name).chunks != 1:
             continue
@@ -76,16 +78,16 @@ def _ramp(config: Config, batch: BatchPlan, notes: list[str], problems: list[str
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:
-    """dp = world / (tp * cp * pp), or 0 where that is no whole number (a rule of its own says so)."""
+    """dp = world / (tp * cp * pp), or 0 if that is no whole number, which a rule reports."""
     parallel = config.parallel
     model = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
     return world_size // model if model > 0 and world_size % model == 0 else 0
 
 
 def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -> BatchPlan | None:
-    """Solve the batch, write it back into `config`, and check what the schedule asks of it."""
+    """Resolve the batch, write it back into `config`, and check it against the schedule."""
     try:
-        batch = settle(config, dp, notes)
+        batch = resolve_batch(config, dp, notes)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
         return None
@@ -95,7 +97,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
         pp, m = batch.pipeline_model_parallel_size, batch.microbatches_per_flush
         idle = (pp - 1) / ((config.parallel.virtual_pipeline_model_parallel_size or 1) * m + pp - 1)
         notes.append(
-            f"{m} micro-batches for {pp} pipeline ranks: they idle {idle:.0%} of a flush (1F1B, equal stages)."
+            f"{m} micro-batches for {pp} pipeline ranks: ranks idle {idle:.0%} of a flush (1F1B, equal stages)."
         )
     if not problems or config.parallel.schedule == "interleaved":
         problems += _schedule_problems(config, batch)
@@ -112,7 +114,7 @@ def flush_problems(config: Config, batch: BatchPlan) -> list[str]:
 
 
 def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
-    """Why the schedule does not exist for this flush, or cannot end. Looked at when the rules are kept."""
+    """The reasons why the schedule does not exist for this flush or cannot end. Requires that the rules hold."""
     parallel, m = config.parallel, batch.microbatches_per_flush
     pp = parallel.pipeline_model_parallel_size
     if pp == 1:
@@ -128,13 +130,13 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
     return []
 
 
-def _layout(config: Config, world_size: int, dp: int) -> Layout:
+def _layout(config: Config, world_size: int, dp: int) -> RankLayout:
     """How the ranks of a settled configuration are cut. dp: data-parallel ranks."""
     parallel = config.parallel
     assert parallel.schedule is not None, "derive names a schedule"
     placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement
     assert parallel.expert_tensor_parallel_size is not None
-    return Layout(
+    return RankLayout(
         world_size=world_size,
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,

@@ -1,4 +1,4 @@
-"""One source of configuration, a YAML file or a command line, read into keys and values.
+"""Sources of configuration, YAML files and command lines, read into keys and values.
 
 Names that are no keys are kept apart, for a reader of another program's names (megaaccum.pretrain.interop) to claim.
 """
@@ -23,7 +23,7 @@ REPLACED = {"core_metric_every": "text_comparisons_every"}
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A name that is no key, as it was read."""
+    """A name that is no key."""
 
     written: str
     """The name: 'rope_scaling', '--rope-scaling'."""
@@ -35,7 +35,7 @@ class Unknown:
     """The section of the file in which it was written, if any."""
 
     def problem(self) -> str:
-        """The error text where no reader knows the name either."""
+        """The error text, if no other reader knows the name."""
         if self.written == "deepspeed":
             return (
                 f"{self.place}: commands read a DeepSpeed JSON, but Plan.of and Plan.load take megaaccum's keys alone:"
@@ -55,7 +55,7 @@ class Unknown:
 
 @dataclass(slots=True)
 class Source:
-    """The entries of one source. Values are as they were read; `load` gives them their types."""
+    """The entries of one source, with values as read; `load` converts them to their types."""
 
     name: str
     """The file's name, or 'command line'."""
@@ -64,11 +64,11 @@ class Source:
     places: dict[str, str] = field(default_factory=dict)
     """Where each key was written, for error texts: 'run.yaml:12', '--dbs'."""
     unknown: list[Unknown] = field(default_factory=list)
-    """Names that are no keys. Each is a problem unless a reader takes it out of this list."""
+    """Names that are no keys. Each is a problem unless a reader removes it from this list."""
     problems: list[str] = field(default_factory=list)
-    """What could not be read."""
+    """Errors of reading, one text each."""
     notes: list[str] = field(default_factory=list)
-    """What was read and has no effect, and why."""
+    """Entries without effect, with the reason."""
 
     def put(self, written: str, value: object, place: str, section: str | None = None) -> None:
         """Store the value under the key that `written` names; a repeated key is a problem."""
@@ -90,7 +90,7 @@ class Source:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a configuration file. Raises ConfigError where it cannot be opened."""
+    """The text of a configuration file. Raises ConfigError if it cannot be opened."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +158,7 @@ def _check_repeats(loader: yaml.SafeLoader, node: yaml.Node, source: Source) -> 
 
 
 def _pairs(loader: yaml.SafeLoader, node: yaml.MappingNode, source: Source) -> Iterable[tuple[str, yaml.Node, str]]:
-    """(key, value node, place) of a mapping; a key written twice, which YAML forbids and PyYAML takes, is a problem."""
+    """(key, value node, place) of a mapping; a key written twice, forbidden in YAML but not in PyYAML, is a problem."""
     loader.flatten_mapping(node)
     seen: dict[str, str] = {}
     for key_node, value_node in node.value:

@@ -35,7 +35,7 @@ def parse_layout(layout: str) -> list[str]:
 
 
 def layout_problems(stages: list[str], *, num_layers: int, mtp_num_layers: int, pp: int) -> Iterator[str]:
-    """The reasons for which Megatron-core would refuse the stages of a layout."""
+    """The reasons why Megatron-core would refuse the stages of a layout."""
     text = "".join(stages)
     if len(stages) % pp:
         yield (f"it has {len(stages)} stages, which is not divisible by pipeline_model_parallel_size {pp}")
@@ -44,9 +44,9 @@ def layout_problems(stages: list[str], *, num_layers: int, mtp_num_layers: int, 
     if text[-1:] != "L" or text.count("L") != 1:
         yield "L (head and loss) must come last, and once"
     if text.count("t") != num_layers:
-        yield f"it has {text.count('t')} layers t, and num_layers is {num_layers}"
+        yield f"it has {text.count('t')} layers t, but num_layers is {num_layers}"
     if text.count("m") != mtp_num_layers:
-        yield f"it has {text.count('m')} layers m, and mtp_num_layers is {mtp_num_layers}"
+        yield f"it has {text.count('m')} layers m, but mtp_num_layers is {mtp_num_layers}"
     elif "m" in text:
         yield from _mtp_problems(stages, pp)
 

@@ -1,1 +1,1 @@
-"""Ranks: started, grouped, kept in agreement, watched; and what libraries need on a machine without an accelerator."""
+"""Ranks: grouped, started, kept in agreement; their random states, and notes for the watchdog."""

@@ -1,9 +1,9 @@
-"""Ranks agree on what they are about to do before the first message that would hang if they did not."""
+"""Agreement of all ranks on what they are about to do, before the first message that would hang without it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ MOST_SHOWN = 8
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """Facts that all ranks have of each other. stop: some rank wishes to stop after this step. told: for each name of
-    `tell` what every rank said, in rank order."""
+    `tell` every rank's number, in rank order."""
 
     stop: bool
     told: dict[str, list[int]]
@@ -38,24 +38,21 @@ def check_agreement(
 ) -> Agreed:
     """Compare `digest` (of the plan) and `facts` over all ranks: one all-reduce of one integer, however many facts and
     ranks there are. `tell` is not compared, and neither is `stop`, since a signal may reach ranks in different steps.
-    Every rank's numbers are gathered where ranks do not all say the same, and where one of `tell` is not what `usual`
-    says on every rank; `told` is empty elsewhere.
+    If the sum of digests does not match, or one of `tell` is not its `usual` number on every rank, all ranks gather
+    each other's numbers; otherwise `told` is empty.
 
-    Raises RankDisagreement on every rank, naming each fact that differs and who says what. Where the digests differ,
-    `details` (what they are made of) is asked for, and the keys that differ are named. If any rank comes with a
-    `problem`, every rank raises that.
+    Raises RankDisagreement on every rank, naming each fact that differs with every rank's number. If the digests
+    differ, `details` (the keys and values of the plan) is called, and the error names the keys that differ. If any rank
+    has a `problem`, every rank raises it.
     """
     facts, told = {"plan": _digest(digest), **facts}, dict(tell or {})
     numbers = facts | told | {"stop": int(stop), "problem": int(problem is not None)}
     expected: Mapping[str, int | None] = dict.fromkeys(told) if usual is None else usual
     compared = [number for name, number in numbers.items() if name in expected or name not in told]
-    if (
-        _is_everyones(str(compared))
-        and problem is None
-        and all(told[name] == value for name, value in expected.items())
-    ):
+    # The sum is a collective, so it comes before what only this rank knows.
+    if _all_ranks_have(str(compared)) and problem is None and expected.items() <= told.items():
         return Agreed(stop, {})
-    columns = dict(zip(numbers, _everyones(list(numbers.values())), strict=True))
+    columns = dict(zip(numbers, _gather(list(numbers.values())), strict=True))
     if any(columns["problem"]):
         _raise_each(problem)
     if differing := [name for name in facts if len(set(columns[name])) > 1]:
@@ -65,21 +62,22 @@ def check_agreement(
     return Agreed(any(columns["stop"]), {} if is_usual else {name: columns[name] for name in told})
 
 
-def _is_everyones(text: str) -> bool:
-    """Whether every rank says `text`: the sum of all digests is then as many times this rank's. Where ranks say
-    different things none finds that they agree, but for a chance of 2^-44."""
+def _all_ranks_have(text: str) -> bool:
+    """Whether every rank has the same `text`: the sum of all digests is then a multiple of this rank's. If texts
+    differ, a rank finds them equal with probability 2^-44. Collective over the world."""
     own = _digest(text) >> 16  # the sum of 2^19 of these fits
     total = torch.tensor(own, dtype=torch.int64).to(cpu.device())
     dist.all_reduce(total)
     return int(total) == own * dist.get_world_size()
 
 
-def _everyones(numbers: list[int]) -> list[list[int]]:
-    """For each number what every rank has, in rank order."""
+def _gather(numbers: list[int]) -> list[list[int]]:
+    """Every rank's value of each number, in rank order. Collective over the world."""
     mine = torch.tensor(numbers, dtype=torch.int64).to(cpu.device())
     everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=cpu.device())
     dist.all_gather_into_tensor(everyone, mine)
-    return everyone.view(-1, len(numbers)).t().tolist()
+    columns: list[list[int]] = everyone.view(-1, len(numbers)).t().tolist()
+    return columns
 
 
 def _digest(text: str) -> int:
@@ -87,11 +85,11 @@ def _digest(text: str) -> int:
 
 
 def assert_same_on_ranks(what: str, value: str) -> None:
-    """Raise RankDisagreement on every rank, saying who has which, unless all ranks have the same `value`; collective
+    """Raise RankDisagreement on every rank, with each rank's value, unless all ranks have the same `value`; collective
     over the world."""
-    if _is_everyones(value):
+    if _all_ranks_have(value):
         return
-    everyone: list = [None] * dist.get_world_size()
+    everyone = [""] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     raise printed_once(RankDisagreement(describe(what, everyone)))
 
@@ -99,9 +97,9 @@ def assert_same_on_ranks(what: str, value: str) -> None:
 def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `action` on every rank of the world and return this rank's result; if any rank fails, every rank raises.
 
-    For work that can fail on some ranks and that other ranks do not wait for: the others would go on into a collective
-    and stay there. `action` may hold collectives only if it fails on all ranks before or after each of them. Raises
-    the MegaaccumError of the rank that failed; for a bug on one rank, that bug there and a LaunchError elsewhere.
+    For work that can fail on some ranks while others do not wait for it: those would enter a collective and hang.
+    `action` may hold collectives only if it fails on all ranks before or after each of them. Raises the MegaaccumError
+    of the rank that failed; for a bug on one rank, that bug there and a LaunchError elsewhere.
     """
     problem: BaseException | None = None
     try:
@@ -113,8 +111,8 @@ def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: 
 
 
 def raise_together(problem: BaseException | None) -> None:
-    """Raise on every rank what any rank brings as `problem`; return if none brings one. Collective over the world: one
-    integer where none does."""
+    """Raise on every rank the `problem` that any rank has; return if none has one. Collective over the world: one
+    integer if none has."""
     some = torch.tensor(problem is not None, dtype=torch.uint8).to(cpu.device())
     dist.all_reduce(some, op=dist.ReduceOp.MAX)
     if some:
@@ -122,9 +120,13 @@ def raise_together(problem: BaseException | None) -> None:
 
 
 def _raise_each(problem: BaseException | None) -> NoReturn:
-    """Raise on every rank what some bring as `problem`. Collective over the world."""
-    mine = None if problem is None else _portable(problem)
-    everyone: list = [None] * dist.get_world_size()
+    """Raise on every rank the `problem` that some ranks have. Collective over the world."""
+    mine: tuple[type[MegaaccumError], str] | None = None
+    if isinstance(problem, MegaaccumError):
+        mine = type(problem), str(problem)
+    elif problem is not None:
+        mine = LaunchError, f"ended with {type(problem).__name__}: {problem}"
+    everyone: list[tuple[type[MegaaccumError], str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if problem is not None and not isinstance(problem, MegaaccumError):
         raise problem
@@ -137,21 +139,14 @@ def _raise_each(problem: BaseException | None) -> NoReturn:
     raise printed_once(kind("\n".join(texts))) from problem
 
 
-def _portable(problem: BaseException) -> tuple[type[MegaaccumError], str]:
-    """Class and text under which other ranks raise `problem`."""
-    if isinstance(problem, MegaaccumError):
-        return type(problem), str(problem)
-    return LaunchError, f"ended with {type(problem).__name__}: {problem}"
-
-
 def printed_once[E: MegaaccumError](error: E) -> E:
     """`error`, which every rank is about to raise, marked so that rank 0 alone prints it."""
     error.printed_by = "rank 0"
     return error
 
 
-def describe(name: str, values: list) -> str:
-    """`ranks disagree about NAME (rank 0: 1; ranks 1, 2: 2)` for what each rank said, in rank order."""
+def describe(name: str, values: Sequence[object]) -> str:
+    """`ranks disagree about NAME (rank 0: 1; ranks 1, 2: 2)` for every rank's value, in rank order."""
     said = "; ".join(f"{_ranks([r for r, x in enumerate(values) if x == v])}: {v}" for v in dict.fromkeys(values))
     return f"ranks disagree about {name} ({said})"
 

@@ -1,10 +1,15 @@
-"""Notes of a rank on what it is doing, for the watchdog of a rank that hangs: one assignment for each note."""
+"""Notes of a rank on its progress, for the watchdog of a rank that hangs: one assignment per note.
+
+Megatron's communicator has no types: `Any` here.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -13,11 +18,11 @@ from megaaccum.platform import cpu
 
 
 class Trace:
-    """The phase of the step, the last action of the schedule (F or B, chunk, micro-batch), the last message between
-    stages and whether it is done.
+    """Phase of the step, last action of the schedule (F or B, chunk, micro-batch), and last message between stages with
+    whether it is done.
 
-    On a GPU the host runs ahead of what it launches: an event marks the begin of each action there, and the trace names
-    the last action that the GPU has begun too, which is where it hangs.
+    On a GPU the host runs ahead of its kernels: an event marks the begin of each action there, and the trace also names
+    the last action that the GPU has begun, which is where it hangs.
     """
 
     def __init__(self) -> None:
@@ -66,29 +71,22 @@ class Trace:
 
 
 _METHODS = (
-    "recv_forward",
-    "recv_backward",
-    "send_forward",
-    "send_backward",
-    "send_forward_recv_backward",
-    "send_backward_recv_forward",
-    "send_forward_recv_forward",
-    "send_backward_recv_backward",
-    "send_forward_backward_recv_forward_backward",
-)
+    "recv_forward recv_backward send_forward send_backward send_forward_recv_backward send_backward_recv_forward"
+    " send_forward_recv_forward send_backward_recv_backward send_forward_backward_recv_forward_backward"
+).split()
 """Public methods of Megatron's communicator that exchange messages."""
 
 
 def traced(communicator: P2PCommunicator, trace: Trace) -> P2PCommunicator:
-    """The same communicator, noting each exchange in `trace`: its name with `not done` while it lasts, then `done`."""
+    """Make `communicator` note each exchange in `trace`: its name with `not done` while it lasts, then `done`."""
     for name in _METHODS:
         setattr(communicator, name, _noting(name, getattr(communicator, name), trace))
     return communicator
 
 
-def _noting(name: str, exchange, trace: Trace):
+def _noting(name: str, exchange: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
     @wraps(exchange)
-    def exchange_and_note(*args, **kwargs):
+    def exchange_and_note(*args: Any, **kwargs: Any) -> Any:
         trace.message = f"{name} after {trace.action or 'nothing'}, not done"
         result = exchange(*args, **kwargs)
         trace.message = f"{name} after {trace.action or 'nothing'}, done"

@@ -1,78 +1,84 @@
-"""Process groups: built once from Megatron's own partition of the ranks, passed on by keyword, never looked up."""
+"""Process groups: built once from Megatron's own partition of the ranks, passed on by keyword, never looked up.
+
+Megatron's collection of groups has no types, so each property names that of its group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
-from megaaccum.schedule.actions import place
 
 if TYPE_CHECKING:
-    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.distributed.device_mesh import DeviceMesh
 
-    from megaaccum.config import Layout
+    from megaaccum.config import RankLayout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's place in every parallel dimension.
+    """This rank's process group in every parallel dimension.
 
-    `collection` is what Megatron's models and schedules take as `pg_collection`. Sizes are numbers of ranks.
-    timeout_minutes: of groups that are made later.
+    collection: the `pg_collection` argument of Megatron's models and schedules. timeout_minutes: of groups that are
+    made later.
     """
 
-    layout: Layout
+    layout: RankLayout
     collection: ProcessGroupCollection
     timeout_minutes: float
 
     @property
     def tp(self) -> dist.ProcessGroup:
         """Ranks that share each matrix."""
-        return self.collection.tp
+        group: dist.ProcessGroup = self.collection.tp
+        return group
 
     @property
     def pp(self) -> dist.ProcessGroup:
         """Ranks of one pipeline."""
-        return self.collection.pp
+        group: dist.ProcessGroup = self.collection.pp
+        return group
 
     @property
     def dp(self) -> dist.ProcessGroup:
         """Ranks that hold the same parameters and different sequences."""
-        return self.collection.dp
+        group: dist.ProcessGroup = self.collection.dp
+        return group
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold the same dense parameters and different tokens: data parallel x context parallel."""
-        return self.collection.dp_cp
+        group: dist.ProcessGroup = self.collection.dp_cp
+        return group
 
     @property
     def embedding(self) -> dist.ProcessGroup | None:
         """First and last stage of this pipeline: the two copies of a tied embedding. None on the stages between, and in
-        a V, where one rank holds both."""
+        a V, whose first rank holds both."""
         return None if self.layout.placement == "v" else self.collection.embd
 
     @cached_property
     def host(self) -> dist.ProcessGroup | None:
-        """All ranks over gloo, for objects that should not pass through the GPU; None where the world is gloo's.
-        Collective over the world when it is first asked for."""
+        """All ranks over gloo, for objects that should not pass through the GPU; None if the world is gloo's.
+        Collective over the world when it is first read."""
         world = dist.group.WORLD
         return for_background(self.timeout_minutes) if world is not None and carries_by_nccl(world) else None
 
     def stage(self, chunk: int) -> int:
-        """The stage, 0 to pp * vpp - 1 in model order, that this rank's chunk is."""
-        return place(self.layout.placement, pp=self.pp.size(), chunks=self.layout.vpp)[self.pp.rank()][chunk]
+        """Stage, 0 to pp * vpp - 1 in model order, of this rank's chunk."""
+        # pp is outermost in Layout's order of ranks, whatever order Megatron's groups have here.
+        ranks_of_a_stage = self.layout.world_size // self.layout.pp
+        return self.layout.stages(self.pp.rank() * ranks_of_a_stage)[chunk]
 
     def collection_of(self, chunk: int) -> ProcessGroupCollection:
         """The `pg_collection` with which Megatron's model builds this chunk.
@@ -83,14 +89,14 @@ class Groups:
         if self.layout.placement != "v":
             return self.collection
         collection = copy(self.collection)
-        collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())  # type: ignore[assignment]
+        collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())
         collection.embd = None
         return collection
 
     @contextmanager
     def seated(self, chunk: int) -> Iterator[None]:
-        """While this chunk is built: Megatron's prediction layers ask parallel_state, not the collection, where in the
-        pipeline they are."""
+        """Context in which to build this chunk: Megatron's prediction layers ask parallel_state, not the collection,
+        for their rank in the pipeline."""
         from megatron.core import parallel_state
 
         if self.layout.placement != "v":
@@ -105,7 +111,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A place in a pipeline without the ranks: all that building a chunk asks of the pipeline's group."""
+    """Rank and size of a pipeline's group without the group: all that building a chunk asks of it."""
 
     _rank: int
     _size: int
@@ -117,7 +123,7 @@ class Seat:
         return self._size
 
 
-def build(layout: Layout, *, timeout_minutes: float) -> Groups:
+def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
     """Build all process groups of `layout` (collective over the world; torch.distributed has to be initialised).
 
     tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost.
@@ -132,7 +138,7 @@ def build(layout: Layout, *, timeout_minutes: float) -> Groups:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=timeout_minutes,  # type: ignore[arg-type]  # a timedelta takes a float as well
+        distributed_timeout_minutes=timeout_minutes,  # a timedelta takes a float too
         create_gloo_process_groups=False,
     )
     collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -142,10 +148,11 @@ def build(layout: Layout, *, timeout_minutes: float) -> Groups:
 def for_background(timeout_minutes: float) -> dist.ProcessGroup:
     """A group of all ranks for a thread that communicates while training does (collective over the world).
 
-    Over gloo and the CPU on every machine: two threads must not share a group, and what such a thread sends lies in
-    host memory.
+    Over gloo and the CPU on every machine: two threads must not share a group, and such a thread sends from host
+    memory.
     """
-    return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    return group
 
 
 def default_collection() -> ProcessGroupCollection:
@@ -155,106 +162,15 @@ def default_collection() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-_LANES = [(kind, up) for kind in "FB" for up in (True, False)]
-_MAX_CTAS = 4
-"""Thread blocks of a lane's kernel, which holds as many multiprocessors while it waits; NCCL's default is up to 32."""
-
-
 def carries_by_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether tensors of this rank's device cross `group` by NCCL, also where it has gloo for the host's
+    """Whether tensors of this rank's device cross `group` by NCCL, even if it has gloo for the host's
     (`cpu:gloo,cuda:nccl`)."""
-    return group._get_backend(cpu.device()).name() == "nccl"
-
-
-def _refuse_bound_device(pp: dist.ProcessGroup) -> None:
-    for group in (pp, dist.group.WORLD):
-        if group is not None and group.bound_device_id is not None:
-            raise ConfigError(
-                f"init_process_group was given device_id={group.bound_device_id}, and NCCL then has one stream for all"
-                " messages of a group, so that a receive that is posted ahead holds up every send: leave device_id out"
-            )
-
-
-def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | None) -> list[dist.ProcessGroup]:
-    """A group of these ranks for each lane; collective over the world. Groups are made for every pipeline in one order
-    on all ranks: torch names a group that its members alone make after the number of groups that a rank is in, which
-    differs between the stages of a pipeline (the first and the last share an embedding)."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, members)
-    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-    mine = []
-    for pipeline in sorted({tuple(each) for each in everyone}):
-        made = [_lane_group(list(pipeline), on_nccl, timeout) for _ in _LANES]
-        if list(pipeline) == members:
-            mine = made
-    return mine
-
-
-def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> Any:
-    if not on_nccl:
-        return dist.new_group(ranks, timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MAX_CTAS
-    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
-
-
-def in_turn(channels: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Channels in an order in which neighbours connect side by side: pairs that begin with an even rank, then those
-    that begin with an odd one. Rank by rank, each pair would wait for the one before it, through the whole pipeline."""
-    return sorted(channels, key=lambda at: (min(at[:2]) % 2, min(at[:2]), max(at[:2]), at))
-
-
-class PipelineChannels:
-    """Point-to-point traffic within one pipeline, in four lanes: activations (F) and gradients (B), to higher and to
-    lower ranks.
-
-    gloo matches messages by tag, so one group carries all lanes. NCCL matches those of a pair of ranks by order alone
-    and works them off one by one, so each lane has a group of its own there (`separate`; collective over the world).
-
-    on_nccl: messages are NCCL's, whose receives are kernels that wait on the device. timeout_minutes: of the lanes'
-    groups; None is torch's default. Raises ConfigError where torch would put all messages of a lane on one stream.
-    """
-
-    def __init__(self, pp: dist.ProcessGroup, *, separate: bool | None = None, timeout_minutes: float | None = None):
-        self.rank = dist.get_rank(pp)
-        self.on_nccl = carries_by_nccl(pp)
-        if self.on_nccl:
-            _refuse_bound_device(pp)
-        self.members = dist.get_process_group_ranks(pp)
-        self._connected: set[tuple[int, int, str]] = set()
-        separate = self.on_nccl if separate is None else separate
-        own = _lane_groups(self.members, self.on_nccl, timeout_minutes) if separate else [pp] * len(_LANES)
-        # Tag 0 is that of messages without one, such as a step's micro-batches.
-        self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True), 1)}
-
-    def connect(self, channels: Iterable[tuple[int, int, str]], device: torch.device) -> None:
-        """Send one element over every channel (source, target, kind), each rank one after the other, in `in_turn`.
-
-        NCCL connects two ranks at their first message, and both wait for it: ranks that post receives ahead, each on
-        another lane first, would wait for each other. Collective over the pipeline, once per set of channels.
-        """
-        for source, target, kind in in_turn(set(channels) - self._connected):
-            element = torch.zeros(1, device=device)
-            if self.rank == source:
-                self.send(element, target, kind).wait()
-            elif self.rank == target:
-                self.receive(element, source, kind).wait()
-            self._connected.add((source, target, kind))
-
-    def send(self, tensor: torch.Tensor, target: int, kind: str) -> dist.Work:
-        """Begin to send `tensor` to rank `target` of the pipeline."""
-        group, tag = self._lanes[kind, target > self.rank]
-        return group.send([tensor], target, tag)
-
-    def receive(self, buffer: torch.Tensor, source: int, kind: str) -> dist.Work:
-        """Begin to receive into `buffer` from rank `source` of the pipeline."""
-        group, tag = self._lanes[kind, source < self.rank]
-        return group.recv([buffer], source, tag)
+    return bool(group._get_backend(cpu.device()).name() == "nccl")
 
 
 def destroy() -> None:
-    """Forget the groups of this process, so that others can be built (tests, a changed layout), and Megatron's table of
-    side losses, which knows these groups and has a row for each layer of the model that came first."""
+    """Forget the groups of this process, so that others can be built (tests, a changed layout). Also Megatron's table
+    of side losses, which holds these groups and a row for each layer of the first model."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
@@ -265,58 +181,28 @@ def destroy() -> None:
 class Mpu:
     """The `mpu` argument of deepspeed.initialize.
 
-    DeepSpeed reduces gradients, partitions parameters and averages over the data-parallel group. Its norm and its
-    overflow verdict it reduces over the *model-parallel* group as well, so that has to be tp x pp: with the tensor
-    group alone each pipeline stage clips by its own norm and skips on its own.
+    DeepSpeed reduces gradients, partitions parameters and averages over the data-parallel group. It reduces its norm
+    and its overflow verdict over the *model-parallel* group as well, so that has to be tp x pp: with the tensor group
+    alone each pipeline stage clips by its own norm and skips on its own.
     """
 
     def __init__(self, groups: Groups):
-        self._groups = groups
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._groups.dp_cp
-
-    def get_data_parallel_rank(self) -> int:
-        return self._groups.dp_cp.rank()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._groups.dp_cp.size()
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._groups.collection.mp
-
-    def get_model_parallel_rank(self) -> int:
-        return self._groups.collection.mp.rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._groups.collection.mp.size()
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._groups.tp
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._groups.tp.rank()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._groups.tp.size()
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return dist.get_global_rank(self._groups.tp, 0)
-
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._groups.pp
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self._groups.pp.rank()
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._groups.pp.size()
+        for name, group in (
+            ("data_parallel", groups.dp_cp),
+            ("model_parallel", groups.collection.mp),
+            ("tensor_model_parallel", groups.tp),
+            ("pipeline_model_parallel", groups.pp),
+        ):
+            setattr(self, f"get_{name}_group", lambda group=group: group)
+            setattr(self, f"get_{name}_rank", group.rank)
+            setattr(self, f"get_{name}_world_size", group.size)
+        self.get_tensor_model_parallel_src_rank = lambda: dist.get_global_rank(groups.tp, 0)
 
 
 def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
-    """The ranks of dp x cp as torch's fully_shard takes them: one dimension, or (replica, shard) with more replicas.
+    """Device mesh of dp x cp for torch's fully_shard: one dimension, or (replica, shard) with more than one replica.
 
-    Consecutive ranks share a replica, so that its traffic stays inside a node where it fits. Collective over the world.
+    Consecutive ranks share a replica, so that its traffic stays inside a node if it fits. Collective over the world.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -324,13 +210,14 @@ def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
     ranks = dist.get_process_group_ranks(groups.dp_cp)
     if replicas == 1:
         return DeviceMesh.from_group(groups.dp_cp, device, mesh_dim_names=("shard",))
-    everyone: list = [None] * dist.get_world_size()
+    everyone: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, ranks)
     mine: dict[str, dist.ProcessGroup] = {}
     for row in sorted({tuple(each) for each in everyone}):
         grid = torch.tensor(row).view(replicas, -1)
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:
+                # Collective over the world: every rank makes every group, in this order.
                 group = dist.new_group(line, timeout=timedelta(minutes=groups.timeout_minutes))
                 if dist.get_rank() in line:
                     mine[name] = group

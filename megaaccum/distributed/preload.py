@@ -1,4 +1,4 @@
-"""A process before its first line of training: it finds its tools, quiets their logs, imports the libraries."""
+"""Preparation of a process before its first line of training: tools on PATH, quiet logs, imported libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prepare() -> None:
 
 
 def import_torch() -> None:
-    """Import torch. Raises LaunchError with the reason where that fails: its wheels load libraries of the system."""
+    """Import torch. Raises LaunchError with the reason if that fails: its wheels load libraries of the system."""
     try:
         importlib.import_module("torch")
     except Exception as error:
@@ -48,8 +48,8 @@ def import_torch() -> None:
 
 
 def libraries(*more: str) -> None:
-    """Imports LIBRARIES and `more` modules in this process, after the CPU lane's stand-ins. Starts no CUDA and no
-    thread of ours."""
+    """Import LIBRARIES and `more` modules in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread
+    of ours."""
     prepare()
     import_torch()
     from megaaccum.platform import cpu
@@ -58,13 +58,13 @@ def libraries(*more: str) -> None:
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
     for name in (*LIBRARIES, *more):
         importlib.import_module(name)
-    zero.without_shared_memory_operator()
+    zero.without_shared_memory_operator()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.one_gloo_device()
-    keep()
+    freeze_objects()
 
 
-def keep() -> None:
-    """Take what is there now out of garbage collection: the libraries' million objects stay. A collection, which
-    DeepSpeed asks for at each start, then need not look at them, nor a forked rank copy their memory for it."""
+def freeze_objects() -> None:
+    """Exempt all present objects, a million of the libraries', from garbage collection. DeepSpeed collects at each
+    start: that need not visit them then, nor a forked rank copy their memory for it."""
     gc.collect()
     gc.freeze()

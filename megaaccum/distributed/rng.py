@@ -1,4 +1,4 @@
-"""The random states of this process: taken before a step, put back when it did not count, and seeded."""
+"""Random states of this process: copied before a step, restored if it does not count, and seeded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megaaccum.platform import cpu
 
 
 def snapshot() -> dict[str, torch.Tensor]:
-    """Copies of every state that dropout draws from, uint8 on the CPU: torch's ("cpu"), the device's ("cuda", where
-    there is one) and those of Megatron's tracker by their names. No kernel is waited for."""
+    """Copies of every state that dropout draws from, uint8 on the CPU: torch's ("cpu"), the device's ("cuda", if
+    there is one) and those of Megatron's tracker by their names. Waits for no kernel."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
@@ -23,7 +23,7 @@ def snapshot() -> dict[str, torch.Tensor]:
 
 
 def restore(states: dict[str, torch.Tensor]) -> None:
-    """Go back to what `snapshot` returned; an empty one leaves everything as it is."""
+    """Restore the states of `snapshot`; an empty one changes nothing."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     if not states:

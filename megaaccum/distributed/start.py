@@ -21,10 +21,10 @@ _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127
 
 
 def start_together(plan: Plan) -> None:
-    """Start torch.distributed, and go on only if all ranks have the same plan, cut and table of a schedule. From then
-    on the table is that of rank 0 on every rank, whatever happens to the files. Collective over the world.
+    """Start torch.distributed, and check that all ranks have the same plan, cut and table of a schedule. From then on
+    every rank uses rank 0's table, whatever happens to the files. Collective over the world.
 
-    Raises LaunchError where the ranks cannot meet, RankDisagreement on every rank where plans or tables differ.
+    Raises LaunchError if the ranks cannot meet, RankDisagreement on every rank if plans or tables differ.
     """
     start_process_group(plan)
     check_agreement(plan.digest(), details=plan.facts)
@@ -36,10 +36,10 @@ def start_together(plan: Plan) -> None:
 
 
 def start_process_group(plan: Plan) -> None:
-    """Start torch.distributed from the launcher's environment, without one as a world of one rank. Does nothing where
-    it is started. The CPU lane's stand-ins have to be there before Megatron is imported.
+    """Start torch.distributed from the launcher's environment, without one as a world of one rank. Does nothing if it
+    is started. The CPU lane's stand-ins have to be installed before Megatron is imported.
 
-    Raises LaunchError where the ranks cannot meet.
+    Raises LaunchError if the ranks cannot meet.
     """
     if torch.distributed.is_initialized():
         return
@@ -55,12 +55,12 @@ def start_process_group(plan: Plan) -> None:
     except torch.distributed.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
-            f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. Where the "
+            f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. If the "
             "port is in use, give the launcher another --master_port"
         ) from error
 
 
 def end_process_group() -> None:
-    """Leave the others, once all are here."""
+    """Leave torch.distributed when all ranks have come here."""
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -13,14 +13,14 @@ from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.executor.executor import Flush, FlushRecord
-from megaaccum.executor.p2p import Mail, check_queues
+from megaaccum.executor.p2p import Mail, PipelineChannels, check_queues
 from megaaccum.executor.passes import Call, FusedPass
 from megaaccum.executor.timeline import measured_costs, write_trace
 from megaaccum.platform import cpu
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.build import build
+from megaaccum.schedule.build import build, by_executor
 from megaaccum.schedule.overlap import warm_up
-from megaaccum.schedule.simulate import BY_MEGATRON, simulate
+from megaaccum.schedule.simulate import simulate
 from megaaccum.schedule.validate import sends, validate
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def get_forward_backward_func(
     micro-batches is only known when the function is called, which then raises for those.
     """
     name = config if isinstance(config, str) else config.layout.schedule
-    if name == "none" or (name in BY_MEGATRON and not own):
+    if name == "none" or not (own or by_executor(name)):
         from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
 
         # Only whether there are several ranks and several chunks matters to it.
@@ -89,7 +89,7 @@ class ForwardBackward:
         self._timeout_minutes = timeout_minutes
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
-        self._channels: dict[int, groups.PipelineChannels] = {}
+        self._channels: dict[int, PipelineChannels] = {}
         self._connected: set[tuple[int, int]] = set()
         self._proven: set[int] = set()
         self._installed: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
@@ -207,9 +207,9 @@ class ForwardBackward:
             self._proven.add(num_microbatches)
         return schedule
 
-    def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> groups.PipelineChannels:
+    def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> PipelineChannels:
         if id(pp) not in self._channels:
-            self._channels[id(pp)] = groups.PipelineChannels(pp, timeout_minutes=self._timeout_minutes)
+            self._channels[id(pp)] = PipelineChannels(pp, timeout_minutes=self._timeout_minutes)
         channels, once = self._channels[id(pp)], (id(pp), schedule.num_microbatches)
         if once not in self._connected:
             if channels.on_nccl:

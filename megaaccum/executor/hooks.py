@@ -77,7 +77,7 @@ class Hooks:
         if self._sums is not None:
             self._sums.begin_weight_grad(action.microbatch)
         if last and self._backend is not None:
-            self._backend.memory.look(self._backend.tensors)  # the most sums that wait, of gradients which come in W
+            self._backend.memory.measure(self._backend.tensors)  # the most sums that wait, of gradients which come in W
         self._expect(final=last)
         if self._split is not None:
             self._split.before_weight_grad(action.chunk, last)

@@ -12,14 +12,15 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed.groups import PipelineChannels
+from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.validate import Channel, Message, receives, sends
@@ -61,6 +62,100 @@ def check_queues(schedule: Schedule) -> None:
             f" (CUDA_DEVICE_MAX_CONNECTIONS, by default {QUEUES_BY_DEFAULT}), where they could wait for each other for"
             f" ever: set CUDA_DEVICE_MAX_CONNECTIONS to {needed} or more, best to 32, before CUDA starts"
         )
+
+
+_LANES = [(kind, up) for kind in "FB" for up in (True, False)]
+_MAX_CTAS = 4
+"""Thread blocks of a lane's kernel, which holds as many multiprocessors while it waits; NCCL's default is up to 32."""
+
+
+def check_no_bound_device(pp: dist.ProcessGroup) -> None:
+    """Raise ConfigError if `pp` or the world is bound to a device, which gives NCCL one stream per group."""
+    for group in (pp, dist.group.WORLD):
+        if group is not None and group.bound_device_id is not None:
+            raise ConfigError(
+                f"init_process_group was given device_id={group.bound_device_id}, and NCCL then has one stream for all"
+                " messages of a group, so that a receive that is posted ahead holds up every send: leave device_id out"
+            )
+
+
+def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | None) -> list[dist.ProcessGroup]:
+    """A group of these ranks for each lane; collective over the world. All ranks make the groups of every pipeline, in
+    one order: torch names a group that only its members make after the number of groups that a rank is in, which
+    differs between the stages of a pipeline (the first and the last share an embedding)."""
+    everyone: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, members)
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+    mine = []
+    for pipeline in sorted({tuple(each) for each in everyone}):
+        made = [_lane_group(list(pipeline), on_nccl, timeout) for _ in _LANES]
+        if list(pipeline) == members:
+            mine = made
+    return mine
+
+
+def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> dist.ProcessGroup:
+    if not on_nccl:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+        return group
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_CTAS
+    lane: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+    return lane
+
+
+def in_turn(channels: Iterable[Channel]) -> list[Channel]:
+    """Channels in an order in which neighbours connect side by side: pairs that begin with an even rank, then those
+    that begin with an odd one. Rank by rank, each pair would wait for the one before it, through the whole pipeline."""
+    return sorted(channels, key=lambda at: (min(at[:2]) % 2, min(at[:2]), max(at[:2]), at))
+
+
+class PipelineChannels:
+    """Point-to-point traffic within one pipeline, in four lanes: activations (F) and gradients (B), to higher and to
+    lower ranks.
+
+    gloo matches messages by tag, so one group carries all lanes. NCCL matches those of a pair of ranks by order alone
+    and works them off one by one, so each lane has a group of its own there (`separate`; collective over the world).
+
+    on_nccl: messages are NCCL's, whose receives are kernels that wait on the device. timeout_minutes: of the lanes'
+    groups; None is torch's default. Raises ConfigError if torch would put all messages of a lane on one stream.
+    """
+
+    def __init__(self, pp: dist.ProcessGroup, *, separate: bool | None = None, timeout_minutes: float | None = None):
+        self.rank = dist.get_rank(pp)
+        self.on_nccl = groups.carries_by_nccl(pp)
+        if self.on_nccl:
+            check_no_bound_device(pp)
+        self.members = dist.get_process_group_ranks(pp)
+        self._connected: set[Channel] = set()
+        separate = self.on_nccl if separate is None else separate
+        own = _lane_groups(self.members, self.on_nccl, timeout_minutes) if separate else [pp] * len(_LANES)
+        # Tag 0 is that of messages without one, such as a step's micro-batches.
+        self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True), 1)}
+
+    def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
+        """Send one element over every channel (source, target, kind), each rank one after the other, in `in_turn`.
+
+        NCCL connects two ranks at their first message, and both wait for it: ranks that post receives ahead, each on
+        another lane first, would wait for each other. Collective over the pipeline, once per set of channels.
+        """
+        for source, target, kind in in_turn(set(channels) - self._connected):
+            element = torch.zeros(1, device=device)
+            if self.rank == source:
+                self.send(element, target, kind).wait()
+            elif self.rank == target:
+                self.receive(element, source, kind).wait()
+            self._connected.add((source, target, kind))
+
+    def send(self, tensor: torch.Tensor, target: int, kind: str) -> dist.Work:
+        """Begin to send `tensor` to rank `target` of the pipeline."""
+        group, tag = self._lanes[kind, target > self.rank]
+        return group.send([tensor], target, tag)
+
+    def receive(self, buffer: torch.Tensor, source: int, kind: str) -> dist.Work:
+        """Begin to receive into `buffer` from rank `source` of the pipeline."""
+        group, tag = self._lanes[kind, source < self.rank]
+        return group.recv([buffer], source, tag)
 
 
 class Mail:

@@ -99,7 +99,7 @@ class WeightGrads:
     def nbytes(self) -> int:
         """Bytes that they need until they are computed, each storage once."""
         kept = [each for _, at in self._owed if isinstance(at, _Product) for each in (at.input, at.grad_output)]
-        kept += [each for _, left in self._left for each in te.kept_by(left)]
+        kept += [each for _, left in self._left for each in te.operands_of(left)]
         return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, a
     try:
         yield
         for module in splitting:
-            if (left := te.take_delayed(module)) is not None:
+            if (left := te.pop_delayed(module)) is not None:
                 into.add_left(module, left)
         if at_once:
             into.compute()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaaccum.lab.planner import auto_schedule, expected, footprint, sync_mode
 from megaaccum.lab.verification import at_start
-from megaaccum.model import gpt
+from megaaccum.model.machine import layer_kind
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def resolve(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
     """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit, and, where there is a choice, why
     these; the same on every rank. Raises ConfigError if none fits."""
-    settled = auto_schedule.settle(plan, device_bytes, layers_of=gpt.layers_of)
+    settled = auto_schedule.choose_schedule(plan, device_bytes, layers_of=layer_kind)
     is_chosen = sync_mode.limit_of(plan, device_bytes) is not None or auto_schedule.is_open(plan)
     return settled, [note for note in settled.notes if is_chosen and note not in plan.notes]
 
@@ -31,12 +31,12 @@ def sync_mode_of(plan: Plan) -> str:
 
 def expected_of(plan: Plan, vocab: int) -> list[Expected]:
     """Bytes that ranks move and hold, by pipeline rank; empty if the schedule is not known."""
-    return expected.of_plan(plan, vocab, gpt.layers_of(plan))
+    return expected.of_plan(plan, vocab, layer_kind(plan))
 
 
 def predicted(plan: Plan, vocab: int, *, device: str | None, device_bytes: float | None) -> dict[str, Any]:
     """The prediction as a receipt has it. device: its name, None for a CPU."""
-    return expected.for_receipt(plan, vocab, gpt.layers_of(plan), device=device, device_bytes=device_bytes)
+    return expected.for_receipt(plan, vocab, layer_kind(plan), device=device, device_bytes=device_bytes)
 
 
 def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str | None:

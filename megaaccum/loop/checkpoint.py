@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum.checkpoint import pieces
 from megaaccum.errors import CheckpointError
-from megaaccum.model import gpt
+from megaaccum.model import names
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -58,16 +58,16 @@ def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManag
 def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[str, Any], *, strict: bool) -> None:
     """Load whole weights of `chunk`, named as in its state_dict: parameters into the backend's masters, everything else
     into the chunk. Raises CheckpointError if a parameter is missing."""
-    names = [name for name, _ in chunk.named_parameters()]
-    if strict and (missing := [name for name in names if name not in state]):
+    param_names = [name for name, _ in chunk.named_parameters()]
+    if strict and (missing := [name for name in param_names if name not in state]):
         raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
-    _copy_in(backend, {gpt.global_name(chunk, name): state[name] for name in names if name in state})
-    chunk.load_state_dict({name: each for name, each in state.items() if name not in names}, strict=False)
+    _copy_in(backend, {names.global_name(chunk, name): state[name] for name in param_names if name in state})
+    chunk.load_state_dict({name: each for name, each in state.items() if name not in param_names}, strict=False)
 
 
 def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
     """Copy the weights of `chunks`, which are whole at this moment, into the masters."""
-    _copy_in(backend, dict(gpt.named_parameters(chunks)))
+    _copy_in(backend, dict(names.named_parameters(chunks)))
 
 
 @torch.no_grad()
@@ -116,8 +116,8 @@ def load_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) 
 def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, StatePiece, torch.Tensor]]:
     """(key, piece, flat view) for every tensor that is not empty on this rank."""
     for piece in backend.state():
-        copy = "copy" if gpt.is_tied_copy(piece.param) else ""  # a V has both on one rank
-        rank = groups.tp.rank() if gpt.is_sharded_over_tp(piece.param) else 0
+        copy = "copy" if names.is_tied_copy(piece.param) else ""  # a V has both on one rank
+        rank = groups.tp.rank() if names.is_sharded_over_tp(piece.param) else 0
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 yield f"{piece.name}/{kind}/tp{rank}/{copy}", piece, tensor

@@ -14,7 +14,7 @@ from megaaccum.distributed.agreement import printed_once
 from megaaccum.engine import groups_of
 from megaaccum.errors import ConfigError
 from megaaccum.loop.contract import get_forward_backward_func, wrap
-from megaaccum.model import gpt
+from megaaccum.model.names import tied_pair
 from megaaccum.upstream import megatron_training
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Objects:
         if not kwargs.get("wrap_with_ddp", True):
             return build(*args, **kwargs)
         chunks = build(*args, **(kwargs | {"wrap_with_ddp": False}))
-        pair = gpt.tied_pair(unwrap_model(chunks))
+        pair = tied_pair(unwrap_model(chunks))
         if pair is not None:  # a V has embedding and head on one rank, and no group that would make them equal
             pair[1].data.copy_(pair[0].data)
         wrapped, self.optimizer = wrap(chunks, self.groups, self._plan)

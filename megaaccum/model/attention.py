@@ -4,6 +4,8 @@ which keeps no scores. Both take documents by where they begin.
 Under context parallelism a rank holds two pieces of a sequence, one from each half (Megatron's zigzag). Its queries
 meet the keys and values of the whole sequence, which are gathered over the ranks and whose gradients are scattered
 back: Transformer Engine's `cp_comm_type: all_gather`, in plain torch on any device.
+
+Megatron's configurations, groups and packed sequences have no types: `Any`.
 """
 
 from __future__ import annotations
@@ -12,56 +14,62 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
 
 from megaaccum.errors import ConfigError
-from megaaccum.model.local_norm import replaced
 from megaaccum.model.names import as_in_local_layers
 from megaaccum.upstream import megatron
+
+if TYPE_CHECKING:
+    # Megatron has no types; torch's cover all that is used of its modules here.
+    from torch.nn import Module as DotProductAttention
+    from torch.nn import Module as MegatronModule
+else:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.module import MegatronModule
 
 
 class LocalAttention(DotProductAttention):
     """Megatron's own core of attention, which makes whole scores, of each document for itself."""
 
     def forward(
-        self, query, key, value, attention_mask, *args: Any, packed_seq_params: Any = None, **kwargs: Any
-    ) -> torch.Tensor:
-        """As FusedAttention's; a mask of Megatron's own form, [batch, 1, sequence, sequence], is one."""
-        if packed_seq_params is not None:
-            *batch, starts = _as_documents(packed_seq_params, query, key, value)
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """FusedAttention.forward, which also accepts a mask of Megatron's own form, [batch, 1, sequence, sequence]."""
+        if (packed := kwargs.pop("packed_seq_params", None)) is not None:
+            *batch, starts = _as_documents(packed, query, key, value)
             return _by_head(self(*batch, starts, *args, **kwargs), value)
-        whole = partial(DotProductAttention.forward, self)
+        whole: Callable[..., Tensor] = partial(DotProductAttention.forward, self)
         if attention_mask is None or attention_mask.dim() == 4:
             return whole(query, key, value, attention_mask, *args, **kwargs)
         return by_document(partial(whole, attention_mask=None, **kwargs), query, key, value, attention_mask)
 
 
 class LatentAttention(LocalAttention):
-    """The same where values have another width than queries. k_channels, v_channels: widths of
-    a head's keys and values, which latent attention gives and the class of Megatron-core 0.19 does not take. (It also
-    builds one without them, which it then replaces.)"""
+    """LocalAttention whose values may have another width than queries. k_channels, v_channels: widths of a head's keys
+    and values, which latent attention passes but the class of Megatron-core 0.19 does not accept. (It also builds one
+    without them, which it then replaces.)"""
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):
         super().__init__(*args, **kwargs)
 
-    def forward(self, query, key, value, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As LocalAttention's. Megatron widens values that are packed to the width of queries."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """LocalAttention.forward. Megatron widens packed values to the width of queries."""
         self.hidden_size_per_partition = value.shape[-2] * value.shape[-1]
         return super().forward(query, key, value, *args, **kwargs)
 
 
 class FusedAttention(MegatronModule):
-    """Causal attention; arguments are those that Megatron gives its own DotProductAttention."""
+    """Causal attention by torch's kernel. The arguments are those of Megatron's own DotProductAttention."""
+
+    config: Any
 
     def __init__(
         self,
@@ -87,18 +95,19 @@ class FusedAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """query [sequence, batch, heads, channels]; key and value with a head per group of queries. attention_mask:
-        None for a causal one, or [batch, sequence] bool in host memory, True where a document begins: each is taken for
-        itself, so nothing of sequence length squared is made. packed_seq_params: the documents of inputs [tokens,
-        heads, channels]. Returns [sequence, batch, heads * channels of a value]; packed, [tokens, heads, channels]."""
+        None for a causal one, or [batch, sequence] bool in host memory, True where a document begins: each document is
+        computed alone, so nothing of sequence length squared is made. packed_seq_params: the documents of inputs
+        [tokens, heads, channels]. Returns [sequence, batch, heads * channels of a value]; packed, [tokens, heads,
+        channels]."""
         assert attention_bias is None, "not made by megaaccum's models"
         if packed_seq_params is not None:
             if self._cp.size() > 1:
@@ -107,8 +116,9 @@ class FusedAttention(MegatronModule):
             return _by_head(self(*batch, starts, attn_mask_type), value)
         if self._cp.size() > 1:
             assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
-            key, value = _WholeSequence.apply(key, self._cp), _WholeSequence.apply(value, self._cp)
-            allowed: torch.Tensor | None = _until(_positions(len(query), self._cp, query.device), len(key))
+            gather: Callable[..., Tensor] = _WholeSequence.apply
+            key, value = gather(key, self._cp), gather(value, self._cp)
+            allowed: Tensor | None = _causal_mask(len(query), len(key), self._cp, query.device)
         else:
             allowed = None
         with self._random_state():
@@ -116,9 +126,7 @@ class FusedAttention(MegatronModule):
                 return self._attend(query, key, value, allowed)
             return by_document(self._attend, query, key, value, attention_mask)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Torch's kernel; shapes as `forward`'s. allowed: None for causal attention."""
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
@@ -141,15 +149,15 @@ class FusedAttention(MegatronModule):
 
 
 def by_document(
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-) -> torch.Tensor:
-    """Causal attention inside documents: `attend(query, key, value)` of each document of each row for itself, so that
-    nothing of sequence length squared is made but scores of a document. starts: [batch, sequence] bool in host memory,
-    True where one begins; other shapes as FusedAttention's. Splits, whose backward is one concatenation, not slices."""
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    """Causal attention inside documents: `attend(query, key, value)` of each document of each row alone, so that scores
+    are at most a document's length squared. starts: [batch, sequence] bool in host memory, True where one begins; other
+    shapes as FusedAttention's. Rows are split and not sliced, since the backward of a split is one concatenation."""
     rows = []
     parts = (each.split(1, dim=1) for each in (query, key, value))
     for begins, *row in zip(starts, *parts, strict=True):
@@ -159,41 +167,36 @@ def by_document(
     return torch.cat(rows, dim=1)
 
 
-def _as_documents(packed: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _as_documents(packed: Any, *parts: Tensor) -> tuple[Tensor, ...]:
     """Packed queries, keys and values [tokens, heads, channels] as a batch of one, and where its documents begin.
-    Tokens after the last one are a document more."""
+    Tokens after the last document are one more."""
     bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     starts = torch.zeros(1, len(parts[0]), dtype=torch.bool)
     starts[0, bounds[bounds < len(parts[0])].long().cpu()] = True
     return *(part.unsqueeze(1) for part in parts), starts
 
 
-def _by_head(context: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _by_head(context: Tensor, value: Tensor) -> Tensor:
     """[tokens, 1, heads * channels] as [tokens, heads, channels] of packed values, where Megatron finds its padding."""
     return context.view(len(context), -1, value.shape[-1])
 
 
 def accept_packed_sequences(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have Megatron's own core of attention in a user's local layers, which refuses PackedSeqParams, take them as
+    """Let Megatron's own core of attention in a user's local layers, which refuses PackedSeqParams, accept them as
     LocalAttention does."""
     for chunk in chunks:
         for module in chunk.modules():
             if type(module) is DotProductAttention:
-                module.forward = MethodType(LocalAttention.forward, module)  # type: ignore[method-assign]
+                module.forward = MethodType(LocalAttention.forward, module)
 
 
-def _positions(length: int, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Places in the sequence of this rank's `length` tokens: piece `rank` and piece `2 * size - 1 - rank`."""
-    return torch.cat([_piece(at, length // 2, device) for at in (cp.rank(), 2 * cp.size() - 1 - cp.rank())])
-
-
-def _until(positions: torch.Tensor, length: int) -> torch.Tensor:
-    """[positions, length]: each attends to itself and to what is before it."""
-    return positions[:, None] >= torch.arange(length, device=positions.device)
-
-
-def _piece(number: int, width: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(number * width, (number + 1) * width, device=device)
+def _causal_mask(num_queries: int, num_keys: int, cp: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Causal mask [num_queries, num_keys] of this rank's tokens, which are piece `rank` and piece `2 * size - 1 - rank`
+    of the sequence."""
+    keys = torch.arange(num_keys, device=device)
+    pieces = keys.split(num_queries // 2)
+    positions = torch.cat([pieces[cp.rank()], pieces[2 * cp.size() - 1 - cp.rank()]])
+    return positions[:, None] >= keys
 
 
 class _WholeSequence(torch.autograd.Function):
@@ -201,7 +204,7 @@ class _WholeSequence(torch.autograd.Function):
     gradients of this rank's pieces."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, cp: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, part: Tensor, cp: dist.ProcessGroup) -> Tensor:
         ctx.cp = cp
         gathered = part.new_empty(cp.size() * len(part), *part.shape[1:])
         dist.all_gather_into_tensor(gathered, part.contiguous(), group=cp)
@@ -209,7 +212,7 @@ class _WholeSequence(torch.autograd.Function):
         return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         size = ctx.cp.size()
         halves = grad.view(2, size, -1, *grad.shape[1:])
@@ -217,20 +220,6 @@ class _WholeSequence(torch.autograd.Function):
         part = grad.new_empty(len(grad) // size, *grad.shape[1:])
         dist.reduce_scatter_tensor(part, rows, group=ctx.cp)
         return part, None
-
-
-def with_fused_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block,
-) -> Block:
-    """`spec` (a block of local layers, or of prediction layers) with FusedAttention in place of Megatron's own."""
-    return replaced(spec, DotProductAttention, FusedAttention)
-
-
-def with_local_attention[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, *, latent: bool
-) -> Block:
-    """`spec` with LocalAttention, or (latent) LatentAttention, in place of Megatron's own."""
-    return replaced(spec, DotProductAttention, LatentAttention if latent else LocalAttention)
 
 
 def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
@@ -242,4 +231,4 @@ def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
                 megatron.sum_rotated_key(module)
                 for name, param in module.named_parameters():
                     of_queries = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")
-                    param.is_of_latent = of_queries  # type: ignore[attr-defined]
+                    vars(param)["is_of_latent"] = of_queries

@@ -1,23 +1,24 @@
-"""FP8 under Transformer Engine (TE): what a step quantizes again, when histories move, and what a skipped step leaves.
+"""FP8 under Transformer Engine (TE): when weights are quantized, when histories move, and how a step is rolled back.
 
-TE owns every scale: it computes, applies and updates them, and megaaccum only says when, and copies them (back when a
-step is skipped, and to and from checkpoints). The rules that hold, whatever the schedule:
+TE owns every scale: it computes, applies and updates them. megaaccum only decides when, and copies them (back when a
+step is skipped, and to and from checkpoints). The rules under every schedule:
 
 - A weight is quantized at a chunk's first micro-batch of a step, and the copy serves the step's other micro-batches:
   the weight does not change in between, and under delayed scaling another scale would make another weight. The next
   attempt quantizes again, whether weights were updated, loaded, gathered again or left as they were by a skipped step.
 - Delayed scaling takes a scale from the history of a tensor's largest values. A chunk's forward histories get one row
   per micro-batch when its forward has ended, its backward histories one when its backward has; other chunks' get none.
-  So the scales of a chunk depend on the order of its own micro-batches alone, and where that is the order of the
+  So the scales of a chunk depend on the order of its own micro-batches alone, and if that is the order of the
   batch (1F1B, interleaved, ZB-H1, ZB-V, DualPipeV) they are those of accumulation without a pipeline.
 - The largest values are those of all ranks that hold the same stage: tp x cp x dp (Megatron's amax reduction group).
 - A layer that is computed again uses the scales of its own micro-batch's first forward.
+
+Megatron's chunks have no types: `Any`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 MOST_SHOWN = 4
-"""Histories that a message names."""
+"""Number of histories that a message names."""
 
 PREFIX = "fp8/"
-"""How names of FP8 state begin, in checkpoints too."""
+"""Prefix of the names of FP8 state, in checkpoints too."""
 
 Snapshot = torch.Tensor
-"""Copies of scales and histories in a row, on the device."""
+"""Copies of all scales and histories in one flat tensor, on the device."""
 
 
 def build(plan: Plan, chunks: Sequence[Any]) -> Fp8:
-    """The FP8 of a run's chunks (Megatron GPT models on TE's layers); without fp8_format one that does nothing."""
+    """The FP8 state of a run's chunks (Megatron GPT models on TE's layers); without fp8_format it does nothing."""
     return Fp8(chunks if plan.config.quantization.fp8_format is not None else [])
 
 
@@ -51,26 +52,26 @@ def device_problem(recipe: str, capability: tuple[int, int] | None, cuda: str | 
     are those of transformer_engine.pytorch.quantization (2.20): check_fp8_support and the like.
     """
     if capability is None:
-        return "FP8 needs a GPU, and none was found: leave fp8_format out here; bf16 computes on a CPU too."
+        return "FP8 needs a GPU, but none was found: leave fp8_format out here; bf16 computes on a CPU too."
     name = f"this GPU has compute capability {capability[0]}.{capability[1]}"
     if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
         return (
-            f"fp8_recipe mxfp8 has one scale per 32 numbers, which only Blackwell's tensor cores (10.x) apply, and"
+            f"fp8_recipe mxfp8 has one scale per 32 numbers, which only Blackwell's tensor cores (10.x) apply, but"
             f" {name}: set fp8_recipe to {'blockwise' if capability >= (9, 0) else 'delayed'}."
         )
     toolkit = tuple(int(part) for part in (cuda or "0.0").split(".")[:2])
     if recipe == "blockwise" and (capability < (9, 0) or toolkit < (12, 9)):
         return (
-            f"fp8_recipe blockwise needs compute capability 9.0 (Hopper) and CUDA 12.9, and {name} with CUDA {cuda}:"
+            f"fp8_recipe blockwise needs compute capability 9.0 (Hopper) and CUDA 12.9, but {name} with CUDA {cuda}:"
             " set fp8_recipe to tensorwise or delayed."
         )
     if capability < (8, 9):
-        return f"FP8 needs compute capability 8.9 (Ada, Hopper or newer), and {name}: leave fp8_format out."
+        return f"FP8 needs compute capability 8.9 (Ada, Hopper or newer), but {name}: leave fp8_format out."
     return None
 
 
 class Fp8:
-    """The FP8 state of this rank's chunks, and the moments at which it changes. With no chunks nothing happens.
+    """FP8 state of this rank's chunks, and the moments at which it changes. Without chunks nothing happens.
 
     tensors: {fp8/MODULE/scale_fwd, fp8/MODULE/amax_history_fwd, ..._bwd: tensor} of delayed scaling, by the module's
     name in the whole model; the same on all ranks of a stage. Empty for other recipes, which keep nothing.
@@ -80,28 +81,29 @@ class Fp8:
         self._histories = [te.Histories() for _ in chunks]
         self._to_quantize: set[int] = set()
         self._backward_of: int | None = None
-        self._recompute: dict[tuple[int, int], list[deque]] = {}
-        self._queues: list[list[deque]] = [[] for _ in chunks]
+        self._recompute: dict[tuple[int, int], list[te.Scales]] = {}
+        self._queues: list[list[te.Scales]] = [[] for _ in chunks]
         self.tensors: dict[str, torch.Tensor] = {}
         if not chunks:
             return
-        self._update = te.take_over_updates()
+        self._update = te.stop_updates()
         for number, chunk in enumerate(chunks):
             self._quantize_when_due(number, chunk)
             te.make_states(chunk)
-            self.tensors |= dict(_named_states(chunk))
+            self.tensors |= {PREFIX + over_stages(chunk, name): tensor for name, tensor in te.states(chunk)}
 
     # --- weights ---
 
     def begin_attempt(self) -> None:
-        """Before the first flush of an attempt at a step, or of an evaluation: each chunk's next first micro-batch
-        quantizes its weights, once. Forgets what a flush that failed has left."""
+        """Let each chunk's next first micro-batch quantize its weights, once, and forget the state of a flush that
+        failed. Call it before the first flush of an attempt at a step, or of an evaluation."""
         self._to_quantize = set(range(len(self._histories)))
         self._backward_of = None
         self._recompute.clear()
 
     def _quantize_when_due(self, number: int, chunk: Any) -> None:
-        """Megatron's schedules tell a chunk at the first micro-batch of every flush; a step may have several."""
+        """Quantize once per attempt: Megatron's schedules tell a chunk at the first micro-batch of every flush, and a
+        step may have several flushes."""
         quantize = chunk.set_is_first_microbatch
 
         def when_due() -> None:
@@ -137,7 +139,7 @@ class Fp8:
             te.use_recompute(self._recompute.pop((chunk, microbatch)))
 
     def end_flush(self) -> None:
-        """After the last backward of a flush."""
+        """End the last backward of a flush."""
         self._end_backward()
 
     def _end_backward(self) -> None:
@@ -149,16 +151,16 @@ class Fp8:
     # --- a step that counts, or not ---
 
     def overflow(self) -> torch.Tensor | None:
-        """0, or inf where a largest value of this step was not finite (float64 scalar on the device); None where no
-        history is kept. A cast to FP8 saturates: an infinite value leaves no other trace than in the history."""
+        """0, or inf if a largest value of this step was not finite (float64 scalar on the device); None without
+        histories. A cast to FP8 saturates: an infinite value leaves no other trace than in the history."""
         if not self.tensors:
             return None
         finite = torch.cat([tensor.flatten() for tensor in self._amaxes().values()]).isfinite().all()
         return torch.where(finite, 0.0, torch.inf).double()
 
     def describe_overflow(self) -> str:
-        """Where a largest value was not finite on any rank, the same text on each; '' where none was. Collective over
-        the world."""
+        """Names of the tensors whose largest value was not finite on any rank, the same text on each; '' if none.
+        Collective over the world."""
         if not self._histories:
             return ""
         mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]
@@ -172,17 +174,12 @@ class Fp8:
         return {name: tensor for name, tensor in self.tensors.items() if "/amax_history_" in name}
 
     def snapshot(self) -> Snapshot:
-        """Scales and histories as they are; no synchronisation with the host."""
+        """Copy scales and histories, without synchronisation with the host."""
         return torch.cat([tensor.flatten() for tensor in self.tensors.values()] or [torch.empty(0)])
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Scales and histories as they were."""
+        """Restore scales and histories."""
         tensors = list(self.tensors.values())
         for tensor, copy in zip(tensors, snapshot.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(copy.view_as(tensor))
-
-
-def _named_states(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in te.states(chunk):
-        yield PREFIX + over_stages(chunk, name), tensor

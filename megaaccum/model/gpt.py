@@ -1,30 +1,32 @@
-"""The Megatron GPT of a run: its TransformerConfig, this rank's chunks, layout-independent weights and global names."""
+"""The Megatron GPT of a run: its TransformerConfig, this rank's chunks, and weights that do not depend on the layout.
+
+Megatron's configurations, builders and models have no types: `Any`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch.nn import functional
 
-from megaaccum.config.keys import all_keys, that_need, value
-from megaaccum.config.rules.model import cannot_pack
+from megaaccum.config.keys import all_keys, keys_that_need, value
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
-from megaaccum.model import fp8, layer_specs, layers, recompute
+from megaaccum.model import layer_specs, names, recompute
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
-from megaaccum.model.flops import padded_vocab_size
 from megaaccum.model.layers import Layers
-from megaaccum.model.names import as_in_local_layers, over_stages
-from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.model.machine import check_machine, layer_kind
+from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu, determinism
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import (
@@ -38,23 +40,14 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-
-def layers_of(plan: Plan) -> Layers:
-    """The layers that this machine builds the model of."""
-    on_gpu = cpu.has_accelerator()
-    has_te = on_gpu and megatron.has_transformer_engine()
-    return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
-
 
 def transformer_config(plan: Plan) -> TransformerConfig:
     """Megatron's configuration of this model and layout. Raises ConfigError with Megatron's reason if it refuses."""
     model, layout = plan.config.model, plan.layout
-    dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
-    on_gpu, made_of = cpu.has_accelerator(), layers_of(plan)
+    dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
+    on_gpu, made_of = cpu.has_accelerator(), layer_kind(plan)
     keys = _core_keys(plan) | dict(
-        activation_func=_activation(model),
+        activation_func=squared_relu if model.squared_relu else functional.silu if model.swiglu else functional.gelu,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -66,7 +59,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         use_cpu_initialization=not on_gpu or _is_cut_before_it_moves(plan),
         perform_initialization=False,
         # It would wait for the whole device after each exchange, the reduction's stream among it. torch from 2.2 on
-        # orders batched messages without it (pytorch#82450 is what it was for).
+        # orders batched messages without it (it was for pytorch#82450).
         batch_p2p_sync=False,
         persist_layer_norm=on_gpu and not made_of.local,
         # Megatron puts it into the environment, for Transformer Engine.
@@ -98,8 +91,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
 
 
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
-    """Megatron's keys of kernels that do several operations, where this machine and these layers have them. A key that
-    was set and that cannot be honoured is refused by `_check_local_layers`."""
+    """Megatron's keys of fused kernels, if this machine and these layers have them. A key that
+    was set and that cannot be honoured is refused by `check_machine`."""
     model = plan.config.model
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
@@ -121,7 +114,7 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
 def _core_keys(plan: Plan) -> dict[str, object]:
     """Megatron's name and the value of every key that a TransformerConfig has (`Facts.core`)."""
     model, quantization = plan.config.model, plan.config.quantization
-    left_out = set() if model.multi_latent_attention else set(that_need("multi_latent_attention"))
+    left_out = set() if model.multi_latent_attention else set(keys_that_need("multi_latent_attention"))
     if quantization.fp8_format is None:
         left_out |= {field.name for field in fields(quantization)}
     return {
@@ -131,98 +124,19 @@ def _core_keys(plan: Plan) -> dict[str, object]:
     }
 
 
-def _check_fp8(plan: Plan) -> None:
-    """Check what FP8 needs of this machine: its GPU, and whether Transformer Engine is there. Raises ConfigError."""
-    keys = plan.config.quantization
-    if keys.fp8_format is None:
-        return
-    capability = torch.cuda.get_device_capability() if cpu.has_accelerator() else None
-    if problem := fp8.device_problem(keys.fp8_recipe, capability, torch.version.cuda):
-        raise ConfigError(problem)
-    if layers_of(plan).local:
-        raise ConfigError(
-            f"fp8_format {keys.fp8_format} needs Transformer Engine, which is not installed (`megaaccum doctor` says"
-            " what is): install it (pip install 'megaaccum[te]'), or leave fp8_format out."
-        )
-
-
-def _check_te_layers(plan: Plan) -> None:
-    """Refuse what Transformer Engine's layers cannot do here, or would do otherwise than asked for."""
-    if layers_of(plan).local:
-        return
-    if not megatron.has_transformer_engine():
-        raise ConfigError(
-            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
-            " (`megaaccum doctor` says which): set transformer_impl to auto."
-        )
-    if problems := list(cannot_pack(plan.config)):
-        raise ConfigError(problems)
-
-
-def _check_local_layers(plan: Plan) -> None:
-    """Refuse what Megatron-core 0.19's own layers cannot do, and would fail at while the model is built or first
-    run."""
-    model = plan.config.model
-    if not layers_of(plan).local:
-        return
-    here = "layers here are Megatron's local ones (no GPU, or no Transformer Engine: `megaaccum doctor` says which)"
-    problems = []
-    if model.num_experts and model.add_bias_linear:
-        problems.append(
-            f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, and {here}. Set "
-            "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
-        )
-    for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
-        if getattr(model, name):
-            problems.append(f"{name} is a kernel of Transformer Engine's layers, and {here}. Leave it out.")
-    if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
-        problems.append(f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, and {here}.")
-    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
-    if model.recompute_granularity == "selective" and recomputed:
-        names = ", ".join(sorted(recomputed))
-        problems.append(
-            f"recompute_modules names {names}, which needs Transformer Engine's layers, and {here}. Leave it out:"
-            " core_attn and mlp are recomputed by any layers."
-        )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _check_dispatcher(plan: Plan) -> None:
-    """The flex dispatcher is another library, for GPUs, which Megatron would miss while it builds the first layer."""
-    if plan.config.model.moe_token_dispatcher_type != "flex":
-        return
-    backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
-    needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
-    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        text = f"moe_token_dispatcher_type flex needs GPUs and the module {needed}, of which one is missing"
-        raise ConfigError(f"{text}: set moe_token_dispatcher_type to alltoall.")
-
-
-def _activation(model):
-    if model.squared_relu:
-        from megatron.core.activations import squared_relu
-
-        return squared_relu
-    return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
-
-
 def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTModel]:
     """This rank's model chunks in order (one, or vpp of them), on its device, with weights that depend on
     `seed` and a parameter's global name alone: the same model under every layout.
 
-    vocab_size: tokens of the vocabulary before padding. Raises ConfigError where this machine's layers cannot do what
-    the configuration asks for.
+    vocab_size: tokens of the vocabulary before padding. Raises ConfigError if this machine cannot compute the
+    configuration.
     """
-    _check_fp8(plan)
-    _check_te_layers(plan)
-    _check_local_layers(plan)
-    _check_dispatcher(plan)
+    check_machine(plan)
     determinism.apply(plan)
     seed_dropout(groups, seed=plan.config.run.seed)
     config = transformer_config(plan)
     chunks = [build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
-    packs = plan.config.data.reset_attention_mask and not layers_of(plan).local
+    packs = plan.config.data.reset_attention_mask and not layer_kind(plan).local
     for chunk in chunks:
         chunk.packs_rows = packs  # see packed_rows
         if not _is_cut_before_it_moves(plan):
@@ -242,13 +156,13 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
 
 
 def _is_cut_before_it_moves(plan: Plan) -> bool:
-    """Whether a stage is built in host memory: its backend brings it to the device in parts, and cuts each at once."""
+    """Whether a stage is built in host memory: its backend moves it to the device in parts, and shards each at once."""
     return plan.config.sharding.sync == "streaming"
 
 
 def seed_dropout(groups: Groups, *, seed: int) -> None:
-    """Give every stage and data-parallel rank dropout of its own, and the ranks of a tp group what they must share
-    (Megatron's tracker keeps both kinds of random state)."""
+    """Seed dropout differently on every stage and data-parallel rank, and alike on the ranks of a tp group where they
+    must share it (Megatron's tracker keeps both kinds of random state)."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     own = seed + 10_007 * groups.pp.rank() + 100_003 * groups.dp_cp.rank()
@@ -257,9 +171,8 @@ def seed_dropout(groups: Groups, *, seed: int) -> None:
 
 
 def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_size: int, chunk: int) -> GPTModel:
-    """This rank's chunk as Megatron's builder makes it, with weights of its own drawing: `build_chunks` makes it a
-    model's."""
-    model, made_of = plan.config.model, layers_of(plan)
+    """This rank's chunk as Megatron's builder makes it, with Megatron's weights, which `build_chunks` replaces."""
+    model, made_of = plan.config.model, layer_kind(plan)
     stage, last = groups.stage(chunk), plan.layout.pp * plan.layout.vpp - 1
     vp_stage = chunk if plan.layout.vpp > 1 else None
     pattern = plan.config.megatron.get("hybrid_layer_pattern")
@@ -267,21 +180,21 @@ def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_siz
     builder = GPTModelBuilder if pattern is None else HybridModelBuilder
     own_fields = {field.name for field in fields(kind)}
     with groups.seated(chunk):
-        spec = layer_specs.of_block(config, made_of, vp_stage, pp_rank=stage % plan.layout.pp)
-        mtp = layer_specs.of_prediction(config, made_of, vp_stage) if model.mtp_num_layers else None
+        spec = layer_specs.decoder_spec(config, made_of, vp_stage, pp_rank=stage % plan.layout.pp)
+        mtp = layer_specs.prediction_spec(config, made_of, vp_stage) if model.mtp_num_layers else None
         whole = kind(
             transformer=config,
-            **({"transformer_layer_spec": spec} if pattern is None else {}),  # type: ignore[arg-type]
+            **({"transformer_layer_spec": spec} if pattern is None else {}),
             vocab_size=padded_vocab_size(plan.config, vocab_size),
             seq_length=model.max_position_embeddings or model.seq_length,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type=model.position_embedding_type,
             rotary_percent=model.rotary_percent,
             rotary_base=model.rotary_base,
-            **{name: each for name, each in plan.config.megatron.items() if name in own_fields},  # type: ignore[arg-type]
+            **{name: each for name, each in plan.config.megatron.items() if name in own_fields},
         )
         with megatron.mtp_spec_of_builder(mtp):
-            built = builder(whole).build_model(  # type: ignore[arg-type]
+            built = builder(whole).build_model(
                 groups.collection_of(chunk), pre_process=stage == 0, post_process=stage == last, vp_stage=vp_stage
             )
     if mtp is not None and built.post_process and not built.pre_process and built.share_embeddings_and_output_weights:
@@ -305,85 +218,7 @@ def _copy_for_head(chunk: GPTModel) -> None:
     copy.shared = True
     chunk.output_layer.weight = copy
     head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
-    chunk.shared_embedding_or_output_weight = lambda: head.weight  # type: ignore[method-assign]
-
-
-# --- names ---------------------------------------------------------------------------------------------------------
-
-
-def global_name(chunk: GPTModel, local_name: str) -> str:
-    """A parameter's name in the whole model, the same whatever layers hold it: that of Megatron's local layers, with
-    layers numbered over all stages and experts over all expert-parallel ranks. The head's copy of a tied embedding has
-    the embedding's name."""
-    if isinstance(chunk, TorchChunk):
-        return local_name.removeprefix("module.")
-    local_name = as_in_local_layers(local_name)
-    if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
-        expert = chunk.get_submodule(match[1]).local_expert_indices[int(match[2])]  # type: ignore[union-attr, index]
-        local_name = f"{match[1]}.experts.local_experts.{expert}.{match[3]}"
-    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
-        return "embedding.word_embeddings.weight"
-    return over_stages(chunk, local_name)
-
-
-def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(global name, parameter) of every parameter on this rank, in a fixed order."""
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
-            yield global_name(chunk, name), param
-
-
-def named_buffers(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, tensor) of what training changes beside parameters (expert biases), the same on all ranks of a
-    stage; in a fixed order."""
-    for chunk in chunks:
-        kept = chunk.state_dict(keep_vars=True).keys()
-        for name, buffer in chunk.named_buffers():
-            if name in kept:
-                yield global_name(chunk, name), buffer
-
-
-def is_tied_copy(param: torch.nn.Parameter) -> bool:
-    """Whether this is the last stage's copy of a tied embedding: it gets the same update as the first stage's
-    original, and is not counted again in a norm."""
-    return bool(getattr(param, "shared_embedding", False)) and bool(getattr(param, "shared", False))
-
-
-def tied_pair(chunks: list[GPTModel]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """(embedding, its copy in the head) where one rank holds both in two chunks: pipeline rank 0 of a V."""
-    params = [param for _, param in named_parameters(chunks) if is_tied(param)]
-    copies = [param for param in params if is_tied_copy(param)]
-    originals = [param for param in params if not is_tied_copy(param)]
-    return (originals[0], copies[0]) if copies and originals else None
-
-
-def is_tied(param: torch.nn.Parameter) -> bool:
-    """Whether the embedding and the head share this weight."""
-    return bool(getattr(param, "shared_embedding", False))
-
-
-def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
-    """Whether each tp rank holds a piece of its own of this matrix. Spread experts are not cut, each is on one rank
-    whole; Megatron marks them as if they were."""
-    return bool(getattr(param, "tensor_model_parallel", False)) and not is_expert(param)
-
-
-def is_same_over_tp(param: torch.nn.Parameter) -> bool:
-    """Whether all tp ranks hold the same numbers of this parameter."""
-    return not is_sharded_over_tp(param) and not is_expert(param)
-
-
-def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
-    """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
-    under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
-    of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
-    return bool(getattr(param, "sequence_parallel", False)) or of_heads
-
-
-def is_expert(param: torch.nn.Parameter) -> bool:
-    """Whether this is a parameter of routed experts with ranks of their own: spread over expert-parallel ranks, or not
-    cut over tp as the dense matrices are."""
-    return not getattr(param, "allreduce", True)
+    chunk.shared_embedding_or_output_weight = lambda: head.weight
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -411,7 +246,7 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         if param.dim() < 2 and re.fullmatch(r"(layer_norm_)?bias\d*", leaf):
             param.fill_(0.0)
             continue
-        unique = global_name(chunk, name)
+        unique = names.global_name(chunk, name)
         scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
         init = config.output_layer_init_method if scaled else config.init_method
         if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
@@ -419,19 +254,13 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups))
 
 
-def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
-    """Of all tensor-parallel ranks' parts and all data-parallel ranks' shards together."""
-    shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left
-    if is_sharded_over_tp(param):
-        shape[param.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
-    return shape
-
-
-def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
+def _draw(
+    param: torch.nn.Parameter, groups: Groups, name: str, init: Callable[[torch.Tensor], object], seed: int
+) -> torch.Tensor:
     """The whole matrix `name` (FP32, all tp ranks' parts), the same on every rank that holds a part of it; on the
     device, wherever the parameter is, since another kind of device draws other numbers."""
     device = cpu.device()
-    full = torch.empty(whole_shape(param, groups), dtype=torch.float32, device=device)
+    full = torch.empty(names.whole_shape(param, groups), dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -440,9 +269,9 @@ def _draw(param, groups: Groups, name: str, init, seed: int) -> torch.Tensor:
     return full
 
 
-def _own_part(full: torch.Tensor, param, groups: Groups) -> torch.Tensor:
+def _own_part(full: torch.Tensor, param: Any, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
-    if not is_sharded_over_tp(param):
+    if not names.is_sharded_over_tp(param):
         return full
     axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
     return torch.cat([each.chunk(size, axis)[rank] for each in full.chunk(param.partition_stride, axis)], axis)

@@ -1,8 +1,11 @@
-"""A Megatron GPT's `forward_step_func` over batches of tokens: what `megaaccum train` gives its engine."""
+"""A Megatron GPT's `forward_step_func` over batches of tokens, as `megaaccum train` passes it to its engine.
+
+Megatron's models have no types: a chunk and its output are `Any`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +20,13 @@ if TYPE_CHECKING:
 REPORTS = {"num_tokens": "sum"}
 """How its reports are reduced."""
 
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""Sum of a micro-batch's loss, its weight, and its reports."""
+
 Microbatch = dict[str, torch.Tensor]
-"""tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape; where known
-num_tokens, the unmasked ones, and document_starts, bool of that shape in host memory, by which attention is kept inside
-documents. What no stage of this rank reads may be None."""
+"""tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape; if known num_tokens,
+the unmasked ones, and document_starts, bool of that shape in host memory, which keeps attention inside documents. A
+tensor that no stage of this rank reads may be None."""
 
 
 class GptForwardStep:
@@ -28,33 +34,36 @@ class GptForwardStep:
     each micro-batch, weighed 1 (`microbatch`). Under context parallelism, of this rank's part of the sequences."""
 
     draws_nothing = True
-    """Beside what its chunk draws: it need not be seeded for itself."""
+    """It draws no random number outside its chunk, so that it need not be seeded."""
 
     def __init__(self, groups: Groups, loss_norm: str):
         self._cp = groups.collection.cp
         self._per_token = loss_norm == "token"
 
-    def __call__(self, data_iterator: Iterator[Microbatch], chunk: Any, *, return_schedule_plan: bool = False):
-        """(what `chunk` computes from the next micro-batch, its loss function); with `return_schedule_plan`, Megatron's
-        plan of that computation in its place."""
+    def __call__(
+        self, data_iterator: Iterator[Microbatch], chunk: Any, *, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[torch.Tensor], Loss]]:
+        """Output of `chunk` for the next micro-batch, and its loss function; with `return_schedule_plan`, Megatron's
+        plan of that computation in place of the output."""
         microbatch = next(data_iterator)
         read = {name: microbatch[name] for name in read_by([chunk]) if microbatch.get(name) is not None}
         starts = read.pop("document_starts", None)
         batch = self._own_part({name: each.to(cpu.device(), non_blocking=True) for name, each in read.items()})
-        taken: dict[str, Any] = batch | {"attention_mask": starts}
+        given: dict[str, Any] = batch | {"attention_mask": starts}
         if packs_rows(chunk):
-            taken = _as_one_row(batch, whole_rows(microbatch["loss_mask"].shape) if starts is None else starts, chunk)
+            given = _as_one_row(batch, whole_rows(microbatch["loss_mask"].shape) if starts is None else starts, chunk)
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
-        inputs = [taken.pop(name, None) for name in ("tokens", "position_ids", "attention_mask")]
-        output = compute(*inputs, labels=taken.pop("labels", None), loss_mask=taken.pop("loss_mask", None), **taken)
+        inputs = [given.pop(name, None) for name in ("tokens", "position_ids", "attention_mask")]
+        output = compute(*inputs, labels=given.pop("labels", None), loss_mask=given.pop("loss_mask", None), **given)
         (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
-        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens)  # type: ignore[arg-type]  # on the last stage
+        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens)
 
-    def _loss_of_rows(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
+    def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, output: torch.Tensor) -> Loss:
+        assert mask is not None, "the last stage reads it, and only that one has a loss"
         return self._loss(mask, tokens, output.view(*mask.shape, *output.shape[2:]))
 
-    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
-        # Half precision would lose the sum; float64 stays what it is.
+    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor) -> Loss:
+        # Half precision would lose the sum. Float64 is the lane that is compared to 1e-12.
         losses = output if output.dtype is torch.float64 else output.float()
         total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
         if self._per_token:
@@ -68,7 +77,7 @@ class GptForwardStep:
         return _counts(microbatches) if self._per_token else [1.0] * len(microbatches)
 
     def token_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
-        """The factor on the loss of a token in its micro-batch's sum."""
+        """The factor on a token's loss in the sum of its micro-batch."""
         return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
     def _own_part(self, batch: Microbatch) -> Microbatch:
@@ -77,7 +86,8 @@ class GptForwardStep:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
 
-        return get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
+        own: Microbatch = get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
+        return own
 
 
 def _as_one_row(batch: Microbatch, starts: torch.Tensor, chunk: Any) -> dict[str, Any]:
@@ -86,7 +96,7 @@ def _as_one_row(batch: Microbatch, starts: torch.Tensor, chunk: Any) -> dict[str
 
 
 def read_by(chunks: Sequence[Any]) -> list[str]:
-    """The names of what chunks need of a micro-batch: of a stage between the first and the last, no tokens."""
+    """The names of the tensors of a micro-batch that chunks need: stages between the first and the last, no tokens."""
     predict = any(getattr(chunk, "mtp_process", False) for chunk in chunks)
     first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
     names = ["tokens", "position_ids"] if first or predict else []
@@ -94,10 +104,10 @@ def read_by(chunks: Sequence[Any]) -> list[str]:
 
 
 def _counts(microbatches: Sequence[Microbatch]) -> list[float]:
-    """Unmasked tokens of each, counted in host memory: by the loader, ahead of the step, where it made them."""
-    known = [each.get("num_tokens") for each in microbatches]
+    """Unmasked tokens of each micro-batch, counted in host memory: a loader that has counted them did so ahead of the
+    step."""
     counts = [
-        each["loss_mask"].count_nonzero() if count is None else count
-        for each, count in zip(microbatches, known, strict=True)
+        each["loss_mask"].count_nonzero() if each.get("num_tokens") is None else each["num_tokens"]
+        for each in microbatches
     ]
-    return torch.stack(counts).double().tolist()
+    return [float(count) for count in torch.stack(counts).tolist()]

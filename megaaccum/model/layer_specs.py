@@ -1,6 +1,11 @@
-"""Specs of a chunk's layers: Transformer Engine's, or Megatron's local ones with norms and attention of our own."""
+"""Specs of a chunk's layers: Transformer Engine's, or Megatron's local ones with norms and attention of our own.
+
+Megatron's specs have no types; those of the two kinds of blocks are named all the same.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -11,15 +16,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megaaccum.model.attention import with_fused_attention, with_local_attention
+from megaaccum.model.attention import FusedAttention, LatentAttention, LocalAttention
 from megaaccum.model.layers import Layers
-from megaaccum.model.local_norm import with_own_norms
+from megaaccum.model.local_norm import Norm
 
 
-def of_block(config: TransformerConfig, made_of: Layers, vp_stage: int | None, *, pp_rank: int):
+def decoder_spec(
+    config: TransformerConfig, made_of: Layers, vp_stage: int | None, *, pp_rank: int
+) -> TransformerBlockSubmodules:
     """Specs of the decoder's layers in chunk `vp_stage` of pipeline rank `pp_rank`."""
     if config.experimental_attention_variant is not None:
         return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage, pp_rank)
@@ -34,8 +43,10 @@ def of_block(config: TransformerConfig, made_of: Layers, vp_stage: int | None, *
     return _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 
 
-def of_prediction(config: TransformerConfig, made_of: Layers, vp_stage: int | None):
-    """Spec of the multi-token-prediction layers of this chunk, or None where it has none. They are like the decoder's
+def prediction_spec(
+    config: TransformerConfig, made_of: Layers, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Spec of the multi-token-prediction layers of this chunk, or None if it has none. They are like the decoder's
     last layer, which may be on another stage."""
     last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
     spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
@@ -47,7 +58,24 @@ def _with_own_modules[Block: (TransformerBlockSubmodules, MultiTokenPredictionBl
 ) -> Block:
     if not made_of.local:
         return spec
-    spec = with_own_norms(spec)
-    if made_of.fused_attention:
-        return with_fused_attention(spec)
-    return with_local_attention(spec, latent=latent)
+    local = LatentAttention if latent else LocalAttention
+    spec = replaced(spec, DotProductAttention, FusedAttention if made_of.fused_attention else local)
+    return replaced(spec, WrappedTorchNorm, Norm)
+
+
+def replaced[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Block, theirs: type, ours: type
+) -> Block:
+    """`spec` (a block of local layers, or of prediction layers) with `ours` wherever it names the module `theirs`."""
+
+    def replace(submodules: Any) -> None:
+        for name, value in vars(submodules).items():
+            if value is theirs:
+                setattr(submodules, name, ours)
+            elif getattr(value, "submodules", None) is not None:
+                replace(value.submodules)
+
+    replace(spec)
+    for layer in spec.layer_specs or []:
+        replace(layer.submodules)
+    return spec

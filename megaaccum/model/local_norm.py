@@ -1,27 +1,28 @@
 """Norm layers for Megatron's local layer spec.
 
 Megatron's own wrapper of the torch norms (`WrappedTorchNorm`, megatron-core 0.19) refuses sequence parallelism. A torch
-norm works there as it is; what is missing is the mark on its parameters, which says that each tp rank sees only its
-part of the sequence, so that their gradients have to be summed over tp.
+norm works there as it is, but its parameters lack the mark that each tp rank sees only its part of the sequence, so
+that their gradients have to be summed over tp.
+
+Megatron's specs and configurations have no types: `Any`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
 class _LayerNorm1p(torch.nn.LayerNorm):
-    """A layer norm whose weight is what is added to 1 (layernorm_zero_centered_gamma)."""
+    """A layer norm whose factor is 1 plus its weight (layernorm_zero_centered_gamma)."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(hidden, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class _RMSNorm1p(torch.nn.RMSNorm):
-    """An RMS norm whose weight is what is added to 1."""
+    """An RMS norm whose factor is 1 plus its weight."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, self.normalized_shape, self.weight + 1, self.eps)
@@ -36,36 +37,13 @@ _KINDS = {
 
 
 class Norm:
-    """Builds the torch norm that `config.normalization` names, its parameters marked `sequence_parallel`.
+    """Builder of the torch norm that `config.normalization` names, with parameters marked `sequence_parallel`.
 
-    Takes what Megatron gives a norm: config, hidden_size (features), eps.
+    Called with Megatron's arguments of a norm: config, hidden_size (features), eps.
     """
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused):
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
         norm = _KINDS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps=eps)
         for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            vars(param)["sequence_parallel"] = config.sequence_parallel
         return norm
-
-
-def with_own_norms[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](spec: Block) -> Block:
-    """`spec` (a block of local layers, or of prediction layers) with every torch norm built by `Norm`."""
-    return replaced(spec, WrappedTorchNorm, Norm)
-
-
-def replaced[Block: (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
-    spec: Block, theirs: type, ours: type
-) -> Block:
-    """`spec` with `ours` wherever it names the module `theirs`."""
-    _replace(spec, theirs, ours)
-    for layer in spec.layer_specs or []:
-        _replace(layer.submodules, theirs, ours)
-    return spec
-
-
-def _replace(submodules, theirs: type, ours: type) -> None:
-    for name, value in vars(submodules).items():
-        if value is theirs:
-            setattr(submodules, name, ours)
-        elif getattr(value, "submodules", None) is not None:
-            _replace(value.submodules, theirs, ours)

@@ -1,13 +1,23 @@
-"""Names of tensors in the whole model, the same under every layout."""
+"""Names of tensors in the whole model, the same under every layout, and Megatron's marks on parameters.
+
+Megatron's modules, and the attributes by which it marks a parameter, have no types: `Any` here.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum.model.torch_chunk import TorchChunk
 
 if TYPE_CHECKING:
-    import torch
+    from megaaccum.distributed.groups import Groups
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""Torch's dtypes by their names in the configuration."""
 
 _IN_LOCAL_LAYERS = {
     r"self_attention\.linear_qkv\.layer_norm_": "input_layernorm.",
@@ -16,8 +26,8 @@ _IN_LOCAL_LAYERS = {
     r"mlp\.linear_fc1\.layer_norm_": "pre_mlp_layernorm.",
     r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$": r"experts.local_experts.\3.\1.\2",
 }
-"""Parameters that Transformer Engine's layers fuse, a norm with the matrix after it and the experts of a rank, by the
-names that the parts have in Megatron's local layers."""
+"""Names of parameters that Transformer Engine's layers fuse (a norm with the matrix after it, the experts of a rank),
+and the names of their parts in Megatron's local layers."""
 
 
 def as_in_local_layers(name: str) -> str:
@@ -28,11 +38,95 @@ def as_in_local_layers(name: str) -> str:
 
 
 def over_stages(chunk: torch.nn.Module, local_name: str) -> str:
-    """A name in a chunk with its layer numbered over all stages, by the layer's `layer_number` (from 1), and nothing
-    else changed. A chunk of a user's own whose layers have none may bring a `name_in_model` ("stages.3.") to begin
-    with."""
+    """`local_name` with its layer numbered over all stages, by the layer's `layer_number` (from 1). A user's chunk
+    whose layers have none may have a prefix, `name_in_model` ("stages.3.")."""
     match = re.match(r"(|.*\.)layers\.(\d+)\.(.*)", local_name)
-    layer = chunk.get_submodule(f"{match[1]}layers.{match[2]}") if match else None
+    layer: Any = chunk.get_submodule(f"{match[1]}layers.{match[2]}") if match else None
     if match is None or not hasattr(layer, "layer_number"):
-        return getattr(chunk, "name_in_model", "") + local_name
-    return f"{match[1]}layers.{layer.layer_number - 1}.{match[3]}"  # type: ignore[union-attr, operator]
+        return f"{getattr(chunk, 'name_in_model', '')}{local_name}"
+    return f"{match[1]}layers.{layer.layer_number - 1}.{match[3]}"
+
+
+def global_name(chunk: torch.nn.Module, local_name: str) -> str:
+    """A parameter's name in the whole model, the same whatever layers hold it: that of Megatron's local layers, with
+    layers numbered over all stages and experts over all expert-parallel ranks. The head's copy of a tied embedding has
+    the embedding's name."""
+    if isinstance(chunk, TorchChunk):
+        return local_name.removeprefix("module.")
+    local_name = as_in_local_layers(local_name)
+    if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
+        layer: Any = chunk.get_submodule(match[1])
+        expert = layer.local_expert_indices[int(match[2])]
+        local_name = f"{match[1]}.experts.local_experts.{expert}.{match[3]}"
+    if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
+        return "embedding.word_embeddings.weight"
+    return over_stages(chunk, local_name)
+
+
+def named_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(global name, parameter) of every parameter on this rank, in a fixed order."""
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            yield global_name(chunk, name), param
+
+
+def named_buffers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, tensor) of the buffers that training changes (expert biases), the same on all ranks of a stage; in
+    a fixed order."""
+    for chunk in chunks:
+        saved = chunk.state_dict(keep_vars=True).keys()
+        for name, buffer in chunk.named_buffers():
+            if name in saved:
+                yield global_name(chunk, name), buffer
+
+
+def is_tied(param: torch.nn.Parameter) -> bool:
+    """Whether the embedding and the head share this weight."""
+    return bool(getattr(param, "shared_embedding", False))
+
+
+def is_tied_copy(param: torch.nn.Parameter) -> bool:
+    """Whether this is the last stage's copy of a tied embedding: it gets the same update as the first stage's
+    original, and is not counted again in a norm."""
+    return is_tied(param) and bool(getattr(param, "shared", False))
+
+
+def tied_pair(chunks: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """(embedding, its copy in the head) if one rank holds both in two chunks: pipeline rank 0 of a V."""
+    params = [param for _, param in named_parameters(chunks) if is_tied(param)]
+    copies = [param for param in params if is_tied_copy(param)]
+    originals = [param for param in params if not is_tied_copy(param)]
+    return (originals[0], copies[0]) if copies and originals else None
+
+
+def is_expert(param: torch.nn.Parameter) -> bool:
+    """Whether this is a parameter of routed experts with ranks of their own: spread over expert-parallel ranks, or not
+    cut over tp as the dense matrices are."""
+    return not getattr(param, "allreduce", True)
+
+
+def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
+    """Whether each tp rank holds a piece of its own of this matrix. Spread experts are not cut: each is whole on one
+    rank, but Megatron marks them as if they were."""
+    return bool(getattr(param, "tensor_model_parallel", False)) and not is_expert(param)
+
+
+def is_same_over_tp(param: torch.nn.Parameter) -> bool:
+    """Whether all tp ranks hold the same numbers of this parameter."""
+    return not is_sharded_over_tp(param) and not is_expert(param)
+
+
+def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
+    """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
+    under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
+    of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
+    return bool(getattr(param, "sequence_parallel", False)) or of_heads
+
+
+def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
+    """Shape of all tensor-parallel ranks' parts and all data-parallel ranks' shards together."""
+    shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left
+    if is_sharded_over_tp(param):
+        marked: Any = param
+        shape[marked.partition_dim] *= groups.tp.size()
+    return shape

@@ -12,12 +12,12 @@ from megaaccum.config.batch import BatchPlan
 
 
 def packs_rows(chunk: torch.nn.Module) -> bool:
-    """Whether a chunk takes micro-batches as one row of all their tokens; all chunks of a pipeline do, or none."""
+    """Whether a chunk reads micro-batches as one row of all their tokens; all chunks of a pipeline do, or none."""
     return getattr(chunk, "packs_rows", False)
 
 
 def sent_shape(chunks: Sequence[torch.nn.Module], batch: BatchPlan) -> dict[str, int]:
-    """micro_batch_size and seq_length of what stages send each other, as Megatron's schedules take them."""
+    """micro_batch_size and seq_length of the messages between stages, arguments of Megatron's schedules."""
     rows, length = batch.micro_batch_size, batch.seq_length
     if packs_rows(chunks[0]):
         rows, length = 1, rows * length
@@ -26,7 +26,7 @@ def sent_shape(chunks: Sequence[torch.nn.Module], batch: BatchPlan) -> dict[str,
 
 def documents_of(starts: torch.Tensor, device: torch.device, *, in_rows: bool) -> PackedSeqParams:
     """The documents of a packed row. starts: [rows, tokens] bool in host memory, True where one begins, at each row's
-    begin too. in_rows: layers of experts take the tokens by rows again, for statistics of a row; not where sequence
+    begin too. in_rows: layers of experts split the tokens into rows again, for statistics of a row; not if sequence
     parallelism cuts the packed row."""
     bounds = torch.cat([starts.view(-1).nonzero().view(-1), torch.tensor([starts.numel()])]).int()
     longest = int(bounds.diff().max())
@@ -38,7 +38,7 @@ def documents_of(starts: torch.Tensor, device: torch.device, *, in_rows: bool) -
 
 
 def whole_rows(shape: torch.Size) -> torch.Tensor:
-    """Where documents begin in [rows, tokens] where each row is one."""
+    """The starts of documents in [rows, tokens] if each row is one document."""
     starts = torch.zeros(shape, dtype=torch.bool)
     starts[:, 0] = True
     return starts

@@ -1,4 +1,7 @@
-"""Activation recompute in Megatron's layers, where its re-entrant checkpoints need help (megatron-core 0.19)."""
+"""Activation recompute in Megatron's layers, where its re-entrant checkpoints need help (megatron-core 0.19).
+
+Hooks receive whatever a module of Megatron's is called with: `Any`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 WITHOUT_OUTPUT = frozenset({"layernorm", "mla_up_proj", "moe_act"})
-"""Modules whose output is let go and recomputed (CheckpointWithoutOutput), which Megatron asks Transformer Engine about
+"""Modules whose output is dropped and recomputed (CheckpointWithoutOutput), for which Megatron asks Transformer Engine
 even without FP8: its own layers cannot."""
 
 
 def prepare(chunk: GPTModel) -> None:
-    """Make the gradients of what `chunk` recomputes right: after frozen layers, and of an MLP's bias."""
+    """Correct the gradients of recomputed layers of `chunk`: after frozen layers, and of an MLP's bias."""
     config = chunk.config
     if config.recompute_granularity is None:
         return
@@ -23,18 +26,21 @@ def prepare(chunk: GPTModel) -> None:
     if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
         for module in chunk.modules():
             if getattr(module, "recompute_mlp", False):
-                module.mlp.register_forward_hook(_copy_bias)  # type: ignore[union-attr, operator]
+                module.mlp.register_forward_hook(_copy_bias)
 
 
-def _need_input_gradient(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A checkpoint whose inputs need no gradient (the embedding is frozen) gives its parameters none either."""
+def _need_input_gradient(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the decoder's inputs need a gradient: a checkpoint whose inputs need none (the embedding is frozen) gives its
+    parameters none either."""
     hidden = kwargs["hidden_states"]
     if hidden is not None and not hidden.requires_grad and torch.is_grad_enabled():
         hidden.requires_grad_(any(param.requires_grad for param in decoder.parameters()))
 
 
-def _copy_bias(mlp: torch.nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple:
-    """An MLP leaves its last bias to its caller to add. A checkpoint that returns the parameter itself becomes the
-    origin of it, and a backward of the bias then recomputes the MLP for ever."""
+def _copy_bias(
+    mlp: torch.nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Copy the last bias of an MLP, which its caller adds. A checkpoint that returns the parameter itself becomes the
+    parameter's origin, and a backward of the bias then recomputes the MLP for ever."""
     hidden, bias = output
     return hidden, None if bias is None else bias.clone()

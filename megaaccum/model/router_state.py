@@ -2,7 +2,7 @@
 
 Aux-loss-free balancing (arXiv 2408.15664) gives each expert a bias that moves by a fixed rate towards the experts that
 had too few tokens in the last global batch. No gradient does that: Megatron's `finalize_model_grads` does, and a
-backend that takes its place has to.
+backend that replaces it has to. Megatron's configuration and routers have no types: `Any`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def begin_step(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
-    """Move each expert's bias by the tokens that it had in this step, summed over tp x dp x cp: every rank of a stage
-    comes to the same bias. Collective over that group. For a step that is taken; a skipped one leaves the bias."""
+    """Move each expert's bias by its tokens in this step, summed over tp x dp x cp: every rank of a stage computes the
+    same bias. Collective over that group. Call it for a step that counts; a skipped one leaves the bias."""
     routers = [router for chunk in chunks for router in _routers(chunk)]
     if not routers:
         return
@@ -44,9 +44,8 @@ def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
         router.expert_bias.copy_(bias)
 
 
-def _routers(chunk: torch.nn.Module) -> list:
+def _routers(chunk: torch.nn.Module) -> list[Any]:
     """The routers of a chunk that keep a bias."""
-    config: Any = chunk.config
-    if not getattr(config, "num_moe_experts", None):
-        return []
-    return [module for module in chunk.modules() if getattr(module, "expert_bias", None) is not None]
+    has_experts = getattr(chunk.config, "num_moe_experts", None)
+    modules = chunk.modules() if has_experts else ()
+    return [module for module in modules if getattr(module, "expert_bias", None) is not None]

@@ -1,4 +1,7 @@
-"""A model that is one plain torch module (no pipeline), as Megatron's schedules take it."""
+"""A model that is one plain torch module (no pipeline), in the form of Megatron's chunks.
+
+A user's module has arguments, outputs and attributes of any type: `Any`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 
 
 class TorchChunk(torch.nn.Module):
-    """Calls `module` with whatever it is called with; attributes that it lacks are the module's.
+    """A chunk that passes its arguments on to `module`; attributes that it lacks are the module's.
 
     Names of parameters are those of `module`. A configuration that the module has is not Megatron's: the engine sets
     `config`, which the schedules read.
@@ -22,7 +25,7 @@ class TorchChunk(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Nothing comes from another stage."""
+        """Do nothing: there is no other stage."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,10 +1,11 @@
-"""The most memory that a step held, by kind, on this rank. lab/planner/footprint.py predicts it.
+"""The most memory that a step held, by kind, on this rank. lab/planner predicts it: footprint.py a backend's tensors,
+activations.py the activations.
 
-What a backend holds is looked at where it is most: when a chunk's last backward begins, before and after the reduction,
-and when the optimizer starts. Looking adds up the storages of the backend's own tensors, which takes microseconds per
-parameter, so that steps are looked at until two in a row held the same, and then each tenth; layers that come and go
-count themselves. What autograd keeps is counted tensor by tensor in the first step,
-whose shapes are those of every step; on a GPU it is what the allocator held beyond everything else.
+A backend's tensors are measured when they are most: when a chunk's last backward begins, before and after the
+reduction, and when the optimizer starts. A measurement adds up the storages of the backend's tensors, which takes
+microseconds per parameter, so that steps are measured until two in a row held the same, and then each tenth; layers
+that are gathered and released count themselves. Tensors that autograd saves are counted one by one in the first step,
+whose shapes are those of every step; on a GPU activations are what the allocator held beyond everything else.
 """
 
 from __future__ import annotations
@@ -21,22 +22,13 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = (
-    "parameters",
-    "parameters_whole",
-    "parameters_shard",
-    "gradients",
-    "gradients_whole",
-    "gradients_shard",
-    "optimizer",
-    "buffers",
-    "activations",
-    "p2p",
-    "host",
-)
-"""What bytes are of. parameters, gradients: whole ones and this rank's shards (for gradients, accumulators too) at one
-moment, each kind alone. optimizer: master weights and moments. buffers: of reductions. activations: kept for
-backwards. p2p: receive buffers that are posted and not taken. host: what is kept off the device, of an
-offloaded optimizer and of cold experts' gradients.
+    "parameters parameters_whole parameters_shard gradients gradients_whole gradients_shard"
+    " optimizer buffers activations p2p host"
+).split()
+"""Kinds of bytes. parameters, gradients: whole ones and this rank's shards (for gradients, accumulators too) at one
+moment, each kind alone. optimizer: master weights and moments. buffers: of reductions. activations: saved for
+backwards. p2p: receive buffers that are posted and not read yet. host: in host memory, of an offloaded optimizer and of
+cold experts' gradients.
 """
 
 SUMS = {
@@ -46,7 +38,7 @@ SUMS = {
 """Kinds that are the sum of others at one moment."""
 
 _STEPS_APART = 10
-"""From a step that is looked at to the next one, where the last two of them held the same."""
+"""Steps from one measurement of a backend's tensors to the next, if the last two found the same."""
 
 Memory = dict[str, int]
 """Bytes by kind. Each is a high-water mark of its own: they need not have been reached together."""
@@ -63,14 +55,14 @@ class HighWater:
 
     peaks: Memory = field(default_factory=dict)
     _now: Memory = field(default_factory=dict)
-    _looked_at: set[str] = field(default_factory=set)
-    _found: Memory = field(default_factory=dict)
-    """Of what was looked at, the marks of the last step in which anything was."""
-    _not_looking: int = 0
-    """Steps, this one included, that have the marks of `_found`."""
+    _measured_kinds: set[str] = field(default_factory=set)
+    _measured: Memory = field(default_factory=dict)
+    """Marks of `_measured_kinds` in the last step that was measured."""
+    _steps_left: int = 0
+    """Steps, this one included, that repeat `_measured`."""
 
     def note(self, kind: str, num_bytes: int) -> None:
-        """`num_bytes` of `kind` are held now."""
+        """Note that `num_bytes` of `kind` are held now."""
         self._now[kind] = num_bytes
         self.raise_to(kind, num_bytes)
         whole = kind.split("_")[0]
@@ -78,21 +70,21 @@ class HighWater:
             self.raise_to(whole, sum([self._now.get(part, 0) for part in SUMS[whole]]))
 
     def raise_to(self, kind: str, num_bytes: int) -> None:
-        """The mark of `kind` is at least `num_bytes`."""
+        """Raise the mark of `kind` to at least `num_bytes`."""
         if num_bytes > self.peaks.get(kind, 0):
             self.peaks[kind] = num_bytes
 
-    def look(self, tensors: Callable[[], Mapping[str, Iterable[torch.Tensor]]]) -> None:
-        """Note the storages of these tensors, by kind; one that two kinds share counts for the first. In most steps
-        that are like the ones before them nothing is done."""
-        if self._not_looking:
+    def measure(self, tensors: Callable[[], Mapping[str, Iterable[torch.Tensor]]]) -> None:
+        """Note the storages of these tensors, by kind; one that two kinds share counts for the first. Does nothing in
+        most steps that are like the ones before them."""
+        if self._steps_left:
             return
         seen: set[tuple[int, int]] = set()
         held = {kind: _storage_bytes(of_kind, seen) for kind, of_kind in tensors().items()}
         self._now |= held
         for kind, num_bytes in held.items():
             self.note(kind, num_bytes)
-            self._looked_at |= {kind, kind.split("_")[0]}
+            self._measured_kinds |= {kind, kind.split("_")[0]}
 
     @property
     def on_device(self) -> int:
@@ -100,21 +92,22 @@ class HighWater:
         parts = {part for parts in SUMS.values() for part in parts}
         return sum(size for kind, size in self.peaks.items() if kind not in parts | {"host", "p2p", "activations"})
 
-    def take(self) -> Memory:
-        """The marks since the last call: a step ends."""
+    def pop(self) -> Memory:
+        """The marks since the last call; the next step begins."""
         peaks = {kind: self.peaks[kind] for kind in KINDS if kind in self.peaks}
-        if self._not_looking:
-            self._not_looking -= 1
+        if self._steps_left:
+            self._steps_left -= 1
         else:
-            before, self._found = self._found, {kind: peaks[kind] for kind in self._looked_at if kind in peaks}
-            if self._found and self._found == before:
-                self._not_looking = _STEPS_APART - 1
-        self.peaks = dict(self._found) if self._not_looking else {}
+            before, self._measured = self._measured, {k: n for k, n in peaks.items() if k in self._measured_kinds}
+            if self._measured and self._measured == before:
+                self._steps_left = _STEPS_APART - 1
+        self.peaks = dict(self._measured) if self._steps_left else {}
         return peaks
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) -> int:
-    """Of the storages that are not `seen`, which then are. Each is its address and its bytes: empty ones share one."""
+    """Bytes of the storages that are not in `seen`, to which they are added. A storage is its address and its bytes:
+    empty ones share an address."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     found = {(storage.data_ptr(), storage.nbytes()) for storage in storages} - seen
     seen |= found
@@ -122,7 +115,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) 
 
 
 def smallest_device() -> float | None:
-    """Bytes that are free on the device of the rank with the fewest; None on CPUs. Collective over the world."""
+    """Free bytes on the device of the rank with the fewest; None on CPUs. Collective over the world."""
     if not cpu.has_accelerator():
         return None
     import torch
@@ -137,12 +130,12 @@ def smallest_device() -> float | None:
 
 @dataclass
 class Ledger:
-    """Counts the storages that autograd keeps for backwards while `watching`; parameters are not counted.
+    """Counts the storages that autograd saves for backwards while `watching`; parameters are not counted.
 
     now, peak: bytes.
 
-    A parameter is kept by reference, since a backend may release it between forward and backward: a saved alias would
-    hold it. Modules tell which storages are parameters, right before they compute.
+    A parameter is saved by reference, since a backend may release it between forward and backward: a saved alias would
+    hold it. A hook before each module's forward notes which storages are parameters.
     """
 
     now: int = 0
@@ -153,11 +146,11 @@ class Ledger:
 
     @contextlib.contextmanager
     def watching(self, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Count what the forwards of `chunks` inside leave for their backwards."""
+        """Context that counts what the forwards of `chunks` save for their backwards."""
         import torch
 
         handles = [
-            module.register_forward_pre_hook(self._learn(chunk, module))
+            module.register_forward_pre_hook(self._noting_parameters(chunk, module))
             for chunk in chunks
             for module in chunk.modules()
             if module._parameters
@@ -170,37 +163,40 @@ class Ledger:
                 handle.remove()
             self._parameters.clear()
 
-    def _learn(self, chunk: torch.nn.Module, module: torch.nn.Module) -> Callable[..., None]:
-        """A module whose own weight is None is given one from elsewhere: the head with tied embeddings."""
+    def _noting_parameters(self, chunk: torch.nn.Module, module: torch.nn.Module) -> Callable[..., None]:
+        """Hook that notes the storages of a module's parameters. A module whose own weight is None is given one from
+        elsewhere: the head with tied embeddings."""
         borrows = module._parameters.get("weight", module) is None
 
-        def learn(*_: object) -> None:
+        def note(*_: object) -> None:
             owner = chunk if borrows else module
             for param in owner.parameters(recurse=borrows):
                 if not hasattr(param, "to_local") and param.untyped_storage().nbytes():  # whole, and here
                     self._parameters[param.untyped_storage().data_ptr()] = param
 
-        return learn
+        return note
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept | _OfParameter:
+    def _pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedParameter:
         storage = tensor.untyped_storage()
         param = self._parameters.get(storage.data_ptr())
         if param is not None and param.untyped_storage().data_ptr() == storage.data_ptr():
-            return _OfParameter(param, tensor)
-        return _Kept(self, tensor)
+            return _SavedParameter(param, tensor)
+        return _SavedTensor(self, tensor)
 
     @staticmethod
-    def _unpack(kept: _Kept | _OfParameter) -> torch.Tensor:
-        return kept.tensor
+    def _unpack(saved: _SavedTensor | _SavedParameter) -> torch.Tensor:
+        return saved.tensor
 
-    def _add(self, key: int, size: int) -> None:
+    def add(self, key: int, size: int) -> None:
+        """Count one more saved tensor of the storage at address `key`, of `size` bytes."""
         self._live[key] += 1
         if self._live[key] == 1:
             self._sizes[key] = size
             self.now += size
             self.peak = max(self.peak, self.now)
 
-    def _drop(self, key: int) -> None:
+    def drop(self, key: int) -> None:
+        """Count one saved tensor of that storage less."""
         self._live[key] -= 1
         if not self._live[key]:
             self.now -= self._sizes.pop(key)
@@ -209,8 +205,8 @@ class Ledger:
 class Activations:
     """Storages that a step's flushes hold beside the backend's tensors, noted as `activations`.
 
-    On a CPU: what autograd keeps, counted in the first step only and noted in each; of experts, whose share of the
-    tokens varies, it is the first step's. On a GPU: the allocator's peak less all that was looked at, of the last step
+    On a CPU: the tensors that autograd saves, counted in the first step only and noted in each; for experts, whose
+    share of the tokens varies, the first step's. On a GPU: the allocator's peak less all other marks, of the last step
     whose flushes raised that peak; it is reset before the first step alone, since it is the user's too.
     """
 
@@ -220,7 +216,7 @@ class Activations:
 
     @contextlib.contextmanager
     def watching(self, marks: HighWater) -> Iterator[None]:
-        """Note in `marks` what the flushes inside hold."""
+        """Context of flushes; notes in `marks` what they hold."""
         if cpu.has_accelerator():
             with self._allocated(marks):
                 yield
@@ -248,21 +244,21 @@ class Activations:
         marks.note("activations", self._counted)
 
 
-class _Kept:
-    """A tensor in autograd's keeping: counted from its making to its end, once per storage."""
+class _SavedTensor:
+    """A tensor that autograd saves: counted as long as it lives, once per storage."""
 
     def __init__(self, ledger: Ledger, tensor: torch.Tensor):
         self.tensor, self._ledger = tensor, ledger
         storage = tensor.untyped_storage()
         self._key = storage.data_ptr()
-        ledger._add(self._key, storage.nbytes())
+        ledger.add(self._key, storage.nbytes())
 
     def __del__(self) -> None:
-        self._ledger._drop(self._key)
+        self._ledger.drop(self._key)
 
 
-class _OfParameter:
-    """A parameter, or a view of one, in autograd's keeping: whatever its data are when the backward asks."""
+class _SavedParameter:
+    """A parameter, or a view of one, that autograd saves: the backward reads the data that it has then."""
 
     def __init__(self, param: torch.nn.Parameter, tensor: torch.Tensor):
         self._param = param
@@ -276,9 +272,9 @@ class _OfParameter:
 
 
 class Holder(Protocol):
-    """Whatever keeps tensors of a step: a sharding backend."""
+    """A sharding backend, as the holder of a step's tensors."""
 
     memory: HighWater
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """The tensors it holds now, by kind."""
+        """Its tensors at this moment, by kind."""

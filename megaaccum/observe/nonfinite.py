@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -73,8 +73,8 @@ class Probe:
         for name, param in whole_parameters(self._chunks):
             if param.requires_grad:
                 # Before the gradient is added to others or handed to a backend, each of which takes it from the param.
-                whose = self._experts_tokens_of if gpt.is_expert(param) else (self._groups.dp.rank(),)
-                handle = param.register_hook(lambda grad, of=(name, whose): self._check(grad, *of))  # type: ignore[misc]
+                whose = self._experts_tokens_of if names.is_expert(param) else (self._groups.dp.rank(),)
+                handle = param.register_hook(lambda grad, of=(name, whose): self._check(grad, *of))
                 self._inside.callback(handle.remove)
         return self
 
@@ -137,7 +137,7 @@ def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Para
         for unit in units or [None]:
             if unit is not None:
                 unit.unshard()
-            for name, param in gpt.named_parameters([chunk]):
+            for name, param in names.named_parameters([chunk]):
                 if not isinstance(param, DTensor) and id(param) not in seen:
                     seen.add(id(param))
                     yield name, param

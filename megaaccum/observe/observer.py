@@ -1,4 +1,4 @@
-"""The observer of a step: seconds by phase, what crosses ranks, memory by kind, and where this rank is right now."""
+"""The observer of a step: seconds by phase, bytes between ranks, memory by kind, and a trace for the watchdog."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Measured(NamedTuple):
-    """Of one step on this rank: seconds by phase, seconds in its forwards, traffic, and memory by kind."""
+    """Measurements of one step on this rank: seconds by phase, seconds of its forwards, traffic, memory by kind."""
 
     seconds: dict[str, float]
     forward_seconds: float
@@ -28,10 +28,10 @@ class Measured(NamedTuple):
 
 
 class Observer:
-    """Watches the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
+    """Measures the steps of one model over one backend, on this rank. trace: for the watchdog, when the step hangs.
 
-    Seconds are the host's: on a GPU what is still queued counts for a later phase. stopwatch: also of what happens
-    between the steps, as `between` unless the loop enters a phase.
+    Seconds are the host's: on a GPU queued work counts for a later phase. stopwatch: also counts the time between the
+    steps, as `between` unless the loop enters a phase.
     """
 
     def __init__(self, groups: Groups, chunks: list[torch.nn.Module], backend: Holder):
@@ -50,7 +50,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around all that the step does in one call; what several calls did until `take` adds up."""
+        """Context of one call of the step; the calls until `pop` add up."""
         self.phase("agree")
         with self._meter.counting() as traffic:
             yield
@@ -66,12 +66,12 @@ class Observer:
             known.seconds += count.seconds
 
     def phase(self, name: str) -> None:
-        """The phase that was entered last ends, and this one begins."""
+        """End the phase that was entered last, and begin this one."""
         self.stopwatch.enter(name)
         self.trace.enter(name)
 
     def flushing(self) -> AbstractContextManager[None]:
-        """Around the flushes of an attempt: what they hold beside the backend's tensors."""
+        """Context of an attempt's flushes; measures what they hold beside the backend's tensors."""
         return self._activations.watching(self._backend.memory)
 
     # --- single passes, on a GPU by its own clock ---
@@ -95,7 +95,7 @@ class Observer:
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Measure what the backend holds when a chunk's last backward begins: its gradients are all there."""
         if microbatch == self.last_microbatch:
-            self._backend.memory.look(self._backend.tensors)
+            self._backend.memory.measure(self._backend.tensors)
 
     def _seconds_in_forwards(self) -> float:
         """Seconds of the forwards since the last call, which are all done: the step's norm comes after them."""
@@ -106,17 +106,13 @@ class Observer:
 
     # --- what a step came to ---
 
-    def forget(self) -> None:
-        """Drop what was measured since the last `take`: it belongs to no step."""
-        self.take()
-
     def end_early(self) -> None:
-        """Count what comes from here on for the next step, though `take` is still to be called for this one."""
-        self._add(self._meter.take())
-        self._ended = self.take()
+        """Count from here on for the next step, before `pop` is called for this one."""
+        self._add(self._meter.pop())
+        self._ended = self.pop()
 
-    def take_back(self) -> None:
-        """Undo `end_early`: what came since then counts for that step too."""
+    def undo_end_early(self) -> None:
+        """Count what was measured since `end_early` for the step that it ended."""
         ended, self._ended = self._ended, None
         assert ended is not None
         self._add(ended.traffic)
@@ -125,10 +121,10 @@ class Observer:
         for kind, num_bytes in ended.memory.items():
             self._backend.memory.raise_to(kind, num_bytes)
 
-    def take(self) -> Measured:
-        """The step's numbers, since the last call."""
+    def pop(self) -> Measured:
+        """The step's measurements, since the last call."""
         if self._ended is not None:
             ended, self._ended = self._ended, None
             return ended
         traffic, self._traffic = self._traffic, {}
-        return Measured(self.stopwatch.take(), self._seconds_in_forwards(), traffic, self._backend.memory.take())
+        return Measured(self.stopwatch.pop(), self._seconds_in_forwards(), traffic, self._backend.memory.pop())

@@ -1,4 +1,4 @@
-"""Seconds by phase: every moment of a run after its first step belongs to one."""
+"""Seconds by phase: every moment of a run after its first step belongs to one phase."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 OF_A_STEP = ("data", "agree", "gather", "forward_backward", "reduce", "optimizer", "other")
 """Phases of the log that make a step's seconds. data: the wait for micro-batches. agree: ranks compare what they are
-about to do, so it has the wait for a late rank. other: the norm, the verdict, the log."""
+about to do, which includes the wait for a late rank. other: the norm, the verdict, the log."""
 BETWEEN_STEPS = ("evaluation", "checkpoint")
 """Phases of the log beside the steps, noted with the step after them."""
 
 
 class Stopwatch:
-    """Laps of one rank, by phase. clock: gives seconds. Nothing counts before a phase was entered."""
+    """Laps of one rank, by phase. clock: returns seconds. Nothing counts before the first phase is entered."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
@@ -22,7 +22,7 @@ class Stopwatch:
         self._phase, self._since = "", 0.0
 
     def enter(self, phase: str) -> None:
-        """The phase that was entered last ends, and this one begins; "": none does."""
+        """End the phase that was entered last, and begin this one; "" begins none."""
         now = self.clock()
         if self._phase:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
@@ -30,7 +30,7 @@ class Stopwatch:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """`phase` inside; afterwards the one that it interrupted goes on."""
+        """Context of `phase`; the phase that it interrupts continues afterwards."""
         before = self._phase
         self.enter(phase)
         try:
@@ -39,20 +39,20 @@ class Stopwatch:
             self.enter(before)
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Count seconds, by phase, that were taken already."""
+        """Count seconds, by phase, that `pop` has returned before."""
         for phase, count in seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + count
 
-    def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, up to this moment; the present phase goes on."""
+    def pop(self) -> dict[str, float]:
+        """Seconds by phase since the last call, up to this moment; the present phase continues."""
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
-    """{`seconds_data`: seconds, ...}, for the log: all of `seconds` under its phases, and `seconds_per_step`, which is
-    those of OF_A_STEP added up."""
+    """{`seconds_data`: seconds, ...}, for the log: all of `seconds` under the log's phases, and `seconds_per_step`, the
+    sum over OF_A_STEP."""
     found = dict.fromkeys(OF_A_STEP, 0.0)
     for name, value in seconds.items():
         phase = name if name in OF_A_STEP + BETWEEN_STEPS else "other"

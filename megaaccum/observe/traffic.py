@@ -1,4 +1,7 @@
-"""Bytes that cross ranks in a step, counted where every collective passes. lab/planner/footprint.py predicts it."""
+"""Bytes that cross ranks in a step, counted where every collective passes. lab/planner/footprint.py predicts them.
+
+A process group is a key here, and some of torch's do not declare their names: `Any`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Count:
-    """calls; bytes that this rank receives (sends, for a `send`) from other ranks by the cheapest algorithm; seconds
-    that the host spent in the calls and in waiting for them, which on a GPU is less than they took."""
+    """Traffic of one lane: calls; bytes that this rank receives (sends, for a `send`) from other ranks by the cheapest
+    algorithm; seconds that the host spent in the calls and in waiting for them, on a GPU fewer than they took."""
 
     calls: int = 0
     num_bytes: float = 0.0
@@ -49,8 +52,8 @@ SHARE: dict[str, Callable[[int], float]] = {
     "send": lambda k: 1.0,
 }
 """Bytes that cross, per byte of the whole buffer, over k ranks (a ring's; Thakur et al., "Optimization of Collective
-Communication Operations in MPICH", 2005). A receive is counted where it is sent; of an all-to-all, whose ranks may send
-unequal parts, the bytes are already those of other ranks."""
+Communication Operations in MPICH", 2005). A receive is counted as the send; an all-to-all, whose ranks may send
+unequal parts, is counted in bytes of other ranks."""
 
 
 @dataclass
@@ -59,15 +62,15 @@ class Meter:
 
     groups: Groups | None = None
     most_receiving: int = 0
-    """Bytes of receive buffers that were posted and not taken yet, at most, while it was on last."""
+    """Most bytes of receive buffers that were posted and not read yet, while it was on last."""
     _receiving: int = 0
     _counts: Traffic = field(default_factory=dict)
     _lanes: dict[tuple[str, Any, torch.dtype], tuple[str, float]] = field(default_factory=dict)
-    """(name, share of the buffer that crosses) by collective, group and dtype, of what was heard so far."""
+    """(name, share of the buffer that crosses) by collective, group and dtype."""
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
-        """The traffic of what runs inside, filled in at its end."""
+        """Context that counts traffic; what it yields is filled in at its end."""
         from megaaccum.upstream import pytorch
 
         found: Traffic = {}
@@ -80,7 +83,7 @@ class Meter:
                 self._receiving += num_bytes if calls else -num_bytes
                 self.most_receiving = max(self.most_receiving, self._receiving)
                 return
-            lane, share = self._lanes.get((collective, group, dtype)) or self._learn(collective, group, dtype)
+            lane, share = self._lanes.get((collective, group, dtype)) or self._new_lane(collective, group, dtype)
             if (count := self._counts.get(lane)) is None:
                 count = self._counts[lane] = Count()
             count.calls += calls
@@ -89,14 +92,14 @@ class Meter:
 
         with pytorch.watched_collectives(note):
             yield found
-        found.update(self.take())
+        found.update(self.pop())
 
-    def take(self) -> Traffic:
-        """The traffic since it is on, or since the last call; what comes counts from nothing."""
+    def pop(self) -> Traffic:
+        """The traffic since it is on, or since the last call."""
         counts, self._counts = self._counts, {}
         return dict(sorted(counts.items()))
 
-    def _learn(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
+    def _new_lane(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
         name = f"{collective}/{self._names().get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"
         found = self._lanes[collective, group, dtype] = name, SHARE[collective](group.size())
         return found

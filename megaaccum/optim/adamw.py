@@ -9,7 +9,7 @@ import torch
 
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.optim import lr_schedule
 from megaaccum.platform import cpu
 
@@ -39,7 +39,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
 
 def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
     """The groups; none of the backends starts on ranks without any."""
-    named = list(gpt.named_parameters(chunks))
+    named = list(names.named_parameters(chunks))
     groups = lr_schedule.param_groups(
         named,
         plan.config.optimizer.weight_decay,

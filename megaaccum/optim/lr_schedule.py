@@ -181,7 +181,7 @@ def build(
     ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
     differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
     whole = ramp.intervals[-1][1]
-    factor_of = partial(lr_scaling.of_step, config.optimizer, whole=whole)
+    factor_of = partial(lr_scaling.step_factor, config.optimizer, whole=whole)
     return LrSchedule(scheduler, config, ramp, differing=differing, factor_of=factor_of)
 
 

@@ -1,8 +1,10 @@
-"""The CPU lane: what Megatron-core needs in order to run where there is no accelerator.
+"""The CPU lane: stand-ins that Megatron-core needs on a machine without an accelerator.
 
 Megatron-core 0.19 names CUDA in a few places (receive buffers of the pipeline, the token counter of the schedules, the
-random-number tracker, `.cuda()` when tied embeddings are made equal). `install()` gives those places a CPU answer. It
-does nothing where a GPU is found, and nothing else in the package knows about it.
+random-number tracker, `.cuda()` when tied embeddings are made equal). `install()` installs CPU stand-ins for those
+calls. It does nothing if a GPU is found, and nothing else in the package knows about it.
+
+A stand-in passes on whatever it is called with, and stubs of torch forbid replacing its functions: hence `Any`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like"
 
 @functools.cache
 def has_accelerator() -> bool:
-    """True where torch finds a CUDA device, looked for once. Initialises no CUDA context."""
+    """Whether torch finds a CUDA device; asked once. Initialises no CUDA context."""
     import torch
 
     return torch.cuda.is_available()
@@ -47,7 +50,7 @@ def install() -> None:
     if _installed or has_accelerator():
         return
     _hide_gpu_extensions()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for other vendors' devices
     _redirect_factories()
     _redirect_cuda_module()
     _redirect_rng()
@@ -57,43 +60,45 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def cuda_type_names():
-    """Inside, `tensor.type()` names CPU tensors as CUDA's, where there is no GPU: Megatron's distributed optimizer
-    sorts parameters by that name when it is built."""
+def cuda_type_names() -> Iterator[None]:
+    """Context in which `tensor.type()` names CPU tensors as CUDA's, if there is no GPU: Megatron's distributed
+    optimizer sorts parameters by that name when it is built."""
     import torch
 
     if has_accelerator():
         yield
         return
-    plain = torch.Tensor.type
+    tensor: Any = torch.Tensor
+    plain = tensor.type
 
-    def named(self, *args, **kwargs):
+    def cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = plain(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    torch.Tensor.type = named  # type: ignore[method-assign]
+    tensor.type = cuda_name
     try:
         yield
     finally:
-        torch.Tensor.type = plain  # type: ignore[method-assign]
+        tensor.type = plain
 
 
 def _hide_gpu_extensions() -> None:
-    """Make Megatron take its own layers: Transformer Engine's and apex's optimizers and kernels fail on a CPU."""
-    loaded = [name for name in ("transformer_engine", "apex") if sys.modules.get(name) is not None]
-    if loaded:
+    """Make Megatron use its own layers: Transformer Engine's and apex's optimizers and kernels fail on a CPU."""
+    extensions = ("transformer_engine", "apex")
+    if loaded := [name for name in extensions if sys.modules.get(name) is not None]:
         raise RuntimeError(f"megaaccum.platform.cpu.install() has to run before {', '.join(loaded)} is imported")
-    for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # type: ignore[assignment]  # import then raises ModuleNotFoundError
+    modules: dict[str, Any] = sys.modules
+    modules |= dict.fromkeys(extensions)  # an import of None raises ModuleNotFoundError
 
 
-def _on_cpu(factory):
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`factory` with a CUDA device argument read as the CPU; pinned memory needs a driver, and is plain memory here."""
     import torch
 
     @functools.wraps(factory)
-    def make(*args, device=None, **kwargs):
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         kwargs.pop("pin_memory", None)
+        # An int is a device only to CUDA; torch.device(0) would ask for the accelerator that is not there.
         if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)
@@ -106,34 +111,21 @@ def _redirect_factories() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-
-
-class _Stream:
-    """A stream on a device that has only one order of execution."""
-
-    def __init__(self, *args, **kwargs): ...
-
-    def wait_stream(self, other) -> None: ...
-
-    def wait_event(self, event) -> None: ...
-
-    def record_event(self, event=None):
-        return event or _Event()
-
-    def synchronize(self) -> None: ...
+    # Megatron makes tied embeddings equal by `.cuda()`, and records buffers on streams.
+    for movable in (torch.Tensor, torch.nn.Module):
+        setattr(movable, "cuda", lambda self, *args, **kwargs: self)  # noqa: B010
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: None
 
 
 class _Event:
     """An event that has always happened."""
 
-    def __init__(self, *args, **kwargs): ...
+    def __init__(self, *args: Any, **kwargs: Any): ...
 
-    def record(self, stream=None) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
 
-    def wait(self, stream=None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -141,43 +133,64 @@ class _Event:
         return True
 
 
+class _Stream:
+    """A stream on a device that has only one order of execution."""
+
+    def __init__(self, *args: Any, **kwargs: Any): ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+
 def _redirect_cuda_module() -> None:
     import torch
 
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
+    cuda.current_device = lambda: torch.device("cpu")  # Megatron passes it on as the device of its buffers
     cuda.synchronize = lambda device=None: None
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
+    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.Stream = _Stream  # a class: libraries name it in annotations
     cuda.Event = _Event
 
 
 def _allow_fp16() -> None:
-    """DeepSpeed refuses FP16 where the processor has no FP16 arithmetic of its own. torch computes in FP16 on any
-    processor, slowly, which is all that a test of the loss scale needs."""
+    """Allow FP16 in DeepSpeed, which refuses it on a processor that has no FP16 arithmetic of its own. torch computes
+    in FP16 on any processor, slowly, which is all that a test of the loss scale needs."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
 
 
 def _redirect_all_to_all() -> None:
-    """Take split sizes as tensors too: Megatron turns those of its expert dispatcher into numbers when it copies them
-    from the GPU, and here they are on the CPU already."""
+    """Accept split sizes as tensors too: Megatron turns those of its expert dispatcher into numbers when it copies them
+    from the GPU, but here they are on the CPU already."""
     import torch
 
-    exchange = torch.distributed.all_to_all_single
+    dist: Any = torch.distributed
+    exchange = dist.all_to_all_single
+
+    def numbers(sizes: Any) -> Any:
+        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
     @functools.wraps(exchange)
-    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
-        return exchange(output, input, _numbers(output_split_sizes), _numbers(input_split_sizes), *args, **kwargs)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return exchange(output, input, numbers(output_split_sizes), numbers(input_split_sizes), *args, **kwargs)
 
-    torch.distributed.all_to_all_single = all_to_all_single
-
-
-def _numbers(sizes):
-    return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+    dist.all_to_all_single = all_to_all_single
 
 
 def _redirect_rng() -> None:
@@ -187,21 +200,13 @@ def _redirect_rng() -> None:
     """
     import torch
 
-    def get_state(device=None):
-        return torch.default_generator.get_state()
-
-    def set_state(state, device=None):
-        torch.default_generator.set_state(state)
-
-    def seed(value):
-        torch.default_generator.manual_seed(value)
-
+    generator = torch.default_generator  # one for both: Megatron's fork() then sets the state that dropout reads
     modules: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
     for module in modules:
-        module.get_rng_state = get_state
-        module.set_rng_state = set_state
-        module.manual_seed = seed
+        module.get_rng_state = lambda device=None: generator.get_state()
+        module.set_rng_state = lambda state, device=None: generator.set_state(state)
+        module.manual_seed = lambda seed: generator.manual_seed(seed)
 
     from megatron.core.tensor_parallel import random as megatron_random
 
-    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: set_state(state)
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: generator.set_state(state)

@@ -1,10 +1,10 @@
-"""`deterministic: true`: kernels and libraries that give the same sums in every run. The order in which ranks are added
-is the backend's (sharding/reduction.py)."""
+"""`deterministic: true`: kernels and libraries that compute the same sums in every run. The order in which ranks are
+added is the backend's (sharding/reduction.py)."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
@@ -17,30 +17,31 @@ REPEATABLE: dict[str, tuple[str, ...]] = {
     "NCCL_ALGO": ("Ring", "CollnetDirect", "CollnetChain"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
-"""Environment variables and the values that repeat, the first of which is set where there is none: of cuBLAS (its
+"""Environment variables with the values that make sums repeat, the first of which is the default: of cuBLAS (its
 manual, "Results reproducibility"), of NCCL's sums over tp, and of Transformer Engine's attention. Megatron-LM's
---deterministic-mode asks for the same."""
+--deterministic-mode requires the same."""
 
 
 def apply(plan: Plan) -> None:
     """Make this process repeat to the bit, if the configuration asks for it. Call it before the first kernel and the
     first process group; twice is once.
 
-    On a CPU one thread computes: kernels cut their sums by the number of threads. Raises ConfigError where the
-    environment says otherwise.
+    On a CPU one thread computes: kernels split their sums by the number of threads. Raises ConfigError if the
+    environment contradicts.
     """
     if not plan.config.sharding.deterministic:
         return
     import torch
 
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings: Any = torch.utils.deterministic  # its stub lacks the property
+    settings.fill_uninitialized_memory = False
     if not cpu.has_accelerator():
         torch.set_num_threads(1)
         return
     for name, values in REPEATABLE.items():
         if os.environ.setdefault(name, values[0]) not in values:
             raise ConfigError(
-                f"deterministic is true, and the environment has {name}={os.environ[name]}, which does not repeat:"
+                f"deterministic is true, but the environment has {name}={os.environ[name]}, which does not repeat:"
                 f" unset it, set it to {values[0]}, or deterministic to false"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
+    """Wait until the bytes of a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -28,8 +28,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def folder_problems(key: str, folder: str) -> list[str]:
-    """Why the folder that `key` names cannot be written, or nothing; it is made, and a byte is written to it, since a
-    full disk still makes empty files."""
+    """Reasons why the folder that `key` names cannot be written; empty if it can. Makes the folder, and writes a byte
+    to it, since a full disk still makes empty files."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:

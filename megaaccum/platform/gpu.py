@@ -1,4 +1,4 @@
-"""Settings of a rank on a GPU before CUDA starts: its device, and CUDA's variables where the user has set none."""
+"""Settings of a rank on a GPU before CUDA starts: its device, and CUDA's variables unless the user has set them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def prepare(plan: Plan) -> None:
-    """Choose this rank's device and set what CUDA and torch's allocator read when they start; nothing on a CPU.
+    """Choose this rank's device and set the variables that CUDA and torch's allocator read when they start; nothing on
+    a CPU.
 
-    Queues: the executor posts receives ahead, which wait on the device (schedule/p2p.py); 32 is the most that CUDA has.
+    Queues: the executor posts receives ahead, which wait on the device (executor/p2p.py); 32 is the most that CUDA has.
     Megatron-core's own schedules keep the user's value, which is 1 in many of its scripts. Segments that grow: gathers
-    and reductions allocate other sizes than the forwards between them, and holes of fixed segments stay.
+    and reductions allocate other sizes than the forwards between them, and holes in fixed segments would stay.
     """
     if not cpu.has_accelerator():
         return
     for name, value in defaults(plan).items():
         os.environ.setdefault(name, value)
-    # Where each rank is shown its own GPU alone, that is device 0, whatever the rank's local number.
+    # A launcher may show each rank its own GPU alone: that is device 0, whatever the rank's local number.
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def defaults(plan: Plan) -> dict[str, str]:
-    """Variables for this plan where the environment has none."""
+    """Variables for this plan, used unless the environment has them."""
     chosen = {} if _OLD_ALLOCATOR in os.environ else {ALLOCATOR: "expandable_segments:True"}
     if plan.layout.splits_backward:
         chosen[QUEUES] = "32"
@@ -42,7 +43,7 @@ def defaults(plan: Plan) -> dict[str, str]:
 
 
 def describe() -> str:
-    """NCCL's version and the variables that decide how fast and whether messages cross; '' on a CPU."""
+    """NCCL's version and the variables that decide whether and how fast messages cross; '' on a CPU."""
     if not cpu.has_accelerator():
         return ""
     version = ".".join(map(str, torch.cuda.nccl.version()))

@@ -1,4 +1,4 @@
-"""Keeps back messages of libraries that a user of megaaccum cannot act on: each one by name, with the reason.
+"""Filters of libraries' messages that a user of megaaccum cannot act on: each one by name, with the reason.
 
 A message that is not listed here is shown. Nothing is kept back when MEGAACCUM_VERBOSE=1.
 """
@@ -10,84 +10,49 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+# fmt: off
 WARNINGS: tuple[tuple[str, type[Warning], str, str], ...] = (
-    (
-        r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to",
-        UserWarning,
-        r"megatron\.(core|training)\.",
-        "Megatron's fallbacks are the layers that megaaccum chose; `megaaccum doctor` says what could be installed.",
-    ),
-    (
-        r"Only transformer-engine>=1\.7\.0 supports MoE experts, but your version is 0\.0\.0",
-        UserWarning,
-        r"megatron\.core\.extensions\.transformer_engine_spec_provider",
-        "Version 0.0.0 is no Transformer Engine at all: Megatron's layer specs are built once when they are imported.",
-    ),
+    (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to",
+     UserWarning, r"megatron\.(core|training)\.",
+     "Megatron's fallbacks are the layers that megaaccum chose; `megaaccum doctor` says what could be installed."),
+    (r"Only transformer-engine>=1\.7\.0 supports MoE experts, but your version is 0\.0\.0",
+     UserWarning, r"megatron\.core\.extensions\.transformer_engine_spec_provider",
+     "Version 0.0.0 is no Transformer Engine at all: Megatron's layer specs are built once when they are imported."),
     (r"invalid escape sequence", SyntaxWarning, r".*megatron", "A docstring of Megatron-core 0.19."),
-    (
-        r"full scope is deprecated",
-        UserWarning,
-        r"megatron\.core\.transformer\.transformer_config",
-        "Megatron-core 0.19 warns of its own default; CUDA graphs are off.",
-    ),
-    (
-        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
-        FutureWarning,
-        r"torch\.distributed",
-        "DeepSpeed 0.19 and Megatron-core 0.19 call it; the pinned torch has it.",
-    ),
-    (
-        r"The following imports from `dynamic_context\.py` will be removed",
-        DeprecationWarning,
-        r"megatron\.core\.inference",
-        "Megatron-core imports its own deprecated module.",
-    ),
-    (
-        r"`torch\.jit\.script(_method)?` is deprecated",
-        DeprecationWarning,
-        r"torch\.jit",
-        "Megatron-core and DeepSpeed script their fused functions when they are imported.",
-    ),
-    (
-        r"FSDP2-wrapped module .* returned a view tensor",
-        UserWarning,
-        r"torch\.distributed\.fsdp",
-        "Megatron's schedules do not change a chunk's output in place, which is what it warns of.",
-    ),
-    (
-        r"This process .* is multi-threaded, use of fork\(\) may lead to deadlocks",
-        DeprecationWarning,
-        r"megaaccum\.procs",
-        "The other threads at that point are the idle ones of a BLAS library, which handles forks itself.",
-    ),
+    (r"full scope is deprecated", UserWarning, r"megatron\.core\.transformer\.transformer_config",
+     "Megatron-core 0.19 warns of its own default; CUDA graphs are off."),
+    (r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+     FutureWarning, r"torch\.distributed", "DeepSpeed 0.19 and Megatron-core 0.19 call it; the pinned torch has it."),
+    (r"The following imports from `dynamic_context\.py` will be removed",
+     DeprecationWarning, r"megatron\.core\.inference", "Megatron-core imports its own deprecated module."),
+    (r"`torch\.jit\.script(_method)?` is deprecated", DeprecationWarning, r"torch\.jit",
+     "Megatron-core and DeepSpeed script their fused functions when they are imported."),
+    (r"FSDP2-wrapped module .* returned a view tensor", UserWarning, r"torch\.distributed\.fsdp",
+     "Megatron's schedules do not change a chunk's output in place, which is what it warns of."),
+    (r"This process .* is multi-threaded, use of fork\(\) may lead to deadlocks",
+     DeprecationWarning, r"megaaccum\.pretrain\.launch",
+     "The other threads at that point are the idle ones of a BLAS library, which handles forks itself."),
 )
 """(message, category, module, reason): regular expressions as in warnings.filterwarnings."""
 
 LOG_LINES: tuple[tuple[str, str, str], ...] = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found", "The CPU lane needs none."),
-    (
-        "DeepSpeed",
-        "Setting accelerator to CPU. If you have GPU or other accelerator",
-        "`megaaccum train` says itself on what it computes.",
-    ),
-    (
-        "megatron.core.models.gpt.gpt_model",
-        "GPTModel IS DEPRECATED",
-        "GPTModel is what megaaccum is written against; Megatron-core 0.19 has it.",
-    ),
-    (
-        "megatron.core.tensor_parallel.random",
-        "CPU RNG state changed within GPU RNG context",
-        "In the CPU lane the CPU's random state is the one that dropout draws from.",
-    ),
+    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator",
+     "`megaaccum train` says itself on what it computes."),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED",
+     "GPTModel is what megaaccum is written against; Megatron-core 0.19 has it."),
+    ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context",
+     "In the CPU lane the CPU's random state is the one that dropout draws from."),
 )
 """(logger, start of the message, reason)."""
+# fmt: on
 
 
 def install() -> None:
-    """Call before torch, DeepSpeed and Megatron are imported. May be called again."""
-    if _verbose():
+    """Keep back the listed messages. Call it before torch, DeepSpeed and Megatron are imported; twice is once."""
+    if os.environ.get("MEGAACCUM_VERBOSE") == "1":
         return
     for message, category, module, _ in WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
@@ -97,7 +62,7 @@ def install() -> None:
 
 @contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """The program's root logger ends as it began, whatever a library that is imported inside does to it."""
+    """Context that restores the program's root logger, whatever a library that is imported inside does to it."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -107,22 +72,11 @@ def root_logger_kept() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _verbose() -> bool:
-    return os.environ.get("MEGAACCUM_VERBOSE", "") == "1"
+@dataclass(frozen=True)
+class _StartsWith:
+    """Drops the log lines that start with `start`. addFilter adds an equal filter once."""
 
-
-class _StartsWith(logging.Filter):
-    """Drops the log lines that start with `start`."""
-
-    def __init__(self, start: str):
-        super().__init__()
-        self.start = start
+    start: str
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self.start)
-
-    def __eq__(self, other: object) -> bool:  # addFilter adds an equal filter once
-        return isinstance(other, _StartsWith) and other.start == self.start
-
-    def __hash__(self) -> int:
-        return hash(self.start)

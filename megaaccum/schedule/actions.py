@@ -35,7 +35,7 @@ class Action(NamedTuple):
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
     def describe(self) -> str:
-        """In words, for an error: `0F3 (forward, chunk 0, micro-batch 3)`."""
+        """The action spelled out for an error: `0F3 (forward, chunk 0, micro-batch 3)`."""
         return f"{self} ({NAMES[self.kind]}, chunk {self.chunk}, micro-batch {self.microbatch})"
 
 
@@ -62,7 +62,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")
 def parse(text: str) -> Item:
     """The action or pair that prints as `text`; torch's spelling of a pair, `(0F4;7B2)OVERLAP_F_B`, is read too.
 
-    Raises ScheduleError where it is none.
+    Raises ScheduleError if it is none.
     """
     text = text.strip()
     if match := _ACTION.fullmatch(text):
@@ -76,7 +76,7 @@ def parse(text: str) -> Item:
     raise ScheduleError(f"{text!r} is not an action: write chunk, F, I, W or B, micro-batch, as in 0F3 or (0F4;1B2)")
 
 
-def place(placement: Placement, *, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def stage_map(placement: Placement, *, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """The stage of each [rank][chunk]: `loop` deals stages out in rounds; `v` goes down the ranks with chunk 0 and
     back up with chunk 1, so that rank r holds stages r and 2 * pp - 1 - r."""
     if placement == "v":
@@ -98,6 +98,9 @@ class Schedule:
     num_microbatches: int
     stages: tuple[tuple[int, ...], ...]
     items: tuple[tuple[Item, ...], ...]
+    by_megatron: bool = False
+    """Whether Megatron's own functions run it. They send an input gradient when the whole backward is done; megaaccum's
+    executor sends it before it computes the weight gradient."""
 
     @property
     def chunks(self) -> int:
@@ -117,9 +120,9 @@ class Schedule:
     @cached_property
     def placement(self) -> Placement | None:
         """`v`, `loop`, or None for stages that are placed in another way."""
-        if self.chunks == 2 and self.pp > 1 and self.stages == place("v", pp=self.pp, chunks=2):
+        if self.chunks == 2 and self.pp > 1 and self.stages == stage_map("v", pp=self.pp, chunks=2):
             return "v"
-        return "loop" if self.stages == place("loop", pp=self.pp, chunks=self.chunks) else None
+        return "loop" if self.stages == stage_map("loop", pp=self.pp, chunks=self.chunks) else None
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -147,6 +150,6 @@ def make_schedule(
         name=name,
         pp=pp,
         num_microbatches=num_microbatches,
-        stages=place(placement, pp=pp, chunks=chunks),
+        stages=stage_map(placement, pp=pp, chunks=chunks),
         items=tuple(tuple(rank) for rank in items),
     )

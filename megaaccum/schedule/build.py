@@ -1,13 +1,7 @@
 """Builders: from (pp, num_microbatches) to a schedule. `build` finds one by name; users `register` their own.
 
-gpipe        all forwards, then all backwards (Huang et al., arXiv 1811.06965)
-1f1b         one forward, one backward (Narayanan et al., arXiv 2104.04473)
-interleaved  1F1B over several chunks per rank, in Megatron's order (the same paper, section 2.2)
-zb-h1        1F1B whose weight gradients fill the gaps, at 1F1B's memory (Qi et al., arXiv 2401.10241)
-v-half       two chunks per rank in a V that hold about half of what 1F1B holds (Qi et al., arXiv 2405.15362)
-v-min        the same with about a third
-zbv          two chunks per rank in a V, no bubble between equal passes (Qi et al., arXiv 2401.10241, 2405.15362)
-dualpipev    two chunks per rank in a V, forwards overlapped with backwards (DeepSeek-AI/DualPipe, arXiv 2412.19437)
+A built-in schedule is a builder and an `Entry` of `_BUILT_IN_ENTRIES`, from which keys, rules, planner and command line
+have its name.
 """
 
 from __future__ import annotations
@@ -20,12 +14,12 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError, did_you_mean, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair, Placement, Schedule, make_schedule
-from megaaccum.schedule.controllable import v_half, v_min
 from megaaccum.schedule.table import parse_csv, read_csv
+from megaaccum.schedule.v_half import v_half, v_min
 from megaaccum.schedule.validate import validate
 
 Table = Sequence[Sequence[Item]]
-"""What each rank does, in order."""
+"""Items of each rank, in order."""
 Builder = Callable[[int, int], Table]
 """(pp, num_microbatches) -> table."""
 
@@ -35,15 +29,19 @@ class Entry:
     """A schedule that can be built by name."""
 
     name: str
-    chunks: int | None
-    """Model chunks per rank; None where the caller chooses (interleaved)."""
-    placement: Placement
-    splits: bool
+    chunks: int | None = 1
+    """Model chunks per rank; None if the caller chooses (interleaved)."""
+    placement: Placement = "loop"
+    splits: bool = False
     """Whether it splits the backward into I and W."""
     build: Builder | None = None
     """None for the interleaved schedule, which has parameters of its own."""
     least: Callable[[int], int] = lambda pp: 1
     """Micro-batches below which there is no table of its own for pp ranks."""
+    by_megatron: bool = False
+    """Whether Megatron's own functions run it."""
+    title: str = ""
+    """Its name in prose."""
 
 
 _REGISTRY: dict[str, Entry] = {}
@@ -57,8 +55,8 @@ def names() -> list[str]:
 
 
 def entry(name: str) -> Entry:
-    """Facts about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, where there
-    is none, or the file is no table."""
+    """Facts about a schedule by its name or .csv file. Raises ScheduleError, with the nearest name, if there
+    is none, or if the file is no table."""
     if name.endswith(".csv"):
         return _entry_of_file(name)
     if name not in _REGISTRY:
@@ -70,9 +68,20 @@ def entry(name: str) -> Entry:
     return _REGISTRY[name]
 
 
+def by_executor(name: str | None) -> bool:
+    """Whether megaaccum's executor runs the schedule of this name, which does every backward in two parts. False for
+    Megatron's schedules, for `none`, and for one that is still open (None, `auto`)."""
+    return name not in ("none", "auto", None) and not (name in _REGISTRY and _REGISTRY[name].by_megatron)
+
+
+def is_v_shaped(name: str) -> bool:
+    """Whether rank r holds stages r and 2 * pp - 1 - r under this schedule; otherwise stage s is on rank s % pp."""
+    return name in _REGISTRY and _REGISTRY[name].placement == "v"
+
+
 def set_shared_table(path: str, text: str | None) -> None:
     """Build the schedule of a CSV file from `text` from now on, whatever the file holds; None: from the file, as it is
-    now. Raises ScheduleError where `text` is no table."""
+    now. Raises ScheduleError if `text` is no table."""
     _SHARED.pop(path, None)
     if text is not None:
         _SHARED[path] = parse_csv(path, text)
@@ -85,7 +94,7 @@ def is_shared(path: str) -> bool:
 
 
 def stored_table(path: str) -> Schedule:
-    """The table of a CSV file: what the ranks have shared, else what the file holds now. Raises ScheduleError where it
+    """The table of a CSV file: what the ranks have shared, else what the file holds now. Raises ScheduleError if it
     is none."""
     return _SHARED.get(path) or read_csv(path)
 
@@ -108,7 +117,7 @@ def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, place
 
     builder: a function (pp, num_microbatches) -> per rank a list of actions; or a CSV file, which holds one pp and one
     number of micro-batches (chunks and placement are then the file's). What it builds is validated by `build`.
-    Raises ScheduleError where the name is taken.
+    Raises ScheduleError if the name is taken.
     """
     if name in _REGISTRY:
         raise ScheduleError(f"there is a schedule {name!r} already: register yours under another name")
@@ -145,7 +154,7 @@ def build(
     short: a flush of fewer micro-batches than the schedule takes runs as the first ones of the least that it takes.
     chunks: model chunks per rank, which only the interleaved schedule leaves open (default 2). group_size: its
     microbatch_group_size_per_vp_stage (default pp). `name` may be a CSV file's path.
-    Raises ScheduleError where the schedule does not exist for these sizes. A registered one is validated.
+    Raises ScheduleError if the schedule does not exist for these sizes. A registered one is validated.
     """
     if pp < 1 or num_microbatches < 1:
         raise ScheduleError(f"pp {pp} and {num_microbatches} micro-batches: both must be at least 1")
@@ -166,6 +175,7 @@ def build(
     schedule = make_schedule(
         name, num_microbatches=num_microbatches, placement=known.placement, chunks=chunks, items=table
     )
+    schedule = replace(schedule, by_megatron=known.by_megatron)
     return schedule if name in BUILT_IN else _validated(schedule)
 
 
@@ -270,19 +280,19 @@ class _VRank:
         """How many there are of `kind`; a B counts as I and W."""
         return self._next[kind, chunk]
 
-    def _take(self, kind: str, chunk: int) -> int:
+    def _count_up(self, kind: str, chunk: int) -> int:
         self._next[kind, chunk] += 1
         return self._next[kind, chunk] - 1
 
     def forward(self, chunk: int) -> None:
-        self.items.append(Action("F", chunk, self._take("F", chunk)))
+        self.items.append(Action("F", chunk, self._count_up("F", chunk)))
 
     def input_grad(self, chunk: int) -> None:
-        self.items.append(Action("I", chunk, self._take("I", chunk)))
+        self.items.append(Action("I", chunk, self._count_up("I", chunk)))
         self._owed.append((chunk, self._next["I", chunk] - 1))
 
     def weight_grad(self, chunk: int | None = None) -> None:
-        """The oldest weight gradient that is owed, of `chunk` or (None) of either; nothing where none is."""
+        """The oldest weight gradient that is owed, of `chunk` or (None) of either; nothing if none is."""
         for at in self._owed:
             if chunk is None or at[0] == chunk:
                 self._owed.remove(at)
@@ -294,12 +304,12 @@ class _VRank:
         self.items.append(self._full_backward(chunk))
 
     def fused(self, forward_chunk: int, backward_chunk: int) -> None:
-        forward = Action("F", forward_chunk, self._take("F", forward_chunk))
+        forward = Action("F", forward_chunk, self._count_up("F", forward_chunk))
         self.items.append(Pair(forward, self._full_backward(backward_chunk)))
 
     def _full_backward(self, chunk: int) -> Action:
-        self._take("W", chunk)
-        return Action("B", chunk, self._take("I", chunk))
+        self._count_up("W", chunk)
+        return Action("B", chunk, self._count_up("I", chunk))
 
 
 def zbv(pp: int, num_microbatches: int) -> Table:
@@ -401,27 +411,23 @@ def _dualpipev_drain(at: _VRank, below: int, rank: int) -> None:
         at.weight_grad()
 
 
-def _add(
-    name: str,
-    chunks: int | None,
-    placement: Placement,
-    builder: Builder | None,
-    *,
-    splits: bool = False,
-    least: Callable[[int], int] = lambda pp: 1,
-) -> None:
-    _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=splits, build=builder, least=least)
-
-
-_add("gpipe", 1, "loop", gpipe)
-_add("1f1b", 1, "loop", one_forward_one_backward)
-_add("interleaved", None, "loop", None)
-_add("zb-h1", 1, "loop", zb_h1, splits=True)
-_add("zbv", 2, "v", zbv, splits=True, least=lambda pp: 2 * pp - 1)
-_add("dualpipev", 2, "v", dualpipev, splits=True, least=lambda pp: 2 * pp)
-_add("v-half", 2, "v", v_half, splits=True)
-_add("v-min", 2, "v", v_min, splits=True)
-BUILT_IN = frozenset(_REGISTRY)
+_BUILT_IN_ENTRIES = (
+    Entry(name="gpipe", title="GPipe", build=gpipe),  # Huang et al., arXiv 1811.06965
+    Entry(name="1f1b", title="1F1B", build=one_forward_one_backward, by_megatron=True),  # arXiv 2104.04473
+    Entry(name="interleaved", title="interleaved 1F1B", chunks=None, by_megatron=True),  # the same, section 2.2
+    Entry(name="zb-h1", title="ZB-H1", build=zb_h1, splits=True),  # Qi et al., arXiv 2401.10241
+    Entry(
+        name="zbv", title="ZB-V", chunks=2, placement="v", build=zbv, splits=True, least=lambda pp: 2 * pp - 1
+    ),  # the same, section 6
+    Entry(
+        name="dualpipev", title="DualPipeV", chunks=2, placement="v", build=dualpipev, splits=True,
+        least=lambda pp: 2 * pp,
+    ),  # DeepSeek-AI/DualPipe, arXiv 2412.19437
+    Entry(name="v-half", title="V-Half", chunks=2, placement="v", build=v_half, splits=True),  # arXiv 2405.15362
+    Entry(name="v-min", title="V-Min", chunks=2, placement="v", build=v_min, splits=True),
+)  # fmt: skip
+_REGISTRY.update({each.name: each for each in _BUILT_IN_ENTRIES})
+BUILT_IN = tuple(_REGISTRY)
 
 
 def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Memory:
         return most
 
     def check(self, stages: Sequence[Sequence[int]], limit: float) -> None:
-        """Raises ScheduleError, with what each rank needs, where `limit` cannot hold state and one micro-batch."""
+        """Raises ScheduleError, with what each rank needs, if `limit` cannot hold state and one micro-batch."""
         short = []
         for rank, held in enumerate(stages):
             # A micro-batch comes to the rank's chunks one after the other, and leaves them in turn.

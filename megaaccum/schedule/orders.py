@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Action, Schedule
-from megaaccum.schedule.bound import Bound
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.simulate import Costs
 
@@ -105,11 +104,6 @@ class Problem:
         """Seconds of each rank's passes of one micro-batch."""
         return [sum(kind[s] for kind in self.durations for s in held) for held in self.stages]
 
-    def bound(self) -> Bound:
-        """Of all orders of this problem."""
-        limits = None if self.limit is None else (self.limit,) * self.pp
-        return Bound(stages=self.stages, num_microbatches=self.m, costs=self.costs, memory=self.memory, limit=limits)
-
     def fits(self, order: Order) -> bool:
         """Whether no rank holds more than its room."""
         return all(self.peak(passes) <= room for passes, room in zip(order, self.room, strict=True))
@@ -124,7 +118,7 @@ class Problem:
         return most
 
     def time(self, order: Order, seconds: Sequence[float] | None = None) -> float:
-        """The makespan of `order`, where passes take `seconds` (default: the problem's); math.inf if it cannot end."""
+        """The makespan of `order` if passes take `seconds` (default: the problem's); math.inf if it cannot end."""
         return max(self.ends(order, seconds)[0])
 
     def ends(self, order: Order, seconds: Sequence[float] | None = None) -> tuple[list[float], list[int]]:
@@ -180,101 +174,16 @@ def _check_durations(durations: Sequence[Sequence[float]], p2p: float) -> None:
         raise ScheduleError(problems)
 
 
-# --- greedy orders --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """How a greedy order chooses between the passes that a rank could do next.
-
-    kinds: F, I and W from the most to the least urgent. last_chunk_first: whether the last chunk's passes go before the
-    first's. patience: how long a rank waits for a pass that is more urgent than one that it could do now, as a share of
-    the latter's time.
-    """
-
-    kinds: tuple[int, int, int]
-    last_chunk_first: bool
-    patience: float
-
-
-def greedy_keys(chunks: int) -> Iterator[Key]:
-    """All that are tried."""
-    for kinds, patience in product([(I, F, W), (F, I, W), (I, W, F)], (0.0, 0.5, 1.0)):
-        for last in (True, False) if chunks > 1 else (True,):
-            yield Key(kinds=kinds, last_chunk_first=last, patience=patience)
-
-
-def greedy(problem: Problem, key: Key) -> Order:
-    """The order that comes about when every rank does what `key` finds most urgent, earliest first."""
-    return _Greedy(problem, key).run()
-
-
-class _Greedy:
-    """One greedy order. Ranks choose in the order of time, so that they know of others what has begun by then."""
-
-    def __init__(self, problem: Problem, key: Key):
-        self.problem, self.key = problem, key
-        self.next = [[0] * problem.num_stages for _ in range(3)]
-        self.free, self.held = [0.0] * problem.pp, [0.0] * problem.pp
-        self.ends = [-1.0] * len(problem.seconds)
-        self.order: Order = [[] for _ in range(problem.pp)]
-        # A forward leaves room for the later chunks of its rank, or its micro-batch could not get through them.
-        activation = problem.memory.activation
-        self.reserve = {s: sum(activation[t] for t in held if t > s) for held in problem.stages for s in held}
-        self.urgency = {
-            (kind, s): key.kinds.index(kind) * len(held) + (len(held) - 1 - at if key.last_chunk_first else at)
-            for held in problem.stages
-            for at, s in enumerate(held)
-            for kind in (F, I, W)
-        }
-
-    def run(self) -> Order:
-        p = self.problem
-        options = [self._choose(rank) for rank in range(p.pp)]
-        for _ in range(len(p.seconds)):
-            start, this = min((option for option in options if option), key=lambda option: option[0])
-            rank = p.rank_of[this]
-            self._do(rank, this, start)
-            options[rank] = self._choose(rank)
-            fed = p.target[this]
-            if fed >= 0 and p.rank_of[fed] != rank:
-                options[p.rank_of[fed]] = self._choose(p.rank_of[fed])
-        return self.order
-
-    def _do(self, rank: int, this: int, start: float) -> None:
-        p = self.problem
-        self.order[rank].append(this)
-        self.free[rank] = self.ends[this] = start + p.seconds[this]
-        self.held[rank] += p.change[this]
-        kind, rest = divmod(this, p.per_kind)
-        self.next[kind][rest // p.m] += 1
-
-    def _choose(self, rank: int) -> tuple[float, int] | None:
-        """(start, pass) of what the rank does next, as far as it knows; None while it has to wait."""
-        found = list(self._possible(rank))
-        if not found:
-            return None
-        first = min(found)
-        latest = first[0] + self.key.patience * self.problem.seconds[first[2]]
-        start, _, this = min((option for option in found if option[0] <= latest), key=lambda option: option[1])
-        return start, this
-
-    def _possible(self, rank: int) -> Iterator[tuple[float, int, int]]:
-        """(start, urgency, pass) of all that the rank could do next."""
-        p = self.problem
-        for stage, kind in product(p.stages[rank], (F, I, W)):
-            mb = self.next[kind][stage]
-            if mb == p.m or (kind and mb == self.next[kind - 1][stage]):
-                continue
-            this, start = p.number(kind, stage, mb), self.free[rank]
-            if kind == F and self.held[rank] + p.change[this] + self.reserve[stage] > p.room[rank]:
-                continue
-            needed = p.source[this]
-            if needed >= 0:
-                if self.ends[needed] < 0:
-                    continue
-                start = max(start, self.ends[needed] + p.hop[this])
-            yield start, self.urgency[kind, stage], this
+def earliest_starts(stages: tuple[tuple[int, ...], ...], costs: Costs) -> tuple[list[float], list[float], list[float]]:
+    """(seconds of a hop from stage s to s + 1, start of each stage's first forward, start of its first input gradient),
+    each as early as can be."""
+    owners = {stage: rank for rank, held in enumerate(stages) for stage in held}
+    forward, input_grad, _ = costs.by_stage(len(owners))
+    hops = [costs.p2p if owners[s] != owners[s + 1] else 0.0 for s in range(len(owners) - 1)] + [0.0]
+    enter = [0.0, *accumulate(f + hop for f, hop in zip(forward, hops, strict=True))][:-1]
+    steps = [i + hop for i, hop in zip(input_grad[1:], hops[:-1], strict=True)]
+    down = [*accumulate(reversed(steps), initial=0.0)][::-1]  # from the head's input gradient to each stage's own
+    return hops, enter, [enter[-1] + forward[-1] + each for each in down]
 
 
 # --- waves ----------------------------------------------------------------------------------------------------------
@@ -311,14 +220,14 @@ def waves(
 
     The straighter a micro-batch's way, the less it is held in memory; the longer the period, the fewer there are.
     """
-    bound = problem.bound()
+    _, enter, back = earliest_starts(problem.stages, problem.costs)
     work = max(problem.work_of_ranks())
-    done = [at + seconds for at, seconds in zip(bound.back, problem.durations[I], strict=True)]
+    done = [at + seconds for at, seconds in zip(back, problem.durations[I], strict=True)]
     for stretch, period, lag in product(stretches, periods, lags):
         yield Wave(
             offsets=(
-                tuple(at * stretch for at in bound.enter),
-                tuple(at * stretch for at in bound.back),
+                tuple(at * stretch for at in enter),
+                tuple(at * stretch for at in back),
                 tuple(at * stretch + lag * work for at in done),
             ),
             period=period * work,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {"F": "#4f83cc", "I": "#e0a030", "W": "#5fa55a", "B": "#d9804a"}
-"""Of chunk 0; later chunks are drawn lighter."""
+"""Colours of chunk 0 by kind; later chunks are drawn lighter."""
 FORMATS = (".png", ".svg", ".pdf")
 MAX_LABELS = 1500
 """Above this many actions micro-batch numbers would only blacken the picture."""

@@ -12,17 +12,6 @@ from dataclasses import dataclass
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Pair, Schedule
 
-BY_MEGATRON = frozenset({"1f1b", "interleaved"})
-"""Schedules that Megatron's own functions run. They send an input gradient when the whole backward is done; megaaccum's
-executor sends it before it computes the weight gradient."""
-
-
-def by_executor(schedule: str | None) -> bool:
-    """Whether megaaccum's executor runs the schedule of this name, which does every backward in two parts. One that is
-    not settled (None, `auto`) counts as one of Megatron's."""
-    return schedule not in BY_MEGATRON | {"none", "auto", None}
-
-
 Durations = float | Sequence[float]
 """Seconds of one pass of one micro-batch through a stage: one number for all stages, or one per stage."""
 
@@ -49,7 +38,7 @@ class Costs:
         return cls(forward=forward / chunks, input_grad=input_grad / chunks, weight_grad=weight_grad / chunks, p2p=p2p)
 
     def by_stage(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
-        """F, I and W of each stage. Raises ScheduleError where they are given for another number of stages."""
+        """F, I and W of each stage. Raises ScheduleError if they are given for another number of stages."""
         return tuple(_each(each, num_stages) for each in (self.forward, self.input_grad, self.weight_grad))  # type: ignore[return-value]
 
 
@@ -80,10 +69,10 @@ def simulate(schedule: Schedule, costs: Costs, *, early_send: bool | None = None
     """Run `schedule` on paper.
 
     early_send: whether a full backward's input gradient leaves before its weight gradient is computed. Default: as it
-    would be run (BY_MEGATRON). The schedule should be valid; raises ScheduleError if it cannot end.
+    would be run (`Schedule.by_megatron`). The schedule should be valid; raises ScheduleError if it cannot end.
     """
     if early_send is None:
-        early_send = schedule.name not in BY_MEGATRON
+        early_send = not schedule.by_megatron
     return _Run(schedule, costs, early_send).run()
 
 

@@ -37,7 +37,7 @@ def _by_stage(item: Item, stages: tuple[int, ...]) -> str:
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in a file; its name is the path. Not validated.
 
-    Raises ScheduleError where the file cannot be read as a table of actions, naming row and cell.
+    Raises ScheduleError if the file cannot be read as a table of actions, naming row and cell.
     """
     try:
         return parse_csv(path, Path(path).read_text())
@@ -113,11 +113,11 @@ def _check_stages(path: str | Path, numbers: list[list[int]]) -> None:
     held = sorted(stage for stages in numbers for stage in stages)
     if held != list(range(len(held))):
         raise ScheduleError(
-            f"schedule {path}: each of the stages 0 to {max(held)} has to be in exactly one row, and the rows hold"
+            f"schedule {path}: each of the stages 0 to {max(held)} has to be in exactly one row, but the rows hold"
             f" {numbers}"
         )
     if len({len(stages) for stages in numbers}) > 1:
-        raise ScheduleError(f"schedule {path}: every rank has to hold as many stages, and the rows hold {numbers}")
+        raise ScheduleError(f"schedule {path}: every rank has to hold as many stages, but the rows hold {numbers}")
 
 
 def _by_chunk_number(item: Item, stages: list[int]) -> Item:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import AnyOrder
@@ -58,7 +58,7 @@ class StatePiece:
 
 def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
     """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
-    for name, param in gpt.named_parameters(chunks):
+    for name, param in names.named_parameters(chunks):
         if not param.requires_grad:
             yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
@@ -263,7 +263,7 @@ class UnshardedBackend:
 
 def measure_memory(backend: ShardingBackend) -> None:
     """Note in `backend.memory` what it holds now."""
-    backend.memory.look(backend.tensors)
+    backend.memory.measure(backend.tensors)
 
 
 def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
 from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
@@ -41,9 +41,10 @@ class DdpBackend(UnshardedBackend):
         self._chunks = chunks
         self._optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
-        self._masters = {id(param): _master(param) for _, param in gpt.named_parameters(chunks) if _is_16_bit(param)}
+        self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}
         """Of each 16-bit parameter that is trained."""
-        self._parameters = [(name, self._masters.get(id(param), param)) for name, param in gpt.named_parameters(chunks)]
+        named = names.named_parameters(chunks)
+        self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
         self._names = {id(param): name for name, param in self._parameters}
         for group in optimizer.param_groups:
             group["params"] = [self._masters.get(id(param), param) for param in group["params"]]
@@ -79,7 +80,7 @@ class DdpBackend(UnshardedBackend):
 
     def _compute_params(self) -> list[torch.nn.Parameter]:
         """The 16-bit parameters that have masters, in the order of these."""
-        return [param for _, param in gpt.named_parameters(self._chunks) if id(param) in self._masters]
+        return [param for _, param in names.named_parameters(self._chunks) if id(param) in self._masters]
 
     def _hand_to_master(self, param: torch.nn.Parameter) -> None:
         """Add a micro-batch's gradient to the master's in FP32, as a backward of its own: DDP's reducer (torch 2.13)
@@ -198,7 +199,7 @@ class DdpBackend(UnshardedBackend):
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
-        params = [param for _, param in gpt.named_parameters(self._chunks)]
+        params = [param for _, param in names.named_parameters(self._chunks)]
         grads = [param.grad for _, param in self._parameters if param.grad is not None]
         grads += self.sums.tensors()
         return {

@@ -18,7 +18,7 @@ import torch
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.distributed.groups import Mpu
 from megaaccum.executor import wgrad
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import (
@@ -58,14 +58,14 @@ class DeepSpeedBackend:
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()
         self._groups = groups
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
+        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         self._chunks = chunks
-        experts.place(groups, chunks)
+        experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
         _set_tied_apart(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
-        accumulate_in = gpt.DTYPES[plan.config.sharding.grad_accum_dtype]
+        accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
         model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
         config = zero12.zero1_config(deepspeed_config(plan), dtype)
         if plan.config.sharding.sync == "streaming":
@@ -100,7 +100,7 @@ class DeepSpeedBackend:
     def _driver(self, plan: Plan) -> zero.Zero3 | zero12.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
         sharding, order = plan.config.sharding, order_of(plan)
-        accumulate_in, bucket = gpt.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
+        accumulate_in, bucket = names.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
         if order is None:
             return zero12.driver_of(self.engine, accumulate_in)
         if sharding.zero_stage == 3:
@@ -244,7 +244,7 @@ class DeepSpeedBackend:
     def _sum_the_rest(self) -> None:
         """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""
         sum_over_tp(self, self._groups)
-        if any(gpt.is_tied(param) for param in self._all_params):
+        if any(names.is_tied(param) for param in self._all_params):
             sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
@@ -291,10 +291,11 @@ def _set_tied_apart(optimizer: torch.optim.Optimizer) -> None:
     """
     apart: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        names = group.get("param_names", [None] * len(group["params"]))
-        rest = [(param, name) for param, name in zip(group["params"], names, strict=True) if not gpt.is_tied(param)]
-        tied = [(param, name) for param, name in zip(group["params"], names, strict=True) if gpt.is_tied(param)]
-        apart += [_with_members(group, members) for members in (rest, *([each] for each in tied)) if members]
+        param_names = group.get("param_names", [None] * len(group["params"]))
+        members = list(zip(group["params"], param_names, strict=True))
+        rest = [(param, name) for param, name in members if not names.is_tied(param)]
+        tied = [(param, name) for param, name in members if names.is_tied(param)]
+        apart += [_with_members(group, part) for part in (rest, *([each] for each in tied)) if part]
     optimizer.param_groups[:] = apart
 
 
@@ -310,6 +311,6 @@ def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
     It counts a parameter on ranks other than 0 of the model-parallel group (tp x pp) only if it is marked, so that
     unmarked norms and biases of later stages would drop out.
     """
-    for _, param in gpt.named_parameters(chunks):
-        counted = groups.tp.rank() == 0 or not gpt.is_same_over_tp(param)
-        param.model_parallel = counted and not gpt.is_tied_copy(param)  # type: ignore[attr-defined]
+    for _, param in names.named_parameters(chunks):
+        counted = groups.tp.rank() == 0 or not names.is_same_over_tp(param)
+        param.model_parallel = counted and not names.is_tied_copy(param)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.base import GradShard, GradSync, StatePiece, copied_gradients, sums_of
@@ -54,7 +54,7 @@ class Fsdp2Backend:
         self._splits = plan.layout.splits_backward
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
-        whole = [param for _, param in gpt.named_parameters(chunks)]
+        whole = [param for _, param in names.named_parameters(chunks)]
         mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.sums = MicrobatchSums.from_plan(plan, groups)
@@ -69,9 +69,9 @@ class Fsdp2Backend:
                 fsdp2.on_unit_gradient(chunk, self._on_gradient)
             elif self.sums.in_one_order and self._splits:
                 fsdp2.on_unit_gradient(chunk, partial(self._keep_for_w, number))
-        fsdp2.watch(self._roots, self.memory)
+        fsdp2.watch(self._roots, self.memory.note)
         self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
-        self._parameters = list(gpt.named_parameters(chunks))
+        self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
         for param in whole:
@@ -89,7 +89,7 @@ class Fsdp2Backend:
         compute = next(chunk.parameters()).dtype
         if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
             chunk.float()
-        self._sum_dtype = None if compute is torch.float64 else gpt.DTYPES[sharding.grad_reduce_dtype]
+        self._sum_dtype = None if compute is torch.float64 else names.DTYPES[sharding.grad_reduce_dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=compute if compute in (torch.bfloat16, torch.float16) else None,
             reduce_dtype=self._sum_dtype,
@@ -111,7 +111,7 @@ class Fsdp2Backend:
     def _scatter(self, plan: Plan, module: FSDPModule) -> ReduceScatter:
         """The reduce-scatter of the unit of `module`."""
         if self.sums.in_one_order and self._streaming:
-            self._trees.append(StreamedReduceScatter(self.sums, partial(plan.batch.place, in_runs=False)))
+            self._trees.append(StreamedReduceScatter(self.sums, partial(plan.batch.sample_index, in_runs=False)))
             return self._trees[-1]
         order = order_of(plan)
         assert order is not None
@@ -223,7 +223,7 @@ class Fsdp2Backend:
         """Keep what is reduced in the shards' gradients; further reductions add to it."""
         self._waiting = list(self._roots)
         for root in self._roots:
-            fsdp2.drop_unreduced(root)  # type: ignore[arg-type]  # of flushes that were not to be reduced
+            fsdp2.drop_unreduced(root)  # of flushes that were not to be reduced
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self._streaming)
             root.set_requires_gradient_sync(self._streaming and not self._splits)

@@ -26,7 +26,7 @@ class Zero3InOneOrder(zero.Zero3):
     not averages. bucket: elements that are summed in one collective."""
 
     def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
-        super().__init__(engine)  # type: ignore[no-untyped-call]
+        super().__init__(engine)
         self._reducer, self._bucket = reducer, bucket
         self._pending: list[torch.nn.Parameter] = []
 
@@ -107,7 +107,7 @@ class Zero12InOneOrder(zero12.Zero12):
         dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=self._ranks)
         if mine:
             total = self._order.add(theirs.view(-1, mine), theirs.dtype)
-            places = [self.place(param) for param in params]
+            places = [self.gradient_partition(param) for param in params]
             for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
                 place.copy_(part)
 

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, has_experts, sums_of, whole_frozen_pieces
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
@@ -41,7 +41,7 @@ class MegatronBackend(UnshardedBackend):
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__()
         self._groups, self._chunks = groups, chunks
-        self._names = {id(param): name for name, param in gpt.named_parameters(chunks)}
+        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         sharding = plan.config.sharding
         self.sums = MicrobatchSums.from_plan(plan, groups)
         megatron.reduce_scatter()
@@ -179,7 +179,7 @@ class MegatronBackend(UnshardedBackend):
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""
-        for name, param in gpt.named_parameters(self._chunks):
+        for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ class MegatronBackend(UnshardedBackend):
         """Nothing to do: the next step empties the buffers."""
 
     def state(self) -> Iterator[StatePiece]:
-        for name, param in gpt.named_parameters(self._chunks):
+        for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, megatron.state(self.optimizer, param))

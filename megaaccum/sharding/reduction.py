@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.sharding.sum_tree import AnyOrder, Order, exchange_rows, order_of
 
@@ -48,7 +48,7 @@ class PartitionReducer:
     def from_plan(cls, plan: Plan, groups: Groups, sums: AnyOrder) -> PartitionReducer:
         sharding = plan.config.sharding
         crosses = groups.dp_cp.size() > 1  # else nothing is to be rounded
-        dtype = gpt.DTYPES[sharding.grad_reduce_dtype if crosses else sharding.grad_accum_dtype]
+        dtype = names.DTYPES[sharding.grad_reduce_dtype if crosses else sharding.grad_accum_dtype]
         return cls(groups.dp_cp, dtype, order=order_of(plan), sums=sums)
 
     def add(self, shares: list[Share]) -> None:
@@ -112,15 +112,15 @@ class PartitionReducer:
 def sum_over_tp(backend: ShardingBackend, groups: Groups) -> None:
     """Add up the gradients of parameters of which each tp rank saw only a part of the sequence or of the heads."""
     if groups.tp.size() > 1:
-        all_reduce_together([s.grad for s in backend.shards() if gpt.is_partial_over_tp(s.name, s.param)], groups.tp)
+        all_reduce_together([s.grad for s in backend.shards() if names.is_partial_over_tp(s.name, s.param)], groups.tp)
 
 
 def sum_tied_copies(backend: ShardingBackend, groups: Groups) -> None:
     """Add up the gradients of the two copies of a tied embedding, where both are cut alike: on the first and the last
     stage, or both on this rank (a V)."""
-    tied = [shard for shard in backend.shards() if gpt.is_tied(shard.param)]
-    copies = [shard.grad for shard in tied if gpt.is_tied_copy(shard.param)]
-    originals = [shard.grad for shard in tied if not gpt.is_tied_copy(shard.param)]
+    tied = [shard for shard in backend.shards() if names.is_tied(shard.param)]
+    copies = [shard.grad for shard in tied if names.is_tied_copy(shard.param)]
+    originals = [shard.grad for shard in tied if not names.is_tied_copy(shard.param)]
     if copies and originals:
         copies[0].copy_(originals[0].add_(copies[0]))
     elif groups.embedding is not None and groups.embedding.size() > 1:

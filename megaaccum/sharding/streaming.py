@@ -209,7 +209,7 @@ class StreamingBackend(DeepSpeedBackend):
         widths = [self._zero.accumulator(param).numel() for param in params]
         before = sum(tree.nbytes for tree in trees)
         for rank, row in enumerate(rows):
-            leaf = self._batch.place(microbatch, rank, in_runs=False)
+            leaf = self._batch.sample_index(microbatch, rank, in_runs=False)
             for tree, part in zip(trees, row.split(widths), strict=True):
                 tree.add(leaf, part, lent=True)
         self._waiting += sum(tree.nbytes for tree in trees) - before

@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 
@@ -63,7 +63,7 @@ def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None
     group = groups.embedding
     if group is None or group.size() == 1:
         return
-    is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if gpt.is_tied(param))
+    is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if names.is_tied(param))
     everyone: list[bool] = [False] * group.size()
     torch.distributed.all_gather_object(everyone, is_trained, group=group)
     if len(set(everyone)) > 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.step.loss import sums_over_ranks
 
@@ -123,9 +123,9 @@ def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> 
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
     if backend.replica != 0:
         return False
-    if gpt.is_tied_copy(shard.param):
+    if names.is_tied_copy(shard.param):
         return False
-    return groups.tp.rank() == 0 or not gpt.is_same_over_tp(shard.param)
+    return groups.tp.rank() == 0 or not names.is_same_over_tp(shard.param)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -80,7 +80,7 @@ class SampleSeeds:
             self._sample_index = self._planned_index
 
     def _planned_index(self, index: int) -> int:
-        return self._plan.batch.place(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+        return self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """Seed the forward of this rank's micro-batch number `microbatch` of the step."""

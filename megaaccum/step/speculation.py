@@ -87,7 +87,7 @@ class SpeculativeTrainStep(TrainStep):
                 elif not is_updated:
                     self.update(verdict.norm, verdict.factor)
                 result = self.commit(opened, verdict, stop=stop)
-        return replace(result, **self.observer.take()._asdict())
+        return replace(result, **self.observer.pop()._asdict())
 
     def drop_begun(self) -> None:
         """End the step that has begun, if any, without a gradient. Collective over the pipeline."""
@@ -132,7 +132,7 @@ class SpeculativeTrainStep(TrainStep):
             else:
                 self._begun = begun, batch, upcoming
             return attempt, True, bool(stops)
-        self.observer.take_back()
+        self.observer.undo_end_early()
         self._drop_early(begun)
         undo()  # if there was no update too: what the dropped forwards gathered must not outlive the next
         del undo

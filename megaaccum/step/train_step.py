@@ -162,7 +162,7 @@ class TrainStep:
                 verdict = self.judge(opened, attempt)
                 self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
                 result = self.commit(opened, verdict, stop=stop)
-        return replace(result, **self.observer.take()._asdict())
+        return replace(result, **self.observer.pop()._asdict())
 
     def agree(
         self, microbatches: Sequence[Any], step: int, *, stop: bool, problem: MegaaccumError | None
@@ -404,7 +404,7 @@ class TrainStep:
             verdict = self.judge(opened, attempt)
             self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
             result = self.commit(opened, verdict, stop=agreed.stop)
-        return replace(result, **self.observer.take()._asdict())
+        return replace(result, **self.observer.pop()._asdict())
 
     def begin_flush(self, expected: float | None = None) -> float:
         """Begin a flush that another loop runs, whose gradients add to those of the open step; the first opens it.

@@ -1,7 +1,7 @@
-"""The one place that touches private names of DeepSpeed, Megatron-core, torch and Transformer Engine: a module each.
+"""Private names of DeepSpeed, Megatron-core, torch and Transformer Engine: a module each, used nowhere else.
 
-Written against deepspeed 0.19.8, megatron-core 0.19.2, torch 2.13 and transformer-engine 2.20.2. Each function says
-what it does that no public name does. `check()` looks the names up, so that another version fails at start with a list
+Written against deepspeed 0.19.8, megatron-core 0.19.2, torch 2.13 and transformer-engine 2.20.2. Each function states
+why no public name serves. `check()` looks the names up, so that another version fails at start with a list
 instead of in the middle of a step.
 """
 

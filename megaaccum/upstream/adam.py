@@ -8,44 +8,44 @@ import torch
 
 
 def views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count: int) -> dict[str, torch.Tensor]:
+    """Flat views {"param", "exp_avg", "exp_avg_sq"} of `count` elements of `flat` from `position`; moments that do not
+    exist yet are made, as zeros."""
     state = adam.state[flat]
     for moment in ("exp_avg", "exp_avg_sq"):
         if moment not in state:
             state[moment] = torch.zeros_like(flat)
     if isinstance(adam, torch.optim.Adam) and "step" not in state:
-        # torch takes a state that is there for whole: a step after a checkpoint of a run that never stepped needs it.
+        # torch does not add to a state that exists: a step after a checkpoint of a run that never stepped needs it.
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
 
 
 def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Flat views of a whole parameter and its moments, made as zeros where they do not exist yet."""
+    """Flat views of a whole parameter and its moments; those that do not exist yet are made, as zeros."""
     return views(adam, param, 0, param.numel())
 
 
 def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Every tensor of a torch optimizer's state, this rank's part where it is sharded."""
-    for state in adam.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield own_tensor(value)
+    """Every tensor of a torch optimizer's state; of one that is sharded, this rank's part."""
+    values = (value for state in adam.state.values() for value in state.values())
+    return (own_tensor(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; of any other tensor, itself. `to_local` would enter autograd, at a multiple of
-    the price, which counts where every tensor is looked at several times in a step."""
+    """This rank's part of a DTensor, or any other tensor itself. `to_local` would enter autograd, at a multiple of the
+    price, and this is called for every tensor several times in a step."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_steps: int) -> None:
-    """Adam's bias correction goes on from `num_steps`: torch keeps it per tensor, the fused Adams of TE and apex per
+    """Continue Adam's bias correction from `num_steps`: torch keeps it per tensor, the fused Adams of TE and apex per
     group."""
-    for flat in flats:
-        if isinstance(adam, torch.optim.Adam):
+    if isinstance(adam, torch.optim.Adam):
+        for flat in flats:
             adam.state[flat]["step"] = torch.tensor(float(num_steps), dtype=torch.float32, device=flat.device)
-    for group in adam.param_groups:
-        if not isinstance(adam, torch.optim.Adam):
+    else:
+        for group in adam.param_groups:
             group["step"] = num_steps
 
 

@@ -1,8 +1,11 @@
-"""Internals of torch's fully_shard: what it holds, and what its hooks do (torch 2.13)."""
+"""Internals of torch's fully_shard: the tensors that it holds, and the calls that its hooks make (torch 2.13).
+
+A unit (FSDPParamGroup) and its parameters (FSDPParam) are private and partly untyped, and no type says that a fully
+sharded module is both a Module and an FSDPModule: `Any` here.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -10,17 +13,14 @@ from typing import Any
 import torch
 
 from megaaccum.upstream.adam import own_tensor
+from megaaccum.upstream.lookup import absent, unwritten
 from megaaccum.upstream.pytorch import on_gradient
 
-_GROUP = ("fsdp_params", "post_backward", "_partial_reduce_output")
+_GROUP = "fsdp_params post_backward _partial_reduce_output".split()
 _PARAM = (
-    "_unsharded_param",
-    "unsharded_accumulated_grad",
-    "accumulate_unsharded_grad_if_needed",
-    "to_accumulated_grad_if_needed",
-    "reduce_dtype",
-    "sharded_param",
-)
+    "_unsharded_param unsharded_accumulated_grad accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed"
+    " reduce_dtype sharded_param"
+).split()
 
 
 def check() -> list[str]:
@@ -28,21 +28,17 @@ def check() -> list[str]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 
-    methods = ("_get_fsdp_state", "set_reduce_scatter_unused_params")
-    problems = [f"FSDPModule.{name} is missing" for name in methods if not hasattr(FSDPModule, name)]
-    for cls, names in (
-        (_fsdp_state.FSDPState, ("_fsdp_param_groups", "_root_post_backward_final_callback")),
-        (_fsdp_param_group.FSDPParamGroup, _GROUP),
-        (_fsdp_param.FSDPParam, _PARAM),
-    ):
-        source = inspect.getsource(cls)
-        problems += [f"{cls.__name__}.{name} is missing" for name in names if name not in source]
-    return problems
+    return [
+        *absent(FSDPModule, ("_get_fsdp_state", "set_reduce_scatter_unused_params")),
+        *unwritten(_fsdp_state.FSDPState, ("_fsdp_param_groups", "_root_post_backward_final_callback")),
+        *unwritten(_fsdp_param_group.FSDPParamGroup, _GROUP),
+        *unwritten(_fsdp_param.FSDPParam, _PARAM),
+    ]
 
 
-def units(root: torch.nn.Module) -> list[Any]:
-    """Parameters that FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward: the last
-    layer first, the root (embedding, final norm, head), whose own gradients come both first and last, at the end."""
+def units(root: Any) -> list[Any]:
+    """Groups of parameters that FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward:
+    the last layer first. The root (embedding, final norm, head), whose gradients come both first and last, ends it."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -50,7 +46,7 @@ def units(root: torch.nn.Module) -> list[Any]:
 
 
 def _own_units(module: Any) -> list[Any]:
-    """The parameters of a fully sharded module that are in no other inside it: of a chunk in the middle, none."""
+    """Units of a fully sharded module's parameters that are in no other inside it; a chunk in the middle has none."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
@@ -70,17 +66,17 @@ def even_out(unit: Any) -> None:
 class WeightGrads:
     """The weight gradients (W) of one fully sharded chunk whose backward is split.
 
-    FSDP2 takes a unit's backward for over when its input's gradient is there, and reduces then. Its hooks do not see a
-    W, so what they would do after it is done here, by what they call (torch 2.13; torch.distributed.pipelining calls
-    the same after a stage's last W): `post_backward` of a unit, and `_root_post_backward_final_callback`.
+    FSDP2 ends a unit's backward when its input's gradient is there, and reduces then. Its hooks do not see a W, so
+    their calls after it are made here (torch 2.13; torch.distributed.pipelining makes the same after a stage's last
+    W): `post_backward` of a unit, and `_root_post_backward_final_callback`.
     """
 
-    def __init__(self, root: torch.nn.Module):
+    def __init__(self, root: Any):
         self._root, self._units, self._last = root, units(root), _own_units(root)
         self._left: list[Any] = []
 
     def begin(self, *, reduce: bool) -> None:
-        """A W begins. reduce: all gradients that its units have by then are reduced."""
+        """Begin a W. reduce: reduce all gradients that its units have by then."""
         self._reduces, self._left = reduce, list(self._units)
         self._of = {
             id(param._unsharded_param): (unit, param)
@@ -103,7 +99,7 @@ class WeightGrads:
         if self._reduces:
             for unit in self._left:
                 self._reduce(unit)
-            self._root._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     @staticmethod
     def _reduce(unit: Any) -> None:
@@ -111,7 +107,7 @@ class WeightGrads:
         unit.post_backward()
 
 
-def drop_unreduced(root: torch.nn.Module) -> None:
+def drop_unreduced(root: Any) -> None:
     """Forget the gradients that a fully sharded module has added up and not reduced (of backwards inside
     set_requires_gradient_sync(False), and of HSDP before its all-reduce). torch 2.13's FSDPModule has no method for it,
     and `zero_grad` knows of the reduced ones only."""
@@ -123,46 +119,51 @@ def drop_unreduced(root: torch.nn.Module) -> None:
                 param._unsharded_param.grad = None
 
 
-def on_unit_gradient(root: torch.nn.Module, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
-    """Call `call(held, param)` when a backward has given `param.grad` of a whole parameter; `held` is what
-    `give_gradient` takes. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
+def on_unit_gradient(root: Any, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
+    """Call `call(held, param)` when a backward has set `param.grad` of a whole parameter; `held` is the argument of
+    `give_gradient`. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-            for unit in module._get_fsdp_state()._fsdp_param_groups:
-                for held in unit.fsdp_params:
-                    if held.sharded_param.requires_grad:
-                        on_gradient(held._unsharded_param, partial(call, held))
+            for held in _trained(module):
+                on_gradient(held._unsharded_param, partial(call, held))
             module.reshard()
 
 
-def reduced(module: Any) -> list[torch.nn.Parameter]:
-    """The whole parameters of a fully sharded module's own unit, in the order in which a reduction lays them out, once
-    FSDP2 has gathered them."""
+def _trained(module: Any) -> list[Any]:
+    """FSDP2's record of each trained parameter of a fully sharded module's own unit, in the order of a reduction."""
     params = [param for unit in _own_units(module) for param in unit.fsdp_params]
-    return [param._unsharded_param for param in params if param.sharded_param.requires_grad]
+    return [param for param in params if param.sharded_param.requires_grad]
+
+
+def reduced(module: Any) -> list[torch.nn.Parameter]:
+    """The whole parameters of a fully sharded module's own unit, in the order of a reduction, once FSDP2 has gathered
+    them."""
+    return [param._unsharded_param for param in _trained(module)]
 
 
 def give_gradient(held: Any, grad: torch.Tensor | None) -> None:
-    """Let the next reduction take `grad`, in the precision of the reduction, as the sum of all backwards."""
+    """Let the next reduction reduce `grad`, in the precision of the reduction, as the sum of all backwards."""
     held.unsharded_accumulated_grad = grad
 
 
 def first_element(param: torch.nn.Parameter) -> int:
-    """Offset of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
+    """Start of this rank's shard in the flattened parameter, in elements; `param` is a DTensor cut by rows.
 
     torch.distributed.tensor has the shard's offset in a module that is not public (read in torch 2.13).
     """
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    assert isinstance(param, DTensor)
+    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return offset[0] * (param.numel() // max(param.shape[0], 1))
 
 
-def tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
-    """Bytes that fully sharded modules hold now, by kind (observe/memory.py), but for the optimizer's state."""
+def tensors(roots: Iterable[Any]) -> dict[str, Iterable[torch.Tensor]]:
+    """Tensors that fully sharded modules hold now, by kind (observe/memory.py), without the optimizer's state."""
     groups = [unit for root in roots for unit in units(root)]
     params = [param for group in groups for param in group.fsdp_params]
     sharded = [param.sharded_param for param in params]
@@ -170,66 +171,71 @@ def tensors(roots) -> dict[str, Iterable[torch.Tensor]]:
     return {
         "parameters_whole": [tensor for param in params for tensor in param.all_gather_outputs],
         "parameters_shard": [own_tensor(param) for param in sharded],
-        "gradients_whole": [grad for param in params for grad in _fsdp2_gradients(param)],
+        "gradients_whole": [grad for param in params for grad in _gradients(param)],
         "gradients_shard": [*(own_tensor(p.grad) for p in sharded if p.grad is not None), *partial],
     }
 
 
-def _fsdp2_gradients(param) -> list[torch.Tensor]:
-    """Whole gradients of a parameter: what the last backward made, and the sum of those before."""
+def _gradients(param: Any) -> list[torch.Tensor]:
+    """Whole gradients of a parameter: the last backward's, and the sum of those before."""
     grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None), param.unsharded_accumulated_grad]
     return [grad for grad in grads if grad is not None]
 
 
-def before_reduce(root: torch.nn.Module, call: Callable[[Any, torch.Tensor], None]) -> None:
+def before_reduce(root: Any, call: Callable[[Any, torch.Tensor], None]) -> None:
     """Call `call(held, grad)` with each whole gradient, in the precision of the sums, of a unit that is about to be
     reduced; `held.sharded_param` is the parameter. (torch 2.13: `post_backward` adds the last backward's gradient to
     those before, and reduces, in one method; the addition is made here, and its own then finds nothing to add.)"""
 
-    def watch(unit: Any) -> None:
-        post_backward = unit.post_backward
-
-        def reduce(*args: Any) -> None:
-            for held in unit.fsdp_params if unit.reduce_grads else ():
-                held.accumulate_unsharded_grad_if_needed()
-                for grad in _fsdp2_gradients(held):
-                    call(held, grad)
-            post_backward(*args)
-
-        unit.post_backward = reduce
+    def show(unit: Any) -> None:
+        for held in unit.fsdp_params:
+            held.accumulate_unsharded_grad_if_needed()
+            for grad in _gradients(held):
+                call(held, grad)
 
     for unit in units(root):
-        watch(unit)
+        _before_reduction(unit, partial(show, unit))
 
 
-def watch(roots, memory) -> None:
-    """Have units note in `memory` (a HighWater) what all of them have gathered, when they gather, and their own and
-    their root's whole gradients, when these are about to be reduced."""
+def _before_reduction(unit: Any, call: Callable[[], None]) -> None:
+    """Call `call()` before each reduction of a unit's gradients."""
+    post_backward = unit.post_backward
+
+    def reduce(*args: Any) -> None:
+        if unit.reduce_grads:
+            call()
+        post_backward(*args)
+
+    unit.post_backward = reduce
+
+
+def watch(roots: Iterable[Any], note: Callable[[str, int], None]) -> None:
+    """Have units call `note(kind, bytes)` for the parameters that all of them have gathered, when they gather, and for
+    their own and their root's whole gradients, when these are about to be reduced."""
     gathered: dict[int, int] = {}
 
-    def watch(group, last) -> None:
-        to_unsharded, to_sharded, post_backward = group._to_unsharded, group._to_sharded, group.post_backward
+    def watch(group: Any, last: list[Any]) -> None:
+        to_unsharded, to_sharded = group._to_unsharded, group._to_sharded
 
         def gather() -> None:
             gathered[id(group)] = sum(
                 out.untyped_storage().nbytes() for p in group.fsdp_params for out in p.all_gather_outputs
             )
-            memory.note("parameters_whole", sum(gathered.values()))
+            note("parameters_whole", sum(gathered.values()))
             to_unsharded()
 
         def release() -> None:
             gathered[id(group)] = 0
             to_sharded()
-            memory.note("parameters_whole", sum(gathered.values()))
+            note("parameters_whole", sum(gathered.values()))
 
-        def reduce(*args) -> None:
-            if group.reduce_grads:
-                params = {id(param): param for each in (group, *last) for param in each.fsdp_params}
-                grads = [grad for param in params.values() for grad in _fsdp2_gradients(param)]
-                memory.note("gradients_whole", sum(grad.nbytes for grad in grads))
-            post_backward(*args)
+        def note_gradients() -> None:
+            params = {id(param): param for each in (group, *last) for param in each.fsdp_params}
+            grads = [grad for param in params.values() for grad in _gradients(param)]
+            note("gradients_whole", sum(grad.nbytes for grad in grads))
 
-        group._to_unsharded, group._to_sharded, group.post_backward = gather, release, reduce
+        group._to_unsharded, group._to_sharded = gather, release
+        _before_reduction(group, note_gradients)
 
     for each in roots:
         for unit in units(each):

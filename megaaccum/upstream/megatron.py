@@ -1,4 +1,7 @@
-"""Megatron-core's linear layers, and its DistributedDataParallel and distributed optimizer (megatron-core 0.19.2)."""
+"""Megatron-core's linear layers, and its DistributedDataParallel and distributed optimizer (megatron-core 0.19.2).
+
+Megatron has no types: its modules, its DDP and its optimizer are `Any`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,9 +18,9 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
 def check() -> list[str]:
-    """Check what `set_linear_forward` leans on: each forward calls `self._forward_impl` with these keywords; that
-    latent attention projects down where `sum_rotated_key` looks for it; and how a bucket group says that it is being
-    reduced."""
+    """Check the calls that are replaced here: each linear forward calls `self._forward_impl` with these keywords,
+    latent attention projects down by the method that `sum_rotated_key` replaces, and a bucket group has a handle while
+    it is being reduced. Sentences on those that this version lacks; empty when all is well."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -42,7 +46,7 @@ def has_transformer_engine() -> bool:
 
 
 def has_fused_softmax() -> bool:
-    """Whether apex's kernels are here that Megatron-core's fused softmax imports where it is used (0.19:
+    """Whether apex's kernels are installed, which Megatron-core's fused softmax imports when it is used (0.19:
     FusedScaleMaskSoftmax.is_kernel_available)."""
     names = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
     return all(importlib.util.find_spec(name) is not None for name in names)
@@ -58,13 +62,14 @@ def is_parallel_linear(module: torch.nn.Module) -> bool:
 def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
     """Let a parallel linear layer make its product by `forward`. Its own is a method that it calls with keywords
     (megatron-core 0.19: `_forward_impl`); there is no public way to replace the product and keep the layer."""
-    module._forward_impl = forward  # type: ignore[assignment]
+    layer: Any = module
+    layer._forward_impl = forward
 
 
-def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
+def linear_forward(*, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """Megatron-core's own product of a parallel linear layer. After a frozen weight (megatron-core 0.19:
-    LinearWithFrozenWeight) it gives a bias that is trained no gradient, so that one is added here. Its row-parallel
-    layer names no tp group, and rank 0 would warn of that in each product (60 us each, also where it is not shown)."""
+    LinearWithFrozenWeight) it gives a trained bias no gradient, so the bias is added here. Its row-parallel layer names
+    no tp group, of which rank 0 would warn in each product (60 us each, also when the warning is not shown)."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
@@ -73,48 +78,49 @@ def linear_forward(*, weight: torch.Tensor, **arguments) -> torch.Tensor:
 
     if not weight.requires_grad:
         bias = arguments.pop("bias")
-        output = layers.linear_with_frozen_weight(weight=weight, bias=None, **arguments)
+        output: torch.Tensor = layers.linear_with_frozen_weight(weight=weight, bias=None, **arguments)
         return output if bias is None else output + bias
-    return layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
+    product: torch.Tensor = layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
+    return product
 
 
-def sum_rotated_key(attention: torch.nn.Module) -> None:
+def sum_rotated_key(attention: Any) -> None:
     """Have a latent attention sum the gradient of the rotated part of its keys over tp.
 
     All heads share that part, so each tp rank's backward has the sum over its own heads alone, and Megatron-core 0.19
-    leaves it at that unless its latents are whole and cut along the sequence (Megatron-LM#1699).
+    sums it no further unless its latents are whole and cut along the sequence (Megatron-LM#1699).
     """
     from megatron.core.tensor_parallel import mappings
 
     config, group = attention.config, attention.tp_group
-    widths: list[int] = [config.kv_lora_rank, config.qk_pos_emb_head_dim]  # type: ignore[union-attr, list-item]
-    project = type(attention)._qkv_down_projection  # type: ignore[attr-defined]
+    widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    project = type(attention)._qkv_down_projection
 
     def down_projection(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of queries, and of keys and values with the rotated part after them, both whole."""
         queries, latent = project(attention, hidden)
         if latent.shape[-1] != sum(widths):
             latent = mappings.gather_from_tensor_model_parallel_region(latent, group=group)
-            if config.sequence_parallel:  # type: ignore[union-attr]
+            if config.sequence_parallel:
                 return queries, mappings.scatter_to_sequence_parallel_region(latent, group=group)
-        if config.sequence_parallel:  # type: ignore[union-attr]
+        if config.sequence_parallel:
             return queries, latent
         rest, rotated = latent.split(widths, dim=-1)
         rotated = mappings.copy_to_tensor_model_parallel_region(rotated, group=group)
         return queries, torch.cat([rest, rotated], dim=-1)
 
-    attention._qkv_down_projection = down_projection  # type: ignore[assignment]
+    attention._qkv_down_projection = down_projection
 
 
-def scales_side_losses(config) -> bool:
-    """Whether a forward has to scale losses that are differentiated on the side, also on a stage that has none of its
+def scales_side_losses(config: Any) -> bool:
+    """Whether a forward has to scale losses that are differentiated on the side, even on a stage that has none of its
     own: Megatron does so after each (megatron-core 0.19: `forward_step_calc_loss`)."""
     attention = "experimental_attention_variant"
     keys = ("num_moe_experts", "mtp_num_layers", attention, f"{attention}_loss_scale_func")
     return any(getattr(config, key, None) is not None for key in keys)
 
 
-def reduce_scatter(reduce_scatter: Callable | None = None) -> None:
+def reduce_scatter(reduce_scatter: Callable[..., Any] | None = None) -> None:
     """Have Megatron's DDPs use torch's reduce-scatter, or `reduce_scatter` (of the same arguments).
 
     It is a global of the module (megatron-core 0.19). One that adds in rank order
@@ -126,24 +132,27 @@ def reduce_scatter(reduce_scatter: Callable | None = None) -> None:
     param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter or torch.distributed.reduce_scatter_tensor
 
 
-def give_zeros(ddp) -> None:
+def _bucket_groups(ddp: Any) -> list[Any]:
+    return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
+
+def give_zeros(ddp: Any) -> None:
     """Give Megatron's DDP a gradient, zeros, of each parameter that got none in the last backward: it sends a bucket
-    when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and else fails."""
-    groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
-    had = {param for group in groups for param in group.per_param_grad_ready_counts}
+    when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and fails without."""
+    had = {param for group in _bucket_groups(ddp) for param in group.per_param_grad_ready_counts}
     missing = [param for param in ddp.module.parameters() if param.requires_grad and param not in had]
     if missing:
         torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
 
-def before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> None:
+def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `call(param)` for the parameters of a bucket group, whose `main_grad` is then whole on this rank, before
     Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run)."""
 
-    def watch(group) -> None:
+    def watch(group: Any) -> None:
         start_grad_sync = group.start_grad_sync
 
-        def start(*args, **kwargs) -> None:
+        def start(*args: Any, **kwargs: Any) -> None:
             if group.grad_reduce_handle is None:  # else it is under way, as `start_grad_sync` sees too
                 for bucket in group.buckets:
                     for param in bucket.params_list:
@@ -152,18 +161,17 @@ def before_reduce(ddp, call: Callable[[torch.nn.Parameter], None]) -> None:
 
         group.start_grad_sync = start
 
-    for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+    for group in _bucket_groups(ddp):
         watch(group)
 
 
-def params_of(ddps, flat: torch.Tensor) -> list[torch.nn.Parameter]:
+def params_of(ddps: Iterable[Any], flat: torch.Tensor) -> list[torch.nn.Parameter]:
     """The parameters of the bucket whose whole gradients `flat` is."""
-    groups = [group for ddp in ddps for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
-    buckets = [bucket for group in groups for bucket in group.buckets]
+    buckets = [bucket for ddp in ddps for group in _bucket_groups(ddp) for bucket in group.buckets]
     return next(bucket.params_list for bucket in buckets if bucket.grad_data.data_ptr() == flat.data_ptr())
 
 
-def share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
+def share(optimizer: Any, param: torch.nn.Parameter) -> tuple[int, int]:
     """[start, stop) of the flattened parameter that this rank's distributed optimizer owns; empty if it owns none."""
     if param not in optimizer.model_param_gbuf_map:
         return 0, 0
@@ -171,14 +179,14 @@ def share(optimizer, param: torch.nn.Parameter) -> tuple[int, int]:
     return share.start, share.end
 
 
-def state(optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Flat views {"param": master weight, "exp_avg", "exp_avg_sq"} of this rank's share; moments are made as zeros."""
     group, order = optimizer.model_param_group_index_map[param]
     return adam_views(optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order])
 
 
-def tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
-    """Bytes that Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
+def tensors(optimizer: Any) -> dict[str, Iterable[torch.Tensor]]:
+    """Tensors that Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
     parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
     buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
     params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]
@@ -191,8 +199,8 @@ def tensors(optimizer) -> dict[str, Iterable[torch.Tensor]]:
     }
 
 
-def adopt(optimizer, num_steps: int) -> None:
-    """Take what was written into the shares as the weights, gathered over the data-parallel ranks."""
+def adopt(optimizer: Any, num_steps: int) -> None:
+    """Make the content of the shares the weights, gathered over the data-parallel ranks."""
     shares = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
     set_adam_step(optimizer.optimizer, shares, num_steps)
     optimizer._copy_main_params_to_model_params()
@@ -201,8 +209,8 @@ def adopt(optimizer, num_steps: int) -> None:
 
 
 @contextmanager
-def mtp_spec_of_builder(spec) -> Iterator[None]:
-    """Inside, Megatron's GPTModelBuilder builds prediction layers of this spec (None for none). Its own takes
+def mtp_spec_of_builder(spec: Any) -> Iterator[None]:
+    """Context in which Megatron's GPTModelBuilder builds prediction layers of this spec (None for none). Its own has
     Megatron's norms and this rank's stage from parallel_state, and there is no argument for another."""
     before = builder.mtp_block_spec
     builder.mtp_block_spec = lambda *_, **__: spec

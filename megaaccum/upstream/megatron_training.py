@@ -1,7 +1,8 @@
 """The parts of Megatron-LM's `megatron.training` that the models are built with, and its pretraining loop
 (megatron-core 0.19.2).
 
-To be imported from here: importing `megatron.training` itself gives the program's root logger a handler and level INFO.
+Import these names from here: importing `megatron.training` itself gives the program's root logger a handler and level
+INFO. Megatron's functions, arguments and models have no types: `Any`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from megaaccum.platform import cpu, quiet
+from megaaccum.upstream.lookup import absent
 
 with quiet.root_logger_kept():
     from megatron.training.models import gpt as gpt_builder
@@ -34,18 +36,13 @@ __all__ = [
 
 _NAMES = {
     "training.training": (
-        "pretrain",
-        "train",
-        "get_model",
-        "get_megatron_optimizer",
-        "get_forward_backward_func",
-        "initialize_megatron",
-        "set_jit_fusion_options",
-    ),
-    "training.initialize": ("_compile_dependencies",),
-    "training.arguments": ("get_device_arch_version",),
-    "training.global_vars": ("get_args",),
-    "core.parallel_state": ("is_pipeline_first_stage", "is_pipeline_last_stage"),
+        "pretrain train get_model get_megatron_optimizer get_forward_backward_func initialize_megatron"
+        " set_jit_fusion_options"
+    ).split(),
+    "training.initialize": ["_compile_dependencies"],
+    "training.arguments": ["get_device_arch_version"],
+    "training.global_vars": ["get_args"],
+    "core.parallel_state": ["is_pipeline_first_stage", "is_pipeline_last_stage"],
 }
 """Names that are called or replaced below, by module."""
 
@@ -58,12 +55,7 @@ def _module(name: str) -> ModuleType:
 
 def check() -> list[str]:
     """Names that this version of Megatron lacks, as sentences; empty when all is well."""
-    return [
-        f"megatron.{module}.{name} is missing"
-        for module, names in _NAMES.items()
-        for name in names
-        if not hasattr(_module(module), name)
-    ]
+    return [problem for module, names in _NAMES.items() for problem in absent(_module(module), names)]
 
 
 def args_of_run() -> Any:
@@ -73,17 +65,17 @@ def args_of_run() -> Any:
 
 def function(name: str) -> Callable[..., Any]:
     """A function of Megatron's loop."""
-    return getattr(_module("training.training"), name)  # type: ignore[no-any-return]
+    found: Callable[..., Any] = getattr(_module("training.training"), name)
+    return found
 
 
 @contextmanager
-def in_place_of(**names: Callable) -> Iterator[None]:
-    """Inside, Megatron's loop (and parallel_state) calls these functions under its own names: it takes its model, its
-    optimizer and its schedule from functions of its module, and there are no arguments for others."""
-    places = [
-        (_module(module), name) for module in ("training.training", "core.parallel_state") for name in _NAMES[module]
-    ]
-    found = [(module, name, getattr(module, name)) for module, name in places if name in names]
+def in_place_of(**names: Callable[..., Any]) -> Iterator[None]:
+    """Context in which Megatron's loop (and parallel_state) calls these functions under its own names: it gets its
+    model, its optimizer and its schedule from functions of its module, and there are no arguments for others."""
+    replaceable = ("training.training", "core.parallel_state")
+    modules = {name: _module(module) for module in replaceable for name in _NAMES[module]}
+    found = [(module, name, getattr(module, name)) for name, module in modules.items() if name in names]
     assert len(found) == len(names), f"{names.keys()} are not all names of Megatron's loop"
     for module, name, _ in found:
         setattr(module, name, names[name])
@@ -95,7 +87,7 @@ def in_place_of(**names: Callable) -> Iterator[None]:
 
 
 def answer_for_cuda() -> None:
-    """On the CPU lane, let Megatron's argument parser and its loop run without a GPU: six places that ask for one.
+    """On the CPU lane, install stand-ins for the six calls by which Megatron's argument parser and its loop need a GPU.
 
     They ask for its architecture (twice), select it, refuse to initialise without it, compile C++ that the wheel has no
     source of, and warm up fused kernels. No-op with a GPU.
@@ -104,28 +96,26 @@ def answer_for_cuda() -> None:
 
     if cpu.has_accelerator():
         return
-    training = _module("training.training")
     cuda: Any = torch.cuda
+    training: Any = _module("training.training")
+    initialization: Any = _module("training.initialize")
+    arguments: Any = _module("training.arguments")
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.set_device = lambda device: None
-    vars(_module("training.arguments"))["get_device_arch_version"] = lambda: 9
-    vars(_module("training.initialize"))["_compile_dependencies"] = lambda: None
-    vars(training)["set_jit_fusion_options"] = lambda tp_size=None: None
-    if getattr(training.initialize_megatron, "on_cpu", False):
+    arguments.get_device_arch_version = lambda: 9
+    initialization._compile_dependencies = lambda: None
+    training.set_jit_fusion_options = lambda tp_size=None: None
+    initialize = training.initialize_megatron
+    if getattr(initialize, "on_cpu", False):
         return
-    vars(training)["initialize_megatron"] = _on_cpu(training.initialize_megatron)
 
-
-def _on_cpu(initialize: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        """Groups and random states are made only where a device is counted."""
-        import torch
-
-        count, torch.cuda.device_count = torch.cuda.device_count, lambda: 1  # type: ignore[assignment]
+        # Megatron makes groups and random states only if it counts a device.
+        count, cuda.device_count = cuda.device_count, lambda: 1
         try:
             return initialize(*args, **(kwargs | {"allow_no_cuda": True}))
         finally:
-            torch.cuda.device_count = count
+            cuda.device_count = count
 
-    initialize_megatron.on_cpu = True  # type: ignore[attr-defined]
-    return initialize_megatron
+    training.initialize_megatron = initialize_megatron
+    training.initialize_megatron.on_cpu = True

@@ -1,4 +1,7 @@
-"""torch's autograd and torch.distributed (torch 2.13)."""
+"""Private names of torch's autograd and torch.distributed (torch 2.13).
+
+Its methods of process groups have no types, and each watched one has arguments of its own: `Any` here.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,27 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from megaaccum.upstream.lookup import absent
 
 
 def check() -> list[str]:
     """Names that this version of torch lacks, as sentences; empty when all is well."""
     from torch.distributed import ProcessGroup, distributed_c10d
 
-    places = (
-        (torch._C, ("_current_graph_task_id",)),
-        (type(torch.autograd.Variable._execution_engine), ("run_backward",)),
-        (distributed_c10d, ("_get_default_store", "ProcessGroupGloo")),
-        (distributed_c10d.ProcessGroupGloo, ("_Options", "create_device", "create_default_device")),
-        (ProcessGroup, ("allreduce", "_allgather_base", "_reduce_scatter_base")),
-    )
     return [
-        f"{place.__name__}.{name} is missing" for place, names in places for name in names if not hasattr(place, name)
+        *absent(torch._C, ["_current_graph_task_id"]),
+        *absent(type(torch.autograd.Variable._execution_engine), ["run_backward"]),
+        *absent(distributed_c10d, ("_get_default_store", "ProcessGroupGloo")),
+        *absent(distributed_c10d.ProcessGroupGloo, ("_Options", "create_device", "create_default_device")),
+        *absent(ProcessGroup, ("allreduce", "_allgather_base", "_reduce_scatter_base")),
     ]
 
 
 _DCP = "torch.distributed.checkpoint"
-
 
 CHECKPOINT_METADATA_CLASSES = frozenset(
     {
@@ -43,40 +44,40 @@ CHECKPOINT_METADATA_CLASSES = frozenset(
         ("pathlib._local", "PosixPath"),  # the same under Python 3.13
     }
 )
-"""(module, name) of what torch 2.13 puts into the `.metadata` of a checkpoint of plain tensors, beside dtypes. The
-private ones of them are how that file says which tensor lies where."""
+"""(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes. The
+private ones record which tensor lies where."""
 
 
 def one_gloo_device() -> None:
     """Let all gloo groups of this process share one device, which is one thread that waits for the network.
 
-    torch 2.13 gives each group its own, and each of those wakes up a hundred times a second: the twenty groups of a
-    rank take 2 % of a core while nothing happens. Megatron-core makes the groups, and new_group has no way to hand a
-    device on (distributed_c10d: `_new_process_group_helper`). Twice is once.
+    torch 2.13 gives each group its own, which wakes up a hundred times a second: the twenty groups of a rank take 2 %
+    of a core while nothing happens. Megatron-core makes the groups, and new_group cannot pass a device on
+    (distributed_c10d: `_new_process_group_helper`). A second call does nothing.
     """
     from torch.distributed import distributed_c10d
 
-    plain: Any = distributed_c10d.ProcessGroupGloo
+    module: Any = distributed_c10d
+    plain = module.ProcessGroupGloo
     if plain.__name__ == "OnSharedDevice":
         return
 
-    @functools.cache
-    def devices() -> list:
+    @functools.cache  # made when the first group is: a process without groups has no thread
+    def devices() -> list[Any]:
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        return [plain.create_device(interface=name) for name in names] or [plain.create_default_device()]  # type: ignore[attr-defined]
+        return [plain.create_device(interface=name) for name in names] or [plain.create_default_device()]
 
-    class OnSharedDevice(plain):  # type: ignore[valid-type, misc]
-        def __init__(self, store, rank: int, size: int, timeout) -> None:
-            options = plain._Options()
-            options._timeout, options._devices = timeout, devices()
-            super().__init__(store, rank, size, options)
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options = plain._Options()
+        options._timeout, options._devices = timeout, devices()
+        plain.__init__(self, store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+    module.ProcessGroupGloo = type("OnSharedDevice", (plain,), {"__init__": init})
 
 
 def note_failure(key: str, text: str) -> None:
-    """Leave `text` where the other ranks find it, unless one was there first. The store of the rendezvous has no public
-    name in torch 2.13, and no collective can be used once ranks are out of step."""
+    """Store `text` for the other ranks, unless one was there first. The store of the rendezvous has no public name in
+    torch 2.13, and no collective can be used once ranks are out of step."""
     with contextlib.suppress(Exception):  # the store ends with rank 0; the error itself is raised in any case
         torch.distributed.distributed_c10d._get_default_store().compare_set(key, "", text)
 
@@ -86,19 +87,19 @@ def noted_failure(key: str) -> str | None:
     with contextlib.suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
         if store.check([key]):
-            return store.get(key).decode()
+            text: str = store.get(key).decode()
+            return text
     return None
 
 
 def add_by_autograd(leaf: torch.Tensor, grad: torch.Tensor) -> None:
     """Add `grad` to the gradient of `leaf`, with precision (`grad_dtype`) and hooks on gradients as in a backward.
 
-    A schedule does so for every weight and micro-batch, and most of what torch.autograd.backward does is to look at its
-    arguments. Megatron-core calls the engine alike (custom_backward).
+    A schedule does so for every weight and micro-batch, and torch.autograd.backward spends most of its time on checks
+    of its arguments. Megatron-core calls the engine alike (custom_backward).
     """
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        (leaf,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward((leaf,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -116,9 +117,9 @@ def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], 
 
 
 class OnGradient:
-    """Autograd visits every input of a function whose backward it runs, and (torch 2.13) runs the hooks of the
-    addition even where the function gave no gradient: a layer that computes its weight gradient later. The hook on the
-    gradient itself tells, which then is None."""
+    """Hooks on a parameter's gradient. Autograd visits every input of a function whose backward it runs, and (torch
+    2.13) runs the hooks of the addition even if the function gave no gradient, as a layer does that computes its weight
+    gradient later. The hook on the gradient itself tells, which then is None."""
 
     def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
         self._call, self._came = call, False
@@ -146,49 +147,56 @@ def in_backward() -> bool:
 
 
 _COLLECTIVES = {
-    "_allgather_base": ("all_gather", 0),
-    "all_gather_single": ("all_gather", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "all_gather_single_coalesced": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 0),
-    "alltoall": ("all_to_all", 0),
-    "alltoall_base": ("all_to_all", 0),
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "gather": ("gather", 0),
-    "scatter": ("scatter", 0),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
+    method: (collective, position)
+    for collective, position, methods in (
+        ("all_gather", 0, "_allgather_base all_gather_single allgather allgather_coalesced"),
+        ("all_gather", 0, "all_gather_single_coalesced allgather_into_tensor_coalesced"),
+        ("reduce_scatter", 1, "_reduce_scatter_base reduce_scatter reduce_scatter_single"),
+        ("reduce_scatter", 1, "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"),
+        ("all_to_all", 0, "all_to_all_single alltoall alltoall_base"),
+        ("all_reduce", 0, "allreduce allreduce_coalesced"),
+        *((name, 0, name) for name in ("broadcast", "reduce", "gather", "scatter", "send", "recv")),
+    )
+    for method in methods.split()
 }
-"""Methods of torch's ProcessGroup, through which torch.distributed and deepspeed.comm pass: the collective's name and
-the argument that holds the elements of all ranks (of an all-to-all, those that come)."""
+"""Methods of torch's ProcessGroup, which torch.distributed and deepspeed.comm call: the collective's name, and the
+position of the argument that holds the elements of all ranks (of an all-to-all, those that come)."""
+
+Heard = tuple[str, torch.distributed.ProcessGroup, torch.dtype, int]
+"""Collective, group, dtype and bytes of a tensor."""
+
+
+class Note(Protocol):
+    """A listener to collectives."""
+
+    def __call__(
+        self,
+        collective: str,
+        group: torch.distributed.ProcessGroup,
+        dtype: torch.dtype,
+        num_bytes: int,
+        seconds: float,
+        *,
+        calls: int = 1,
+    ) -> None: ...
 
 
 @contextlib.contextmanager
-def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
-    """Inside, `note(collective, group, dtype, num_bytes, seconds, calls=1)` hears of each tensor that a collective over
-    more than one rank is given (of an all-to-all, of the bytes in it that other ranks send); then, with calls=0, of the
-    seconds that the host waited for it. torch has no public place where all of them pass (a dispatch mode sees every
-    operator, and slows each one down)."""
+def watched_collectives(note: Note) -> Iterator[None]:
+    """Context in which `note` is called for each tensor that a collective over more than one rank is given (with the
+    bytes in it that other ranks send, for an all-to-all); then, with calls=0, for the seconds that the host waited for
+    it. torch has no public function that all of them pass (a dispatch mode sees every operator, and slows each one
+    down)."""
     from torch.distributed import ProcessGroup, Work
 
-    waited: dict[int, tuple] = {}
+    waited: dict[int, Heard] = {}
     gives_one_handle = functools.cache(_gives_one_handle)
     names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
-    # What the class holds is bound to a group when it is looked up; what getattr returns is not any more.
+    # The attributes in vars() bind to a group when they are looked up; the functions that getattr returns do not.
     held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
     plain_wait = Work.wait
 
-    def wait(work, *args, **kwargs):
+    def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         try:
             return plain_wait(work, *args, **kwargs)
@@ -200,26 +208,31 @@ def watched_collectives(note: Callable[..., None]) -> Iterator[None]:
                     note(*waited.pop(key), 0.0, calls=0)
 
     try:
-        Work.wait = wait  # type: ignore[method-assign, assignment]
+        setattr(Work, "wait", wait)  # noqa: B010
         for name in names:
-            setattr(ProcessGroup, name, _noting(getattr(ProcessGroup, name), *_COLLECTIVES[name], note, waited))
+            setattr(ProcessGroup, name, noting(getattr(ProcessGroup, name), *_COLLECTIVES[name], note, waited))
         yield
     finally:
         for owner, name, method in held:
             setattr(owner, name, method)
 
 
-def _gives_one_handle(group) -> bool:
+def _gives_one_handle(group: torch.distributed.ProcessGroup) -> bool:
     """Whether a batch of messages of `group` has one handle for all of them, and none for each."""
     return torch.distributed.get_backend(group) == "nccl"
 
 
-def _noting(method, collective: str, position: int, note, waited: dict[int, tuple]):
-    def call(group, *args, **kwargs):
+def noting(
+    method: Callable[..., Any], collective: str, position: int, note: Note, waited: dict[int, Heard]
+) -> Callable[..., Any]:
+    """`method` of a ProcessGroup, calling `note` for its tensors. waited: filled with the first tensor of a call by the
+    id of its handle."""
+
+    def call(group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if group.size() == 1:
             return method(group, *args, **kwargs)
         # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
-        heard = [(collective, group, tensor.dtype, tensor.nbytes) for tensor in _flat(args[position])]
+        heard: list[Heard] = [(collective, group, each.dtype, each.nbytes) for each in _flat(args[position])]
         if collective == "all_to_all":
             sizes = _from_others([size for *_, size in heard], group, args[2] if len(heard) == 1 else None)
             heard = [(*each[:3], size) for each, size in zip(heard, sizes, strict=True)]
@@ -236,9 +249,9 @@ def _noting(method, collective: str, position: int, note, waited: dict[int, tupl
     return call
 
 
-def _from_others(sizes: list[int], group, splits) -> list[int]:
-    """Of the bytes of what an all-to-all fills, those that other ranks send. splits: rows that each rank sends into the
-    one tensor, empty where all send as many; None: a tensor per rank."""
+def _from_others(sizes: list[int], group: torch.distributed.ProcessGroup, splits: Sequence[int] | None) -> list[int]:
+    """Bytes that other ranks send, of the tensors that an all-to-all fills. splits: rows that each rank sends into the
+    one tensor, empty if all send as many; None: a tensor per rank."""
     own = group.rank()
     if splits is None:
         return [0 if rank == own else size for rank, size in enumerate(sizes)]
@@ -246,9 +259,6 @@ def _from_others(sizes: list[int], group, splits) -> list[int]:
     return [size * (sum(splits) - splits[own]) // max(sum(splits), 1) for size in sizes]
 
 
-def _flat(tensors) -> Sequence[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return (tensors,)
-    if all(isinstance(each, torch.Tensor) for each in tensors):
-        return tensors
-    return [one for each in tensors for one in _flat(each)]
+def _flat(tensors: Any) -> list[torch.Tensor]:
+    """The tensors in a tensor, or in a sequence of sequences of them."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else [one for each in tensors for one in _flat(each)]

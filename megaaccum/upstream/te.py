@@ -1,13 +1,14 @@
-"""The one place that touches names of Transformer Engine that it does not document.
+"""Names of Transformer Engine that it does not document.
 
-Written against transformer-engine 2.20.2; each function says what it does that no public name does. `check()` looks
-every name up. Transformer Engine (TE here) is imported inside functions: most runs have none.
+Written against transformer-engine 2.20.2; each function states why no public name serves. `check()` looks
+every name up. Transformer Engine (TE here) is imported inside functions: most runs have none. It has no types, so that
+its modules and states are `Any`.
 
 Why private names at all: TE moves the histories of delayed scaling when the outermost autocast region of the process
 ends, and when the first FP8 module of that region has ended its backward, for all modules of the process at once. With
 two model chunks on a rank every region of one chunk also rolls a row of zeros into the histories of the other;
-recomputed layers open regions of their own; and where backwards do not come in the order of forwards, a layer that is
-computed again takes another micro-batch's scales.
+recomputed layers open regions of their own; and if backwards do not come in the order of forwards, a layer that is
+computed again uses another micro-batch's scales.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from typing import Any
 
 import torch
 
+from megaaccum.upstream.lookup import absent, unwritten
+
 _UPDATE = "reduce_and_update_fp8_tensors"
 _RECOMPUTE = "fp8_tensors_recompute_buffer"
 _STATES = ("scale", "amax_history")
+
+Scales = deque[Any]
+"""TE's queue of the scales with which a module's forwards were made."""
+Products = queue.Queue[Any]
+"""TE's queue of (operands, product) of weight gradients that are computed later."""
 
 
 def check() -> list[str]:
@@ -31,21 +39,21 @@ def check() -> list[str]:
     from transformer_engine.pytorch.module import base
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
 
-    state = FP8GlobalStateManager.quantization_state
-    problems = [] if hasattr(FP8GlobalStateManager, _UPDATE) else [f"FP8GlobalStateManager.{_UPDATE} is missing"]
-    names = (*(f.name for f in fields(Histories)), _RECOMPUTE)
-    problems += [f"FP8GlobalState.{name} is missing" for name in names if not hasattr(state, name)]
-    made = inspect.getsource(DelayedScalingRecipeState)
-    problems += [f"DelayedScalingRecipeState.{name} is missing" for name in _STATES if f"self.{name} =" not in made]
     module = base.TransformerEngineBaseModule
-    methods = ("init_fp8_metadata", "backward_dw", "need_backward_dw")
-    problems += [f"TransformerEngineBaseModule.{name} is missing" for name in methods if not hasattr(module, name)]
+    names = (*(each.name for each in fields(Histories)), _RECOMPUTE)
+    problems = [
+        *absent(FP8GlobalStateManager, [_UPDATE]),
+        *absent(FP8GlobalStateManager.quantization_state, names),
+        *unwritten(DelayedScalingRecipeState, _STATES, form="self.{} ="),
+        *absent(module, ("init_fp8_metadata", "backward_dw", "need_backward_dw")),
+    ]
     if "self.wgrad_store.pop()" not in inspect.getsource(module.backward_dw):
         problems.append("TransformerEngineBaseModule.backward_dw does not pop its wgrad_store")
     return problems
 
 
-def _manager() -> Any:
+def state_manager() -> Any:
+    """TE's class that holds the FP8 state of this process."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager
@@ -59,60 +67,52 @@ class Histories:
     """TE's state of the modules of one chunk: their newest largest values, their histories and their
     scales, in lists by direction and recipe. Field names are those of TE's FP8GlobalState."""
 
-    global_amax_buffer: dict[str, list] = field(default_factory=dict)
-    global_amax_history_buffer: dict[str, list] = field(default_factory=dict)
-    global_scale_buffer: dict[str, list] = field(default_factory=dict)
+    global_amax_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    global_amax_history_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    global_scale_buffer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def use(self) -> None:
         """Let TE see these modules alone: it registers new ones here, and updates no others."""
-        state = _manager().quantization_state
+        state = state_manager().quantization_state
         for each in fields(self):
             setattr(state, each.name, getattr(self, each.name))
 
 
-def take_over_updates() -> Callable[[bool], None]:
-    """Stop TE from updating histories and scales. Returns TE's own update, which takes `forward` (or
+def stop_updates() -> Callable[[bool], None]:
+    """Stop TE from updating histories and scales. Returns TE's own update, called with `forward` (or
     backward) and works on the modules of the Histories in use; with several ranks it is collective over the group of
     their autocast region (a MAX all-reduce)."""
-    manager = _manager()
-    update = getattr(manager, "_megaaccum_update", None)
-    if update is None:
-        update = getattr(manager, _UPDATE)
-        manager._megaaccum_update = update
+    manager = state_manager()
+    if not hasattr(manager, "_megaaccum_update"):
+        manager._megaaccum_update = getattr(manager, _UPDATE)
         setattr(manager, _UPDATE, classmethod(lambda cls, forward=True: None))
+    update: Callable[[bool], None] = manager._megaaccum_update
     return update
 
 
-def give_back_updates() -> None:
-    """Undo `take_over_updates` (tests, and a process that goes on without megaaccum)."""
-    manager = _manager()
-    if (update := getattr(manager, "_megaaccum_update", None)) is not None:
-        setattr(manager, _UPDATE, update)
-        del manager._megaaccum_update
+def begin_recompute(like: list[Scales]) -> None:
+    """Let TE put the scales of a micro-batch into queues of their own; call it before a forward whose layers may be
+    computed again. TE has one queue per module, and would return scales in the order of the forwards."""
+    setattr(state_manager().quantization_state, _RECOMPUTE, [deque() for _ in like])
 
 
-def begin_recompute(like: list[deque]) -> None:
-    """Before a forward whose layers may be computed again: let TE put the scales of this micro-batch into queues of
-    their own. TE has one queue per module, and would hand them out in the order of the forwards."""
-    setattr(_manager().quantization_state, _RECOMPUTE, [deque() for _ in like])
-
-
-def recompute_queues() -> list[deque]:
+def recompute_queues() -> list[Scales]:
     """The queues that TE uses now: one per module that may be computed again."""
-    return getattr(_manager().quantization_state, _RECOMPUTE)
+    queues: list[Scales] = getattr(state_manager().quantization_state, _RECOMPUTE)
+    return queues
 
 
-def use_recompute(queues: list[deque]) -> None:
-    """Before a backward: let TE take the scales for layers that are computed again from here."""
-    setattr(_manager().quantization_state, _RECOMPUTE, queues)
+def use_recompute(queues: list[Scales]) -> None:
+    """Let TE read the scales for layers that are computed again from `queues`; call it before a backward."""
+    setattr(state_manager().quantization_state, _RECOMPUTE, queues)
 
 
 def make_states(chunk: torch.nn.Module) -> None:
-    """Make what delayed scaling keeps of each module of `chunk`, as its first forward would, so that a checkpoint can
+    """Make the state of delayed scaling of each module of `chunk`, as its first forward would, so that a checkpoint can
     be read into it. The region is Megatron's own, so recipe and group are those of the forward."""
     from megatron.core.fp8_utils import get_fp8_context
 
-    with get_fp8_context(chunk.config):  # type: ignore[arg-type]
+    with get_fp8_context(chunk.config):
         for _, module in _quantizing(chunk):
             module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
 
@@ -120,7 +120,7 @@ def make_states(chunk: torch.nn.Module) -> None:
 def states(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(MODULE/scale_fwd and so on, tensor) of all that delayed scaling keeps between micro-batches in `chunk`: per
     module, for forward and backward, scale [slots] and amax_history [rows, slots], FP32 on the device. Empty for other
-    recipes. The tensors stay the same objects as long as the module lives."""
+    recipes. The tensors are the same objects as long as the module lives."""
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
 
     for name, module in _quantizing(chunk):
@@ -146,33 +146,31 @@ def _quantizing(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def delayed_modules(chunk: torch.nn.Module) -> list[Any]:
     """Modules of `chunk` whose backward leaves the weight gradient to a later `backward_dw()` (delay_wgrad_compute),
     in model order."""
-    found = []
-    for module in chunk.modules():
-        needs = getattr(module, "need_backward_dw", None)
-        if getattr(module, "wgrad_store", None) is not None and needs is not None and needs():
-            found.append(module)
-    return found
+    modules: list[Any] = list(chunk.modules())
+    found = [module for module in modules if getattr(module, "wgrad_store", None) is not None]
+    return [module for module in found if hasattr(module, "need_backward_dw") and module.need_backward_dw()]
 
 
-def take_delayed(module: Any) -> queue.Queue | None:
+def pop_delayed(module: Any) -> Products | None:
     """The products that the last backward through `module` left for `backward_dw`, or None; the module starts an empty
     queue. TE has one queue for all micro-batches, so that they could only be worked off in the order of their
     backwards."""
-    left = module.wgrad_store.context
+    left: Products = module.wgrad_store.context
     if left.empty():
         return None
     module.wgrad_store.context = queue.Queue()
     return left
 
 
-def kept_by(left: queue.Queue) -> Iterator[torch.Tensor]:
-    """The tensors in what `take_delayed` gave: TE's queue holds (operands, product) pairs."""
+def operands_of(left: Products) -> Iterator[torch.Tensor]:
+    """The tensors that a result of `pop_delayed` holds."""
     for operands, _ in left.queue:
         yield from (each for each in operands if isinstance(each, torch.Tensor))
 
 
-def delayed_gradients(module: Any, left: queue.Queue) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Compute what `take_delayed` gave. Returns (parameter, gradient) and leaves every `.grad` as it was.
+def delayed_gradients(module: Any, left: Products) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Compute the gradients of a result of `pop_delayed`. Returns (parameter, gradient) and leaves every `.grad` as it
+    was.
 
     `backward_dw` writes to `.grad` what it computed: over a weight's, and to a bias only where there is none. So both
     are put aside, with the precision that they are held to.

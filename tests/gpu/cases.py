@@ -255,7 +255,7 @@ def _wait() -> None:
 
 def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
     """Tokens per second and the share of the GPU's peak; bare: Megatron's schedule over DeepSpeed by hand."""
-    from megaaccum.model import flops
+    from megaaccum.pretrain.metrics import flops
 
     if "fsdp2" in layout and fsdp2.check():
         return _refused(Case(1, f"--pp_microbatches 2 {layout}", PLAIN))
@@ -348,12 +348,12 @@ def memory(*, size: str, sync: str, dry: bool) -> Found:
     """What the planner predicts beside what is allocated; within 15 % on a GPU."""
     from megaaccum.lab.planner import footprint
     from megaaccum.lab.planner.sync_mode import Forecast
-    from megaaccum.model import gpt
+    from megaaccum.model import machine
 
     rig, batch = _large(f"--sync {sync}", size, dry=dry)
     for _ in range(2):
         result = rig.train_step.train(batch, step=1)
-    predicted = Forecast(rig.plan, 61, layers=gpt.layers_of(rig.plan)).of(footprint.chosen(rig.plan))
+    predicted = Forecast(rig.plan, 61, layers=machine.layer_kind(rig.plan)).of(footprint.chosen(rig.plan))
     seen = _allocated()
     near = dry or abs(seen["allocated"] / predicted.held - 1) < 0.15
     return {"ok": near, "predicted": predicted.held, "by kind": predicted.memory, "measured": result.memory} | seen
@@ -374,18 +374,18 @@ def auto_at_the_edge(*, dry: bool) -> Found:
     """A limit just above what a step is predicted to need is accepted, and kept on a GPU; one just below is refused.
     (One rank shares its parameters with no other, so that streaming needs as much as resident.)"""
     from megaaccum.lab.planner import sync_mode
-    from megaaccum.model import gpt
+    from megaaccum.model import machine
 
     flags, _ = _model("1.2B", dry=dry)
     plan = Case(1, "--pp_microbatches 8", flags, "bf16").plan()
-    made_of = gpt.layers_of(plan)
+    made_of = machine.layer_kind(plan)
     rows = sync_mode.Forecast(plan, 61, layers=made_of).every()
     held = min(row.held for row in rows if (row.mode.backend, row.mode.zero_stage) == ("deepspeed", 3))
 
     def settled(limit: float) -> bool:
         keys = f"--pp_microbatches 8 --sync auto --memory_gib {limit / 2**30:.9f} --vocab_size 61"
         try:
-            sync_mode.settle(Case(1, keys, flags, "bf16").plan(), layers=made_of)
+            sync_mode.choose_sync_mode(Case(1, keys, flags, "bf16").plan(), layers=made_of)
         except ConfigError:
             return False
         return True

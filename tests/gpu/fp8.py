@@ -138,11 +138,11 @@ class Run:
     """A model in training; its gradients are noted before the optimizer reads them."""
 
     def __init__(self, case, *, split: str = ""):
-        from megaaccum.config.plan import Layout
+        from megaaccum.config.plan import RankLayout
         from megaaccum.executor.entry import get_forward_backward_func
         from tests.support.parity import Rig
 
-        with patch.object(Layout, "splits_backward", bool(split)):
+        with patch.object(RankLayout, "splits_backward", bool(split)):
             self.rig = Rig.of(case)
         if split:
             self.rig.train_step.schedule = get_forward_backward_func(split, own=True)
@@ -300,12 +300,12 @@ def blackwell_only() -> dict:
     import torch
 
     from megaaccum.errors import ConfigError
-    from megaaccum.model import gpt as model
+    from megaaccum.model import machine
 
     plan = _case("--fp8_format hybrid --fp8_recipe mxfp8 --seq_length 32 --ffn_hidden_size 256").plan()
     capability = torch.cuda.get_device_capability()
     try:
-        model._check_fp8(plan)
+        machine.check_machine(plan)
     except ConfigError as error:
         return {"ok": not (10, 0) <= capability < (12, 0), "told": str(error)}
     return {"ok": (10, 0) <= capability < (12, 0), "told": "accepted"}

@@ -37,9 +37,9 @@ class Run(Rig):
     """As much of a training run as a checkpoint holds."""
 
     def __post_init__(self):
-        from megaaccum.model import gpt
+        from megaaccum.model import names
 
-        self.buffers = dict(gpt.named_buffers(self.chunks))
+        self.buffers = dict(names.named_buffers(self.chunks))
 
     def step(self, number: int) -> None:
         self.train(step=number, first=number * self.plan.batch.global_batch_size)

@@ -59,10 +59,10 @@ def trained(case: Case) -> list[Step]:
 
 def sizes(chunks) -> dict[tuple[int, int], int]:
     """`Step.experts`; gradients are FP32."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     found: dict[tuple[int, int], int] = {}
-    for name, param in gpt.named_parameters(chunks):
+    for name, param in names.named_parameters(chunks):
         if ".experts." in name:
             words = name.split(".")
             at = int(words[words.index("layers") + 1]), int(words[words.index("local_experts") + 1])

@@ -185,6 +185,7 @@ def timeouts_of_groups(case: Case) -> list[str]:
     import torch.distributed as dist
 
     from megaaccum.distributed import groups
+    from megaaccum.executor.p2p import PipelineChannels
 
     places: list[str] = []
     new_group = dist.new_group
@@ -196,7 +197,7 @@ def timeouts_of_groups(case: Case) -> list[str]:
 
     with patch.object(dist, "new_group", noted), patch.object(dist.distributed_c10d, "new_group", noted):
         rig = Rig.of(case)
-        groups.PipelineChannels(rig.groups.pp, separate=True, timeout_minutes=1)
+        PipelineChannels(rig.groups.pp, separate=True, timeout_minutes=1)
         with patch.object(groups, "carries_by_nccl", lambda group: True):
             assert rig.groups.host is not None
         rig.train()

@@ -17,17 +17,12 @@ def first_step(folder: str) -> tuple[str, list[list[int]], list[int]]:
     from tests.support.data_samples import make_plan
 
     world = int(os.environ["WORLD_SIZE"])
-    data = build_datasets(make_plan(Path(folder), world_size=world, global_batch_size=8))
+    plan = make_plan(Path(folder), world_size=world, global_batch_size=8)
+    data = build_datasets(plan)
 
     def pull(dataset) -> list[list[int]]:
-        with MicrobatchLoader(
-            dataset,
-            micro_batch_size=1,
-            dp_rank=int(os.environ["RANK"]),
-            dp_size=world,
-            global_batch_size=8,
-            vocab_size=data.vocabulary.size,
-        ) as loader:
+        rank = int(os.environ["RANK"])
+        with MicrobatchLoader(dataset, plan.batch, dp_rank=rank, vocab_size=data.vocabulary.size) as loader:
             return [batch["tokens"][0].tolist() for batch in loader.next_step()]
 
     return data.digest, pull(data.train), pull(data.valid)

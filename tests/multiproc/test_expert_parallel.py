@@ -61,36 +61,36 @@ def divided_by_their_own_ranks(case: Case) -> Gradient:
     """Experts averaged over the ranks that share them, and not over all whose tokens they saw."""
     from megaaccum.upstream import zero
 
-    place = zero.place_experts
+    set_expert_ranks = zero.set_expert_ranks
 
     def as_dense(params, *groups):
-        place(params, *groups)
+        set_expert_ranks(params, *groups)
         for param in params:
             param.ds_zero_placement_family = "replicated"
 
-    with patch.object(zero, "place_experts", as_dense):
+    with patch.object(zero, "set_expert_ranks", as_dense):
         return gradient(case)
 
 
 def counted_on_the_first_rank_of_tp(case: Case) -> Gradient:
     """The norm leaves out the experts of other tp ranks, as if they were copies."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
-    with patch.object(gpt, "is_same_over_tp", lambda param: not gpt.is_sharded_over_tp(param)):
+    with patch.object(names, "is_same_over_tp", lambda param: not names.is_sharded_over_tp(param)):
         return gradient(case)
 
 
 def named_by_place(case: Case) -> Gradient:
     """The first expert of every rank is the first expert."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
-    name = gpt.global_name
+    name = names.global_name
 
     def by_place(chunk, local_name):
         first = name(chunk, local_name)
         return re.sub(r"local_experts\.(\d)", lambda match: f"local_experts.{int(match[1]) % 2}", first)
 
-    with patch.object(gpt, "global_name", by_place):
+    with patch.object(names, "global_name", by_place):
         return gradient(case)
 
 
@@ -139,13 +139,13 @@ def test_a_checkpoint_moves_between_numbers_of_expert_parallel_ranks(tmp_path):
 
 def names_on_the_second_rank() -> list[str]:
     """Of the second of two local experts on the rank that holds experts 2 and 3, in the fifth layer."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     chunk = SimpleNamespace(get_submodule=lambda name: SimpleNamespace(local_expert_indices=[2, 3], layer_number=5))
     layer = "decoder.layers.0.mlp.experts."
     return [
-        gpt.global_name(chunk, layer + "linear_fc1.weight1"),
-        gpt.global_name(chunk, layer + "local_experts.1.x"),
+        names.global_name(chunk, layer + "linear_fc1.weight1"),
+        names.global_name(chunk, layer + "local_experts.1.x"),
     ]
 
 

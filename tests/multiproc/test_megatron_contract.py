@@ -155,10 +155,10 @@ def test_gradients_that_are_not_dropped_are_seen(measured):
 
 def reloaded(case: Case) -> dict[str, bool]:
     """Whether masters and weights are what reload_model_params was asked for: the chunks' weights, and given ones."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     loop = ByHand(case, ours=True)
-    step, named = loop.optimizer._step, dict(gpt.named_parameters([loop.bare]))
+    step, named = loop.optimizer._step, dict(names.named_parameters([loop.bare]))
 
     def masters_are(expected: dict[str, torch.Tensor]) -> bool:
         return all(
@@ -178,9 +178,10 @@ def reloaded(case: Case) -> dict[str, bool]:
     torch.manual_seed(5)
     given = {name: torch.randn(param.shape) for name, param in loop.bare.named_parameters()}
     loop.optimizer.reload_model_params({"model": given})
-    in_model = {gpt.global_name(loop.bare, name): each for name, each in given.items()}
+    in_model = {names.global_name(loop.bare, name): each for name, each in given.items()}
     found["given"] = masters_are(in_model)
-    whole = {gpt.global_name(loop.bare, name): each for name, each in loop.chunk.state_dict().items() if name in given}
+    held = loop.chunk.state_dict()
+    whole = {names.global_name(loop.bare, name): each for name, each in held.items() if name in given}
     found["weights"] = all(torch.equal(whole[name], each.to(whole[name].dtype)) for name, each in in_model.items())
     return found
 

@@ -153,9 +153,9 @@ def sequence_parallel_norms_not_summed() -> Iterator[None]:
 
 
 def _without(predicate: str) -> Iterator[None]:
-    from megaaccum.model import gpt as model
+    from megaaccum.model import names
 
-    with patch.object(model, predicate, lambda *_: False):
+    with patch.object(names, predicate, lambda *_: False):
         yield
 
 

@@ -62,7 +62,7 @@ def in_megatrons_layers(case: Case) -> Gradient:
     """The chunks of a user who builds Megatron's own local layers."""
     from megaaccum.model import layer_specs
 
-    with patch.object(layer_specs, "with_local_attention", lambda spec, latent: spec):
+    with patch.object(layer_specs, "LocalAttention", layer_specs.DotProductAttention):
         return packed_step(case)
 
 

@@ -114,9 +114,9 @@ def padding_kept(run: Run) -> Any:
 
 def a_tied_copy_diverged(run: Run) -> Any:
     """The head's copy of the embedding is not read."""
-    from megaaccum.model import gpt
+    from megaaccum.model.names import is_tied_copy
 
-    return pieces_as(run, lambda piece: None if gpt.is_tied_copy(piece.param) else piece)
+    return pieces_as(run, lambda piece: None if is_tied_copy(piece.param) else piece)
 
 
 def expert_order(run: Run) -> Any:

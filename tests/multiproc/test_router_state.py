@@ -20,9 +20,9 @@ CASE = Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_micro
 
 
 def biases(chunks) -> list[list[float]]:
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
-    return [buffer.tolist() for name, buffer in gpt.named_buffers(chunks) if name.endswith("expert_bias")]
+    return [buffer.tolist() for name, buffer in names.named_buffers(chunks) if name.endswith("expert_bias")]
 
 
 def moved_by_megatron(chunks, config) -> list[list[float]]:

@@ -7,7 +7,8 @@ import pytest
 from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, build, write_csv
-from megaaccum.schedule.actions import place
+from megaaccum.schedule.actions import stage_map
+from megaaccum.schedule.orders import Problem
 from megaaccum.schedule.validate import receives
 from tests.support.distance import cells, check, one_process_reference, problems
 from tests.support.parity import Case, Rig
@@ -54,9 +55,9 @@ def test_tables_of_megatrons_schedules(lane, tmp_path: Path):
 
 def test_a_searched_table_of_a_loop(tmp_path: Path):
     """Two chunks in a loop share a channel, on which messages are asked for in another order than they are sent."""
-    stages, m = place("loop", pp=2, chunks=2), 5
+    stages, m = stage_map("loop", pp=2, chunks=2), 5
     costs = Costs(forward=(1, 3, 1, 2), input_grad=(2, 1, 1, 3), weight_grad=(1, 1, 2, 1))
-    searched = search_order(costs, stages=stages, num_microbatches=m, iterations=3000).schedule
+    searched = search_order(Problem(costs, stages=stages, num_microbatches=m), iterations=3000).schedule
     wanted = [(stages[1][chunk] - 1, mb) for kind, chunk, mb in searched.actions(1) if kind == "F"]
     assert wanted != receives(searched, 1)[0, 1, "F"], "else this table needs no keeping: choose other costs"
     write_csv(searched, tmp_path / "loop.csv")

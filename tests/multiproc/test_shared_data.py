@@ -45,6 +45,8 @@ def opened(groups, dataset, *, mine: bool = False):
     """The loader of this rank; mine: one that reads for itself."""
     from functools import partial
 
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.config.schema import BatchConfig
     from megaaccum.model.gpt_forward import read_by
     from megaaccum.pretrain.data.loader import MicrobatchLoader
     from megaaccum.pretrain.data.shared import SharedLoader
@@ -53,13 +55,11 @@ def opened(groups, dataset, *, mine: bool = False):
     last = at.pp * at.vpp - 1
     stages = [groups.stage(chunk) for chunk in range(at.vpp)]
     chunks = [SimpleNamespace(pre_process=stage == 0, post_process=stage == last) for stage in stages]
-    keys = dict(
-        micro_batch_size=SIZE, dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), document_end=0,
-        global_batch_size=MICROBATCHES * SIZE * groups.dp.size(),
-    )  # fmt: skip
+    sizes = BatchConfig(micro_batch_size=SIZE, pp_microbatches=MICROBATCHES)
+    batch = BatchPlan.solve(sizes, data_parallel_size=groups.dp.size(), seq_length=SEQ)
+    open_loader = partial(MicrobatchLoader, dataset, batch, dp_rank=groups.dp.rank(), document_end=0)
     if mine:
-        return MicrobatchLoader(dataset, **keys), read_by(chunks)
-    open_loader = partial(MicrobatchLoader, dataset, **keys)
+        return open_loader(), read_by(chunks)
     return SharedLoader(open_loader, groups, read_by(chunks), shape=(SIZE, SEQ), has_documents=True), read_by(chunks)
 
 

@@ -9,7 +9,8 @@ from megaaccum.errors import MegaaccumError
 from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, write_csv
-from megaaccum.schedule.actions import place
+from megaaccum.schedule.actions import stage_map
+from megaaccum.schedule.orders import Problem
 from tests.support.parity import Case, Rig
 
 LAYOUT = "--pipeline_model_parallel_size 2 --grad_accum_steps 1 --num_chunks 6 --schedule table.csv"
@@ -17,7 +18,8 @@ LAYOUT = "--pipeline_model_parallel_size 2 --grad_accum_steps 1 --num_chunks 6 -
 
 def searched() -> Schedule:
     costs = Costs(forward=(1, 2), input_grad=(3, 1), weight_grad=(2, 2))
-    return search_order(costs, stages=place("loop", pp=2, chunks=1), num_microbatches=6, iterations=500).schedule
+    problem = Problem(costs, stages=stage_map("loop", pp=2, chunks=1), num_microbatches=6)
+    return search_order(problem, iterations=500).schedule
 
 
 def run_in_own_folder(folder: str, *, damage: bool) -> tuple[str, Schedule | None]:

@@ -1,7 +1,8 @@
 """What a step moves and holds, counted on every rank, is what the planner predicts, for every backend and sync mode.
 
-Bytes moved: exactly, apart from the stated padding. Memory: within 2 % by kind. Its counters look at real tensors; what
-autograd keeps is counted storage by storage. On a CPU layers are Megatron's local ones.
+Bytes moved: exactly, apart from the stated padding. Memory: within 2 % by kind, except for partial sums (`reproducible:
+layout`) and for the activations of Megatron's local layers, which run on a CPU: their predictions are upper bounds.
+Counters look at real tensors; what autograd keeps is counted storage by storage.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ CASES = {
 LARGE = 256
 """Bytes of a call up to which it is bookkeeping."""
 TOLERANCE = 0.02
+LOOSE = 1.5
+"""An upper bound is at most this many times what is held."""
 MEGATRON_PADDING = 64
 """Elements to a multiple of which each parameter is padded; a bucket is to one of 128 * dp."""
 
@@ -186,7 +189,8 @@ def test_memory_is_what_is_predicted(name, seen):
             if kind == "gradients" and CASES[name].world_size == 3:
                 least = max(each[kind] for (stage, _), _, each, *_ in seen[name] if stage == pp_rank)
             assert memory.get(kind, 0) <= size * (1 + TOLERANCE) + more, (kind, memory, size)
-            assert size * (1 - TOLERANCE) <= least, (kind, memory, size)
+            is_bound = kind == "activations" or (kind == "gradients" and SAME in CASES[name].layout)
+            assert size * (1 / LOOSE if is_bound else 1 - TOLERANCE) <= least, (kind, memory, size)
 
 
 def predicted_kinds(costs: sync_mode.Forecast, mode: footprint.ShardingMode, pp_rank: int) -> dict[str, float]:
@@ -246,7 +250,7 @@ def reduced_without_letting_go(case: Case) -> dict[str, int]:
     PartitionReducer.add = keep
     rig = Rig.of(case)
     rig.train_step.gradient(rig.microbatches())
-    return rig.backend.memory.take()
+    return rig.backend.memory.pop()
 
 
 @pytest.mark.parametrize(

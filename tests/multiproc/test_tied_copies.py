@@ -58,18 +58,18 @@ def after_steps(cases: list[Case]) -> list[tuple[Gradient, int, list[Held]]]:
 
 
 def tied(rig: Rig) -> Held:
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     held = {}
     with rig.backend.whole():
         rig.backend.gather()
-        for _, param in gpt.named_parameters(rig.chunks):
-            if gpt.is_tied(param):
-                held[gpt.is_tied_copy(param), "whole"] = param.detach().clone()
+        for _, param in names.named_parameters(rig.chunks):
+            if names.is_tied(param):
+                held[names.is_tied_copy(param), "whole"] = param.detach().clone()
     for piece in rig.backend.state():
-        if gpt.is_tied(piece.param):
+        if names.is_tied(piece.param):
             for kind, tensor in piece.tensors.items():
-                held[gpt.is_tied_copy(piece.param), f"{kind} from {piece.start}"] = tensor.detach().clone()
+                held[names.is_tied_copy(piece.param), f"{kind} from {piece.start}"] = tensor.detach().clone()
     return held
 
 

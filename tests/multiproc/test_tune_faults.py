@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from megaaccum.cli import tune
+from megaaccum.lab.planner.fallbacks import HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
-from megaaccum.lab.planner.ladder import HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.workload import Workload, make_workload
 from megaaccum.pretrain.interop.load import load

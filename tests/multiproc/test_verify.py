@@ -104,7 +104,7 @@ def test_experts_with_latent_attention_and_prediction(layout):
 
 def test_the_schedule_that_auto_takes():
     """The case is of the plan that `megaaccum train` settles, and not of the one that the key is first read as."""
-    plan = auto_schedule.settle(resolve(make(**SMALL | dict(schedule="auto")), world_size=2))
+    plan = auto_schedule.choose_schedule(resolve(make(**SMALL | dict(schedule="auto")), world_size=2))
     case = settle(plan.written, plan, shrink=False).case
     assert case.plan().layout == plan.layout
     assert plan.layout.schedule not in ("none", "1f1b")

@@ -33,4 +33,4 @@ def _count(case: Case) -> Counted:
     rig.train_step.gradient(batches)
     for hook in hooks:
         hook.remove()
-    return Counted(rig.groups.pp.rank(), whole, sum(gradients.values()), rig.backend.memory.take()["activations"])
+    return Counted(rig.groups.pp.rank(), whole, sum(gradients.values()), rig.backend.memory.pop()["activations"])

@@ -81,10 +81,10 @@ def state_of(bound) -> dict[str, torch.Tensor]:
 
 def weights(bound, chunks) -> dict[str, torch.Tensor]:
     """Copies of the weights that the next forward reads, by name."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     bound.gather()
-    return {name: param.detach().clone() for name, param in gpt.named_parameters(chunks)}
+    return {name: param.detach().clone() for name, param in names.named_parameters(chunks)}
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -37,11 +37,11 @@ class CountsCalls(torch.optim.Optimizer):
 
 def build(plan, chunks) -> CountsCalls:
     """In the place of optim.adamw.build."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
     from megaaccum.optim import lr_schedule
 
     keys = plan.config.optimizer
-    groups = lr_schedule.param_groups(list(gpt.named_parameters(chunks)), keys.weight_decay)
+    groups = lr_schedule.param_groups(list(names.named_parameters(chunks)), keys.weight_decay)
     return CountsCalls(groups, lr=keys.lr, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps)
 
 

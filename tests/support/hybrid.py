@@ -102,7 +102,7 @@ def stage(number: int, stages: int) -> nn.Module:
     from megatron.core.transformer import TransformerConfig
 
     from megaaccum.distributed import groups
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
     model_parallel_cuda_manual_seed(1)
     each = len(PATTERN) // stages
@@ -122,7 +122,7 @@ def stage(number: int, stages: int) -> nn.Module:
     )  # fmt: skip
     for layer in model.decoder.layers:
         layer.layer_number += number * each
-    for name, param in gpt.named_parameters([model]):
+    for name, param in names.named_parameters([model]):
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
         if param.dim() > 1:
             param.data.normal_(0.0, 0.2, generator=generator)

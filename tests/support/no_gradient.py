@@ -62,9 +62,9 @@ _skipped: list[bool] = []
 
 
 def named(chunks):
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
-    return list(gpt.named_parameters(chunks))
+    return list(names.named_parameters(chunks))
 
 
 def changed(change: Change) -> None:

@@ -119,7 +119,7 @@ def stack(indices: Iterable[int]) -> dict[str, torch.Tensor]:
 def microbatches(plan, dp_rank: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one data-parallel rank, of the global batch that starts at sample `first`."""
     size, batch = plan.batch.micro_batch_size, plan.batch
-    places = [batch.place(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
+    places = [batch.sample_index(m, dp_rank, in_runs=plan.in_runs) for m in range(batch.num_microbatches)]
     starts = [first + place * size for place in places]
     return [stack(range(start, start + size)) for start in starts]
 
@@ -180,11 +180,11 @@ class Rig:
 
     def whole(self, parts: Iterable[tuple[str, torch.nn.Parameter, int, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """{name: this rank's tp part of a parameter, whole} of (name, parameter, start, flat part) on all dp ranks."""
-        from megaaccum.model import gpt
+        from megaaccum.model import names
 
-        params = dict(gpt.named_parameters(self.chunks))
+        params = dict(names.named_parameters(self.chunks))
         mine = [
-            (name, start, flat.detach().cpu().double().numpy(), gpt.is_expert(param))  # arrays are pickled faster
+            (name, start, flat.detach().cpu().double().numpy(), names.is_expert(param))  # arrays are pickled faster
             for name, param, start, flat in parts
             if flat.numel()
         ]
@@ -282,9 +282,9 @@ def one_process(model_flags: str, dtype: str):
 
 
 def named(chunk):
-    from megaaccum.model import gpt as model
+    from megaaccum.model import names
 
-    return list(model.named_parameters([chunk]))
+    return list(names.named_parameters([chunk]))
 
 
 def whole_batch_loss(chunk, plan, batch: dict[str, torch.Tensor]) -> torch.Tensor:

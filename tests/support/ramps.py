@@ -94,9 +94,9 @@ def _copy_state(source, target) -> None:
 
 def parameters(engine) -> dict[str, torch.Tensor]:
     """A copy of this rank's parameters by their names in the whole model."""
-    from megaaccum.model import gpt
+    from megaaccum.model import names
 
-    return {name: param.detach().clone() for name, param in gpt.named_parameters(engine.chunks)}
+    return {name: param.detach().clone() for name, param in names.named_parameters(engine.chunks)}
 
 
 def whole_model(steps: Iterable[Step], what: str) -> dict[str, torch.Tensor]:

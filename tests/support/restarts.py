@@ -82,10 +82,8 @@ class Run(Rig):
         batch, optimizer_step = self.plan.batch, self.backend.step
         loader = MicrobatchLoader(
             Samples(),
-            micro_batch_size=batch.micro_batch_size,
+            batch,
             dp_rank=self.groups.dp.rank(),
-            dp_size=self.groups.dp.size(),
-            global_batch_size=batch.global_batch_size,
             consumed_samples=self.engine.consumed_samples,
             num_workers=0,
             in_runs=self.plan.in_runs,

@@ -88,7 +88,7 @@ def forward_step(data_iterator, chunk):
 
 def pipeline(name: str, *, chunks: int, placement: str, **keys):
     """(config, toy chunks of this rank, notes, groups) on a pipeline over all ranks."""
-    from megaaccum.schedule.actions import place
+    from megaaccum.schedule.actions import stage_map
 
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     config = ModelParallelConfig(
@@ -100,7 +100,7 @@ def pipeline(name: str, *, chunks: int, placement: str, **keys):
     config.hidden_size, config.calculate_per_token_loss = HIDDEN, True
     for key, value in keys.items():
         setattr(config, key, value)
-    notes, stages = Notes(), place(placement, pp=world, chunks=chunks)[rank]
+    notes, stages = Notes(), stage_map(placement, pp=world, chunks=chunks)[rank]
     model = [Toy(config, notes, chunk, stage) for chunk, stage in enumerate(stages)]
     for chunk, toy in enumerate(model):
         toy.vp_stage = chunk if chunks > 1 else None
@@ -174,7 +174,7 @@ class Ran:
 def executed(name: str, m: int, chunks: int, placement: str, separate: bool = False) -> Ran:
     """Two flushes of `name` by megaaccum's executor, gradients of the second alone. separate: in lanes of their own."""
     from megaaccum import get_forward_backward_func
-    from megaaccum.distributed import groups as our_groups
+    from megaaccum.executor.p2p import PipelineChannels
 
     _, model, notes, groups = pipeline(name, chunks=chunks, placement=placement)
     fused = []
@@ -186,7 +186,7 @@ def executed(name: str, m: int, chunks: int, placement: str, separate: bool = Fa
 
     function = get_forward_backward_func(name, own=True, fused=run_fused)
     if separate:
-        function._channels[id(groups.pp)] = our_groups.PipelineChannels(groups.pp, separate=True)
+        function._channels[id(groups.pp)] = PipelineChannels(groups.pp, separate=True)
     run(function, model, groups, m)
     for toy in model:
         toy.weight.grad = toy.bias.grad = None
@@ -205,10 +205,11 @@ def lanes_of_a_layout(pp: int, dp: int) -> list[float]:
     """What each rank receives over the executor's lanes, between the groups that training builds: from its neighbours
     in the pipeline, 10 * the sender's pipeline rank + the lane's number."""
     from megaaccum.distributed import groups as our_groups
+    from megaaccum.executor.p2p import PipelineChannels
 
     at = configs.plan(pp * dp, pipeline_model_parallel_size=pp, schedule="gpipe").layout
     built = our_groups.build(at, timeout_minutes=1)
-    channels = our_groups.PipelineChannels(built.pp, separate=True, timeout_minutes=1)
+    channels = PipelineChannels(built.pp, separate=True, timeout_minutes=1)
     pairs = [(source, source + step) for step in (1, -1) for source in range(pp) if 0 <= source + step < pp]
     device = cpu.device()
     channels.connect([(*pair, kind) for pair in pairs for kind in "FB"], device)

@@ -39,7 +39,6 @@ COMMANDS_FLAGS = {
         "why-not",
         "write",
         "row",
-        "picture",
         "profile",
         "even",
     },

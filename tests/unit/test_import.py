@@ -23,6 +23,7 @@ def loaded_after(code):
     "code",
     [
         "import megaaccum",
+        "from megaaccum import Batch, Layout, Optimizer, Plan, Quantization, Run, Sharding, Step",
         "import megaaccum.pretrain.launch.local, megaaccum.distributed.preload, megaaccum.lab.verification.testing",
         "from megaaccum.cli import main; assert main(['--help']) == 0",
         "from megaaccum.cli import main; assert main(['--version']) == 0",
@@ -39,13 +40,20 @@ def test_the_check_sees_a_heavy_import():
 
 def test_public_names():
     assert sorted(megaaccum.__all__) == [
+        "Batch",
         "CheckpointError",
         "ConfigError",
         "Engine",
+        "Layout",
         "MegaaccumError",
+        "Optimizer",
         "Plan",
+        "Quantization",
         "RankDisagreement",
+        "Run",
         "ScheduleError",
+        "Sharding",
+        "Step",
         "StepError",
         "StepResult",
         "__version__",

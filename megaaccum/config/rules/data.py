@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def one_source(subject: Subject) -> Iterator[str]:
-    """Either one data_path that is split, or a path per split."""
+    """The data are one data_path that is split, or a path per split."""
     per_split = subject.given(*_PER_SPLIT)
     if per_split and subject.given("data_path"):
         yield f"data_path and {', '.join(per_split)} are both given: use data_path with split, or a path per split."
     if per_split and subject.given("split"):
-        yield f"split cuts data_path, and {', '.join(per_split)} is given: leave split out."
+        yield f"split cuts data_path, but {', '.join(per_split)} is given: leave split out."
     if per_split and "train_data_path" not in per_split:
         yield f"{', '.join(per_split)} needs train_data_path beside it: set it."
 
 
 def split_shares(subject: Subject) -> Iterator[str]:
-    """Up to three shares, none negative, some for training."""
+    """A split has up to three shares, none negative, the first above 0."""
     text = subject.data.split
     try:
         shares = [float(part) for part in text.split(",")]
@@ -38,7 +38,7 @@ def blends(subject: Subject) -> Iterator[str]:
         parts = getattr(subject.data, name)
         if parts is not None and not parts:
             yield f"{name} is empty: give a prefix, or weight prefix weight prefix ..."
-        elif parts and len(parts) > 1 and (problem := _blend_problem(parts)):
+        elif parts and (problem := _blend_problem(parts)):
             yield f"{name} {' '.join(parts)}: {problem}."
 
 
@@ -62,12 +62,9 @@ def _as_weight(text: str) -> float | None:
 
 
 def fill_in_the_middle(subject: Subject) -> Iterator[str]:
-    """Fill in the middle cuts text, and parts of it at a rate of their own."""
+    """Fill in the middle needs text to cut, and a rate for its parts."""
     data = subject.data
     if data.fim_data and data.mock_data:
-        yield "fim_data cuts text, and mock_data has none: leave one of them out."
+        yield "fim_data cuts text, but mock_data has none: leave one of them out."
     if data.fim_split_sample is not None and data.fim_fragment_rate is None:
         yield f"fim_split_sample {data.fim_split_sample} needs the share of parts that are cut: set fim_fragment_rate."
-
-
-RULES: tuple[Rule, ...] = (one_source, split_shares, blends, fill_in_the_middle)

@@ -1,37 +1,21 @@
-"""Rules on FP8. What only the machine can tell (is there a GPU, which one) is asked when the model is built."""
+"""Rules on FP8. The machine's GPU is checked when the model is built."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from megaaccum.config.keys import that_need, value
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.keys import value
+from megaaccum.config.rules.subject import Subject, them
 from megaaccum.errors import either, nearest_multiples
 
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""What the sides of an FP8 matrix product have to be multiples of, by recipe (Transformer Engine 2.20:
-get_align_size_for_quantization, assert_dim_for_fp8_exec)."""
-
-
-def fp8_keys(subject: Subject) -> Iterator[str]:
-    """Keys that do nothing as the others stand."""
-    keys = subject.quantization
-    history = that_need("fp8_recipe delayed")
-    names = subject.given(*that_need("fp8_format"), *history)
-    if keys.fp8_format is None:
-        if names:
-            yield f"{', '.join(names)} without FP8: set fp8_format to hybrid, or leave {_them(names)} out."
-        return
-    if keys.fp8_recipe != "delayed" and (names := subject.given(*history)):
-        yield (
-            f"{', '.join(names)} with fp8_recipe {keys.fp8_recipe}, which keeps no history: leave {_them(names)} out,"
-            " or set fp8_recipe to delayed."
-        )
+"""The unit of the sides of an FP8 matrix product, by recipe (Transformer Engine 2.20: get_align_size_for_quantization,
+assert_dim_for_fp8_exec)."""
 
 
 def fp8_layers(subject: Subject) -> Iterator[str]:
-    """FP8 is Transformer Engine's."""
+    """FP8 needs Transformer Engine's layers."""
     if subject.quantization.fp8_format and subject.model.transformer_impl == "local":
         yield (
             f"fp8_format {subject.quantization.fp8_format} needs Transformer Engine's layers, but transformer_impl is"
@@ -40,14 +24,13 @@ def fp8_layers(subject: Subject) -> Iterator[str]:
 
 
 def fp8_precision(subject: Subject) -> Iterator[str]:
-    """BF16 is quantized, and the optimizer changes an FP32 master: an update of FP8 or BF16 weights
-    alone would mostly round to nothing."""
+    """FP8 quantizes BF16 and updates FP32 masters: an update of 8 or 16 bits alone would mostly round to nothing."""
     sharding, name = subject.sharding, f"fp8_format {subject.quantization.fp8_format}"
     if subject.quantization.fp8_format is None:
         return
     if sharding.params_dtype != "bf16":
         yield (
-            f"{name} quantizes BF16 activations and weights, and params_dtype is {sharding.params_dtype}: set bf16 to"
+            f"{name} quantizes BF16 activations and weights, but params_dtype is {sharding.params_dtype}: set bf16 to"
             " true, or leave fp8_format out."
         )
     if sharding.grad_accum_dtype != "fp32":
@@ -73,13 +56,13 @@ def fp8_weights(subject: Subject) -> Iterator[str]:
 
 
 def bf16_ends(subject: Subject) -> Iterator[str]:
-    """First and last layers in BF16 leave and enter FP8 in between, where delayed scaling would take it for the end of
-    a micro-batch; and Megatron-core counts them within one stage."""
+    """Layers in BF16 leave FP8 inside a micro-batch, which delayed scaling takes for its end. Megatron-core counts them
+    within one stage."""
     keys = subject.quantization
     ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     if not keys.first_last_layers_bf16:
         if names := subject.given(*ends):
-            yield f"{', '.join(names)} without first_last_layers_bf16: set it to true, or leave {_them(names)} out."
+            yield f"{', '.join(names)} without first_last_layers_bf16: set it to true, or leave {them(names)} out."
         return
     if keys.fp8_format and keys.fp8_recipe == "delayed":
         yield (
@@ -97,25 +80,24 @@ def bf16_ends(subject: Subject) -> Iterator[str]:
 
 
 def fp8_recompute(subject: Subject) -> Iterator[str]:
-    """Delayed scaling remembers the scale of what is computed twice per layer, not of parts (Megatron-core refuses
-    it)."""
+    """Delayed scaling keeps the scales of whole recomputed layers, not of parts (Megatron-core refuses these)."""
     keys, modules = subject.quantization, set(subject.model.recompute_modules or ())
     parts = sorted({"moe_act", "layernorm"} & modules)
     if keys.fp8_format and keys.fp8_recipe == "delayed" and parts:
         yield (
             f"recompute_modules names {', '.join(parts)}, which fp8_recipe delayed cannot compute again: leave"
-            f" {_them(parts)} out, or set fp8_recipe to tensorwise."
+            f" {them(parts)} out, or set fp8_recipe to tensorwise."
         )
 
 
 def fp8_shapes(subject: Subject) -> Iterator[str]:
-    """FP8 products work in blocks, so every matrix on a rank has sides that are multiples of them."""
+    """Every matrix on a rank has sides that are multiples of the FP8 block."""
     if subject.quantization.fp8_format is None or _unsettled(subject):
         return
     recipe, told = subject.quantization.fp8_recipe, set()
     block = ALIGNMENT[recipe]
     for name, times, over in _sides(subject):
-        size = value(subject.config, name)
+        size = value(subject, name)
         if size * times % (block * over) == 0 or name in told:
             continue
         told.add(name)
@@ -123,7 +105,7 @@ def fp8_shapes(subject: Subject) -> Iterator[str]:
         product = f" * {times}" if times > 1 else ""
         yield (
             f"{name} {size}{product}{f' / {over} ranks' if over > 1 else ''} = {size * times / over:g} is a side of a"
-            f" matrix, and FP8 products (fp8_recipe {recipe}) need multiples of {block}: set {name} to"
+            f" matrix, but FP8 products (fp8_recipe {recipe}) need multiples of {block}: set {name} to"
             f" {either(nearest_multiples(size, unit))}."
         )
 
@@ -134,7 +116,7 @@ def _sides(subject: Subject) -> Iterator[tuple[str, int, int]]:
     tp = parallel.tensor_model_parallel_size
     split = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
     yield "hidden_size", 1, 1
-    yield "seq_length", subject.config.batch.micro_batch_size or 1, split
+    yield "seq_length", subject.batch.micro_batch_size or 1, split
     if model.num_experts is None or model.moe_layer_freq != 1:
         yield "ffn_hidden_size", 1, tp
     if model.num_experts is not None:
@@ -145,22 +127,7 @@ def _sides(subject: Subject) -> Iterator[tuple[str, int, int]]:
 
 
 def _unsettled(subject: Subject) -> bool:
-    """A size is missing or not positive: another rule speaks."""
+    """Whether a size is missing or not positive, which another rule reports."""
     model, parallel = subject.model, subject.parallel
     sizes = (model.hidden_size, model.seq_length, model.num_attention_heads, model.ffn_hidden_size or 0)
     return min(*sizes, parallel.tensor_model_parallel_size, parallel.context_parallel_size) < 1
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
-
-
-RULES: tuple[Rule, ...] = (
-    fp8_keys,
-    fp8_layers,
-    fp8_precision,
-    fp8_weights,
-    bf16_ends,
-    fp8_recompute,
-    fp8_shapes,
-)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.keys import that_need
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import Config
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
-from megaaccum.schedule.simulate import by_executor
+from megaaccum.schedule.build import by_executor
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""What selective recompute may name, in megatron-core 0.19 for GPT."""
+"""The modules that selective recompute may name (megatron-core 0.19, GPT)."""
 
 
 def heads(subject: Subject) -> Iterator[str]:
@@ -45,13 +44,13 @@ def positions(subject: Subject) -> Iterator[str]:
 
 
 def activation(subject: Subject) -> Iterator[str]:
-    """One activation function."""
+    """An MLP has one activation function."""
     if subject.model.swiglu and subject.model.squared_relu:
         yield "swiglu and squared_relu are both true: an MLP has one activation; leave one of them out."
 
 
 def latent_attention(subject: Subject) -> Iterator[str]:
-    """Multi-latent attention brings its own heads and its own rotary part."""
+    """Multi-latent attention has its own heads and its own rotary part."""
     model = subject.model
     if not model.multi_latent_attention:
         return
@@ -68,15 +67,15 @@ def latent_attention(subject: Subject) -> Iterator[str]:
 
 
 def document_mask(subject: Subject) -> Iterator[str]:
-    """Transformer Engine's attention ignores masks under Megatron-core, which gives it the causal kind: it takes the
-    documents of a packed row (transformer-engine 2.20: DotProductAttention)."""
+    """Transformer Engine's attention ignores masks under Megatron-core, but takes the documents of a packed row
+    (transformer-engine 2.20: DotProductAttention)."""
     if subject.model.transformer_impl == "transformer_engine":
-        yield from cannot_pack(subject.config)
+        yield from cannot_pack(subject)
 
 
 def cannot_pack(config: Config) -> Iterator[str]:
-    """Reasons why the rows of a micro-batch cannot be packed into one, by which Transformer Engine's attention is kept
-    inside documents; nothing without reset_attention_mask."""
+    """The reasons why the rows of a micro-batch cannot be packed into one, which keeps Transformer Engine's attention
+    inside documents; none without reset_attention_mask."""
     model, rows = config.model, config.batch.micro_batch_size
     if not config.data.reset_attention_mask:
         return
@@ -105,7 +104,7 @@ def cannot_pack(config: Config) -> Iterator[str]:
 
 
 def kernels(subject: Subject) -> Iterator[str]:
-    """Fused kernels where they would not do what their key says."""
+    """A fused kernel runs where its key asks for it, and changes no number."""
     model, sharding = subject.model, subject.sharding
     own = by_executor(subject.schedule)
     if model.gradient_accumulation_fusion and (own or sharding.backend != "megatron"):
@@ -118,11 +117,11 @@ def kernels(subject: Subject) -> Iterator[str]:
     if model.cross_entropy_loss_fusion and sharding.params_dtype != "bf16":
         yield (
             "cross_entropy_loss_fusion rounds the gradient of the logits to BF16 (megatron-core 0.19:"
-            f" fused_cross_entropy), and params_dtype is {sharding.params_dtype}: leave it out, or set bf16 to true."
+            f" fused_cross_entropy), but params_dtype is {sharding.params_dtype}: leave it out, or set bf16 to true."
         )
     if model.apply_rope_fusion and (model.position_embedding_type != "rope" or model.multi_latent_attention):
         yield (
-            "apply_rope_fusion rotates heads of plain attention, and this model has"
+            "apply_rope_fusion rotates heads of plain attention, but this model has"
             f" {'multi_latent_attention' if model.multi_latent_attention else 'no rope'}: leave it out."
         )
     te_only = [
@@ -134,13 +133,6 @@ def kernels(subject: Subject) -> Iterator[str]:
         yield f"{', '.join(te_only)} needs Transformer Engine's layers, but transformer_impl is local: leave it out."
 
 
-def latent_keys(subject: Subject) -> Iterator[str]:
-    """Keys of multi-latent attention do nothing without it."""
-    names = subject.given(*that_need("multi_latent_attention"))
-    if names and not subject.model.multi_latent_attention:
-        yield f"{', '.join(names)} only count with multi_latent_attention: set it to true, or leave them out."
-
-
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
     if subject.model.gradient_checkpointing and subject.model.recompute_granularity == "selective":
@@ -148,22 +140,17 @@ def recompute(subject: Subject) -> Iterator[str]:
             "gradient_checkpointing asks for recompute_granularity full, which is set to selective: leave one of them"
             " out."
         )
-    model, written = subject.model, subject.given(*that_need("recompute_granularity"))
-    if model.recompute_granularity is None:
-        if written:
-            yield f"{', '.join(written)} needs recompute_granularity: set it to full or selective."
-        return
-    foreign = {"full": {"recompute_modules"}, "selective": {"recompute_method", "recompute_num_layers"}}
-    for name in sorted(foreign[model.recompute_granularity] & set(written)):
-        other = "selective" if model.recompute_granularity == "full" else "full"
+    granularity = subject.model.recompute_granularity
+    foreign = {"full": ("recompute_modules",), "selective": ("recompute_method", "recompute_num_layers")}
+    for name in subject.given(*foreign[granularity]) if granularity else ():
         yield (
-            f"{name} has no effect with recompute_granularity {model.recompute_granularity}: leave it out, or set"
-            f" recompute_granularity to {other}."
+            f"{name} has no effect with recompute_granularity {granularity}: leave it out, or set recompute_granularity"
+            f" to {'selective' if granularity == 'full' else 'full'}."
         )
 
 
 def recompute_modules(subject: Subject) -> Iterator[str]:
-    """Selective recompute names modules that this model has."""
+    """Selective recompute names modules of this model."""
     model = subject.model
     if model.recompute_granularity != "selective":
         return
@@ -203,17 +190,3 @@ def prediction(subject: Subject) -> Iterator[str]:
         )
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "mtp_num_layers needs position_embedding_type rope or none, not learned_absolute: set it to rope."
-
-
-RULES: tuple[Rule, ...] = (
-    heads,
-    positions,
-    activation,
-    latent_attention,
-    document_mask,
-    kernels,
-    latent_keys,
-    recompute,
-    recompute_modules,
-    prediction,
-)

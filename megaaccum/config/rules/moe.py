@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.keys import that_need
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-
-
-def needs_experts(subject: Subject) -> Iterator[str]:
-    """Keys of experts do nothing in a dense model."""
-    if subject.model.num_experts is None and (names := subject.given(*that_need("num_experts"))):
-        # Spelling out a size of 1, as launch scripts do, says nothing about experts.
-        names = [n for n in names if getattr(subject.parallel, n, None) != 1]
-        if names:
-            yield f"{', '.join(names)} only count in a mixture of experts: set num_experts, or leave them out."
 
 
 def layer_pattern(subject: Subject) -> Iterator[str]:
@@ -28,13 +18,13 @@ def layer_pattern(subject: Subject) -> Iterator[str]:
             yield f"moe_layer_freq is {pattern}: it must be at least 1 (1 puts experts into every layer)."
         return
     if len(pattern) != layers:
-        yield f"moe_layer_freq lists {len(pattern)} layers, and num_layers is {layers}: give one entry per layer."
+        yield f"moe_layer_freq lists {len(pattern)} layers, but num_layers is {layers}: give one entry per layer."
     if set(pattern) - {0, 1}:
         yield f"moe_layer_freq holds {sorted(set(pattern) - {0, 1})}: entries are 1 (experts) or 0 (dense)."
 
 
 def router(subject: Subject) -> Iterator[str]:
-    """The experts that the router picks from, and how it scores."""
+    """The router picks among the experts and has one way to score."""
     model, experts = subject.model, subject.model.num_experts
     if experts is None:
         return
@@ -50,7 +40,7 @@ def router(subject: Subject) -> Iterator[str]:
     softmax_after_topk = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if model.moe_router_topk == 1 and softmax_after_topk and model.moe_router_load_balancing_type != "sinkhorn":
         yield (
-            "moe_router_topk 1 with the softmax after the selection always gives weight 1, and the router learns"
+            "moe_router_topk 1 with the softmax after the selection always gives weight 1, so the router learns"
             " nothing: set moe_router_pre_softmax to true."
         )
 
@@ -66,7 +56,7 @@ def balancing_coefficient(subject: Subject) -> Iterator[str]:
 
 
 def router_groups(subject: Subject) -> Iterator[str]:
-    """Group-limited routing: equal groups, no more of them per token than there are, and top-k spread over them."""
+    """Group-limited routing has equal groups, and spreads top-k over some of them."""
     model, experts = subject.model, subject.model.num_experts
     groups, per_token = model.moe_router_num_groups, model.moe_router_group_topk
     if (groups is None) != (per_token is None):
@@ -90,11 +80,8 @@ def router_groups(subject: Subject) -> Iterator[str]:
 def expert_parallel(subject: Subject) -> Iterator[str]:
     """Experts divide over their ranks, and their ranks over the world: world % (etp * ep * pp) == 0."""
     experts, parallel = subject.model.num_experts, subject.parallel
-    ep, etp, pp = (
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size or 1,
-        parallel.pipeline_model_parallel_size,
-    )
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or 1
+    pp = parallel.pipeline_model_parallel_size
     if experts is None or min(ep, etp, pp, experts) < 1:
         return
     if experts % ep:
@@ -140,16 +127,3 @@ def shared_experts(subject: Subject) -> Iterator[str]:
     model = subject.model
     if model.num_experts and model.moe_shared_expert_intermediate_size and model.add_bias_linear:
         yield "moe_shared_expert_intermediate_size needs linear layers without biases: set add_bias_linear to false."
-
-
-RULES: tuple[Rule, ...] = (
-    needs_experts,
-    layer_pattern,
-    router,
-    balancing_coefficient,
-    router_groups,
-    expert_parallel,
-    experts_with_tensor_parallel,
-    expert_widths,
-    shared_experts,
-)

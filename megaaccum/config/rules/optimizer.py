@@ -1,11 +1,10 @@
-"""Rules on the optimizer's schedule (what Megatron's OptimizerParamScheduler asserts, and what it takes silently)."""
+"""Rules on the optimizer's schedule: what Megatron's OptimizerParamScheduler asserts, and what it assumes silently."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.keys import that_need
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 
 
 def rates(subject: Subject) -> Iterator[str]:
@@ -20,12 +19,9 @@ def rates(subject: Subject) -> Iterator[str]:
 
 
 def scaling(subject: Subject) -> Iterator[str]:
-    """A rule for the learning rate, and the one batch for which the rates are given."""
-    optimizer, names = subject.optimizer, subject.given(*that_need("lr_scaling"))
-    references = [name for name in names if "reference" in name]
-    if optimizer.lr_scaling == "none" and names:
-        yield f"{', '.join(names)} only counts with lr_scaling linear or sqrt: set lr_scaling, or leave it out."
-    elif optimizer.lr_scaling != "none" and len(references) != 1:
+    """Scaled learning rates are given for one reference batch."""
+    optimizer, references = subject.optimizer, subject.given("lr_reference_batch_size", "lr_reference_tokens")
+    if optimizer.lr_scaling != "none" and len(references) != 1:
         found = " and ".join(references) or "none"
         yield (
             f"lr_scaling {optimizer.lr_scaling} needs one reference batch, but {found} is given: set"
@@ -34,7 +30,7 @@ def scaling(subject: Subject) -> Iterator[str]:
 
 
 def warm_up(subject: Subject) -> Iterator[str]:
-    """One way to say how long the warm-up is, and a decay that is longer."""
+    """The warm-up has one length, and the decay is longer."""
     optimizer = subject.optimizer
     if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
         yield (
@@ -53,13 +49,10 @@ def stable_then_decay(subject: Subject) -> Iterator[str]:
     """WSD needs the length of its anneal, which lies inside the decay."""
     optimizer = subject.optimizer
     anneal, decay = optimizer.lr_wsd_decay_iters, optimizer.lr_decay_iters or 0
-    if optimizer.lr_decay_style == "WSD":
-        if anneal is None:
-            yield "lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final anneal: set it."
-        elif decay > 0 and anneal > decay:
-            yield f"lr_wsd_decay_iters {anneal} is more than lr_decay_iters {decay}: set it to at most {decay}."
-    elif names := subject.given(*that_need("lr_decay_style WSD")):
-        yield f"{', '.join(names)} only counts with lr_decay_style WSD, not {optimizer.lr_decay_style}: leave it out."
+    if optimizer.lr_decay_style == "WSD" and anneal is None:
+        yield "lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final anneal: set it."
+    elif optimizer.lr_decay_style == "WSD" and anneal is not None and anneal > decay > 0:
+        yield f"lr_wsd_decay_iters {anneal} is more than lr_decay_iters {decay}: set it to at most {decay}."
 
 
 def weight_decay(subject: Subject) -> Iterator[str]:
@@ -80,7 +73,4 @@ def weight_decay(subject: Subject) -> Iterator[str]:
             " end_weight_decay: set both."
         )
     elif start is not None and end is not None and end < start:
-        yield f"end_weight_decay {end} is less than start_weight_decay {start}, and it can only grow: swap them."
-
-
-RULES: tuple[Rule, ...] = (rates, scaling, warm_up, stable_then_decay, weight_decay)
+        yield f"end_weight_decay {end} is less than start_weight_decay {start}, but it can only grow: swap them."

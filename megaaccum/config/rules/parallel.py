@@ -1,21 +1,18 @@
-"""Rules on how the world and the matrices are cut."""
+"""Rules on the layout of ranks and the cut of matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 from megaaccum.errors import either, nearest, nearest_divisors, nearest_multiples
 
 
 def world_factors(subject: Subject) -> Iterator[str]:
     """world = tp * cp * pp * dp, all whole."""
     parallel, world = subject.parallel, subject.world_size
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     if min(tp, cp, pp, world) >= 1 and world % (tp * cp * pp):
         yield (
             f"world size {world} is not divisible by tensor_model_parallel_size {tp} * context_parallel_size {cp} *"
@@ -73,7 +70,7 @@ def sequence_parallel(subject: Subject) -> Iterator[str]:
 
 
 def context_parallel(subject: Subject) -> Iterator[str]:
-    """Context parallelism gives each rank one piece from the front and one from the back, so that work is even."""
+    """Context parallelism gives each rank one piece from the front and one from the back, which balances the work."""
     cp, length = subject.parallel.context_parallel_size, subject.model.seq_length
     if cp <= 1:
         return
@@ -92,6 +89,3 @@ def context_parallel(subject: Subject) -> Iterator[str]:
             f"reset_attention_mask with context_parallel_size {cp}: each rank sees pieces of a document, for which"
             " there is no mask. Set reset_attention_mask to false, or context_parallel_size to 1."
         )
-
-
-RULES: tuple[Rule, ...] = (world_factors, tensor_parallel, query_groups, sequence_parallel, context_parallel)

@@ -1,13 +1,13 @@
-"""Rules on stages, model chunks and the traffic between them. The batch's side of it is megaaccum.config.batch's."""
+"""Rules on stages, model chunks and the traffic between them. config/batch.py has the rules on micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 from megaaccum.config.stage_layout import layout_problems, parse_layout
 from megaaccum.errors import ScheduleError, either, nearest_divisors, nearest_multiples
-from megaaccum.schedule.build import entry
+from megaaccum.schedule.build import by_executor, entry
 
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
 
@@ -15,11 +15,8 @@ _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layer
 def schedule(subject: Subject) -> Iterator[str]:
     """The schedule fits the number of stages."""
     parallel = subject.parallel
-    pp, vpp, name = (
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        subject.schedule,
-    )
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    name = subject.schedule
     if vpp is not None and pp == 1:
         yield (
             f"virtual_pipeline_model_parallel_size {vpp} needs pipeline_model_parallel_size above 1: set it to 2 or"
@@ -33,15 +30,15 @@ def schedule(subject: Subject) -> Iterator[str]:
         yield "schedule interleaved needs virtual_pipeline_model_parallel_size 2 or more: set it, or schedule to 1f1b."
     elif name == "1f1b" and vpp is not None:
         yield (
-            f"schedule 1f1b has one model chunk per rank, and virtual_pipeline_model_parallel_size is {vpp}: set"
+            f"schedule 1f1b has one model chunk per rank, but virtual_pipeline_model_parallel_size is {vpp}: set"
             " schedule to interleaved, or leave virtual_pipeline_model_parallel_size out."
         )
-    elif name not in ("none", "1f1b", "interleaved"):
+    elif by_executor(name):
         yield from _own_schedule(name, vpp or 1)
 
 
 def _own_schedule(name: str, vpp: int) -> Iterator[str]:
-    """A schedule of megaaccum's executor is known and has as many chunks as are asked for."""
+    """A schedule of megaaccum's executor is known and has the requested number of chunks."""
     try:
         known = entry(name)
     except ScheduleError as error:
@@ -49,16 +46,16 @@ def _own_schedule(name: str, vpp: int) -> Iterator[str]:
         return
     if known.chunks != vpp:
         yield (
-            f"schedule {name} has {known.chunks} model chunk{'s' * (known.chunks != 1)} per rank, and"
+            f"schedule {name} has {known.chunks} model chunk{'s' * (known.chunks != 1)} per rank, but"
             f" virtual_pipeline_model_parallel_size is {vpp}: leave virtual_pipeline_model_parallel_size out, or set"
             " schedule to interleaved."
         )
 
 
 def v_shape(subject: Subject) -> Iterator[str]:
-    """In a V no two ranks share an embedding: what uses it beside the first stage has to be on the same rank."""
+    """In a V only one rank holds the embedding, so prediction layers belong to the last stage, on that rank."""
     name, text = subject.schedule, subject.parallel.pipeline_model_parallel_layout
-    if text is None or not subject.model.mtp_num_layers or name in ("none", "1f1b", "interleaved"):
+    if text is None or not subject.model.mtp_num_layers or not by_executor(name):
         return
     try:
         in_a_v, stages = entry(name).placement == "v", parse_layout(text)
@@ -66,32 +63,32 @@ def v_shape(subject: Subject) -> Iterator[str]:
         return
     if in_a_v and "m" in text and "m" not in stages[-1]:
         yield (
-            f"pipeline_model_parallel_layout {text!r} has m before its last stage, and in schedule {name} only the last"
+            f"pipeline_model_parallel_layout {text!r} has m before its last stage, but in schedule {name} only the last"
             " stage is on the rank that holds the embedding: move m to the last stage (...|mL), or set schedule to"
             " interleaved."
         )
 
 
 def traced(subject: Subject) -> Iterator[str]:
-    """Only the executor notes when it does what."""
+    """Only megaaccum's executor records a timeline."""
     name = subject.schedule
-    if subject.run.schedule_trace is not None and name in ("none", "1f1b", "interleaved"):
+    if subject.run.schedule_trace is not None and not by_executor(name):
         yield (
             f"schedule_trace {subject.run.schedule_trace} needs a schedule that megaaccum runs (gpipe, zb-h1, zbv,"
-            f" dualpipev or a .csv table), and schedule {name} is run by Megatron-core: leave schedule_trace out, or"
+            f" dualpipev or a .csv table), but schedule {name} is run by Megatron-core: leave schedule_trace out, or"
             " set schedule to dualpipev."
         )
 
 
 def own_executor(subject: Subject) -> Iterator[str]:
-    """Transformer Engine's layers leave weight gradients to a schedule that computes them apart; the other backends
-    have hooks of their own on gradients, which would hear of a gradient that has not come yet."""
+    """Transformer Engine's layers postpone weight gradients under a split backward; hooks of other backends would fire
+    before those gradients exist."""
     name, backend = subject.schedule, subject.sharding.backend
     fp8 = subject.quantization.fp8_format
     layers = "transformer_impl transformer_engine" if fp8 is None else f"fp8_format {fp8}"
     if fp8 is None and subject.model.transformer_impl != "transformer_engine":
         return
-    if name not in ("none", "1f1b", "interleaved") and backend != "deepspeed":
+    if by_executor(name) and backend != "deepspeed":
         yield (
             f"schedule {name} with {layers} needs backend deepspeed, but backend is {backend}: set backend to"
             " deepspeed, or schedule to 1f1b or interleaved."
@@ -99,20 +96,20 @@ def own_executor(subject: Subject) -> Iterator[str]:
 
 
 def expert_overlap(subject: Subject) -> Iterator[str]:
-    """The layers that Megatron's schedule plans take (megatron-core 0.19: TransformerConfig.__post_init__), and where a
-    forward meets a backward."""
+    """Megatron's schedule plans support some layers (megatron-core 0.19: TransformerConfig.__post_init__), and need a
+    schedule in which a forward meets a backward."""
     parallel, model = subject.parallel, subject.model
     if not parallel.overlap_moe_expert_parallel_comm:
         return
     key, off = "overlap_moe_expert_parallel_comm", "or overlap_moe_expert_parallel_comm to false"
     if model.num_experts is None or parallel.expert_model_parallel_size == 1:
         yield (
-            f"{key} hides the all-to-all of experts, and there is none (num_experts {model.num_experts},"
+            f"{key} hides the all-to-all of experts, but there is none (num_experts {model.num_experts},"
             f" expert_model_parallel_size {parallel.expert_model_parallel_size}): leave it out."
         )
     if not _has_pairs(subject.schedule):
         yield (
-            f"{key} interleaves a forward with a backward, and schedule {subject.schedule} pairs none: set schedule to"
+            f"{key} interleaves a forward with a backward, but schedule {subject.schedule} pairs none: set schedule to"
             f" dualpipev or interleaved, {off}."
         )
     if not (subject.sharding.bf16 or subject.sharding.fp16):
@@ -120,7 +117,7 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
     if subject.sharding.sync == "streaming":
         yield f"{key} runs layers in pieces, around which sync streaming cannot gather: set sync to resident, {off}."
     if subject.quantization.fp8_format is not None:
-        yield f"{key} runs two chunks at once, and FP8 keeps one's histories at a time: leave fp8_format out, {off}."
+        yield f"{key} runs two chunks at once, but FP8 keeps one's histories at a time: leave fp8_format out, {off}."
     if model.moe_token_dispatcher_type == "allgather":
         yield f"{key} has no plan for moe_token_dispatcher_type allgather: set it to alltoall, {off}."
     if model.recompute_granularity == "full" or "moe" in (model.recompute_modules or ()):
@@ -128,7 +125,7 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
             f"{key} runs layers in pieces, which recompute_granularity full and recompute_modules moe would run whole:"
             f" set recompute_granularity to selective without moe, {off}."
         )
-    if model.mtp_num_layers and subject.config.batch.loss_norm == "microbatch":
+    if model.mtp_num_layers and subject.batch.loss_norm == "microbatch":
         yield (
             f"{key} with mtp_num_layers {model.mtp_num_layers} cannot weigh the prediction loss of each micro-batch by"
             f" its own tokens, as loss_norm microbatch does: set loss_norm to token, {off}."
@@ -136,10 +133,8 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
 
 
 def _has_pairs(schedule: str) -> bool:
-    """Whether a forward meets a backward: in Megatron's own loops for these two, or in the pairs of a table."""
-    if schedule in ("none", "interleaved"):
-        return True
-    return schedule == "dualpipev" or schedule.endswith(".csv")
+    """Whether a forward meets a backward, in Megatron's loops or in the pairs of a table."""
+    return schedule in ("none", "interleaved", "dualpipev") or schedule.endswith(".csv")
 
 
 def group_size(subject: Subject) -> Iterator[str]:
@@ -152,7 +147,7 @@ def group_size(subject: Subject) -> Iterator[str]:
 
 
 def chunk_count(subject: Subject) -> Iterator[str]:
-    """The ways to say how many model chunks a rank holds agree."""
+    """Keys that give the number of model chunks per rank agree."""
     written = subject.written.parallel
     vpp, per_chunk = written.virtual_pipeline_model_parallel_size, written.num_layers_per_virtual_pipeline_stage
     pp, layers = written.pipeline_model_parallel_size, subject.model.num_layers
@@ -171,13 +166,13 @@ def chunk_count(subject: Subject) -> Iterator[str]:
         )
     elif vpp and vpp * per_chunk * pp != layers:
         yield (
-            f"num_layers_per_virtual_pipeline_stage {per_chunk} makes {layers // (pp * per_chunk)} chunks per rank, and"
+            f"num_layers_per_virtual_pipeline_stage {per_chunk} makes {layers // (pp * per_chunk)} chunks per rank, but"
             f" virtual_pipeline_model_parallel_size is {vpp}: leave one of them out."
         )
 
 
 def even_stages(subject: Subject) -> Iterator[str]:
-    """Without an uneven layout every chunk of every rank has the same number of layers."""
+    """Every chunk has the same number of layers, unless the layout is uneven."""
     pp, vpp = subject.parallel.pipeline_model_parallel_size, subject.parallel.virtual_pipeline_model_parallel_size or 1
     layers = subject.model.num_layers
     if subject.given(*_UNEVEN, "num_layers_per_virtual_pipeline_stage") or min(layers, pp, vpp) < 1:
@@ -195,7 +190,7 @@ def even_stages(subject: Subject) -> Iterator[str]:
 
 
 def uneven_ends(subject: Subject) -> Iterator[str]:
-    """With a first or last stage of its own size, the stages between share the rest evenly, and chunks do so too."""
+    """Stages between an uneven first and last one share the other layers evenly, and so do their chunks."""
     parallel, layers = subject.parallel, subject.model.num_layers
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     ends = {name: value for name in _UNEVEN[:2] if (value := getattr(parallel, name)) is not None}
@@ -240,13 +235,13 @@ def explicit_layout(subject: Subject) -> Iterator[str]:
     vpp = parallel.virtual_pipeline_model_parallel_size or 1
     if len(stages) % pp == 0 and len(stages) != pp * vpp:
         yield (
-            f"{key} {text!r} makes {len(stages) // pp} chunks per rank, and virtual_pipeline_model_parallel_size is"
+            f"{key} {text!r} makes {len(stages) // pp} chunks per rank, but virtual_pipeline_model_parallel_size is"
             f" {vpp}: leave the latter out."
         )
 
 
 def block_recompute(subject: Subject) -> Iterator[str]:
-    """Recompute in blocks counts layers of one chunk, so it cannot count more than there are."""
+    """Recompute in blocks counts layers of one chunk."""
     model, parallel = subject.model, subject.parallel
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     if model.recompute_granularity != "full" or subject.given(*_UNEVEN) or min(pp, vpp) < 1:
@@ -264,7 +259,7 @@ def traffic(subject: Subject) -> Iterator[str]:
     parallel = subject.parallel
     if parallel.overlap_p2p_comm and parallel.batch_p2p_comm:
         yield (
-            "overlap_p2p_comm and batch_p2p_comm are both true, and Megatron-core does one or the other: set"
+            "overlap_p2p_comm and batch_p2p_comm are both true, but Megatron-core does one or the other: set"
             " batch_p2p_comm to false."
         )
     elif parallel.overlap_p2p_comm and subject.schedule != "interleaved":
@@ -275,9 +270,9 @@ def traffic(subject: Subject) -> Iterator[str]:
 
 
 def interleaved_on_two_ranks(subject: Subject) -> Iterator[str]:
-    """With two pipeline ranks the next and the previous are the same one, and batched messages swap.
+    """Batched messages swap on two pipeline ranks, where the next and the previous rank are the same.
 
-    Megatron-core runs that without an error and with wrong gradients; megatron.training refuses it, and so do we.
+    Megatron-core then returns wrong gradients without an error; megatron.training refuses it, as this rule does.
     """
     parallel = subject.parallel
     on_two = subject.schedule == "interleaved" and parallel.pipeline_model_parallel_size == 2
@@ -287,20 +282,3 @@ def interleaved_on_two_ranks(subject: Subject) -> Iterator[str]:
             " is true and batch_p2p_comm is false (both neighbours of a rank are the same rank, and activations and"
             " gradients swap): leave both keys out, or set pipeline_model_parallel_size to 4."
         )
-
-
-RULES: tuple[Rule, ...] = (
-    schedule,
-    v_shape,
-    own_executor,
-    expert_overlap,
-    traced,
-    group_size,
-    chunk_count,
-    even_stages,
-    uneven_ends,
-    explicit_layout,
-    block_recompute,
-    traffic,
-    interleaved_on_two_ranks,
-)

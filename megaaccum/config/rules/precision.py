@@ -1,23 +1,23 @@
-"""Rules on precision and sharding."""
+"""Rules on precision, and on keys of DeepSpeed alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 
 
 def one_precision(subject: Subject) -> Iterator[str]:
-    """bf16, fp16 and params_dtype say the same."""
+    """bf16, fp16 and params_dtype name one precision."""
     written = subject.written.sharding
     if written.bf16 and written.fp16:
         yield "bf16 and fp16 are both true: a run has one precision; leave one of them out."
     said = "bf16" if written.bf16 else "fp16" if written.fp16 else None
     if said and written.params_dtype not in (None, said):
-        yield f"{said} is true and params_dtype is {written.params_dtype}: leave one of them out."
+        yield f"{said} is true, but params_dtype is {written.params_dtype}: leave one of them out."
     for name in ("bf16", "fp16"):
         if name in subject.written.origin and not getattr(written, name) and written.params_dtype == name:
-            yield f"{name} is false and params_dtype is {name}: leave one of them out."
+            yield f"{name} is false, but params_dtype is {name}: leave one of them out."
 
 
 def double_precision(subject: Subject) -> Iterator[str]:
@@ -25,7 +25,7 @@ def double_precision(subject: Subject) -> Iterator[str]:
     if subject.sharding.params_dtype == "fp64" and subject.sharding.backend in ("deepspeed", "megatron"):
         yield (
             "params_dtype fp64 needs backend ddp or fsdp2, as a DeepSpeed engine and Megatron's optimizer take no"
-            f" float64 parameters, and backend is {subject.sharding.backend}: set backend to ddp, or params_dtype to"
+            f" float64 parameters, but backend is {subject.sharding.backend}: set backend to ddp, or params_dtype to"
             " fp32."
         )
 
@@ -41,7 +41,7 @@ def low_precision_sums(subject: Subject) -> Iterator[str]:
 
 
 def low_precision_optimizer(subject: Subject) -> Iterator[str]:
-    """Master weights in BF16 are BF16 parameters' own, where the backend keeps none in FP32."""
+    """BF16 master weights are the BF16 parameters, if the backend keeps none in FP32."""
     sharding = subject.sharding
     if sharding.optimizer_dtype != "bf16":
         return
@@ -57,7 +57,7 @@ def low_precision_optimizer(subject: Subject) -> Iterator[str]:
 
 
 def deepspeed_only(subject: Subject) -> Iterator[str]:
-    """Keys that only a DeepSpeed engine reads."""
+    """Some keys are read by a DeepSpeed engine alone."""
     if subject.sharding.backend == "deepspeed":
         return
     names = subject.given("zero_stage", "offload_optimizer", "reduce_bucket_size", "grad_accum_dtype")
@@ -67,14 +67,5 @@ def deepspeed_only(subject: Subject) -> Iterator[str]:
             f"{name} needs backend deepspeed, but backend is {subject.sharding.backend}: leave {name} out, or set"
             " backend to deepspeed."
         )
-    if subject.config.deepspeed:
+    if subject.deepspeed:
         yield "a deepspeed block needs backend deepspeed: leave the block out, or set backend to deepspeed."
-
-
-RULES: tuple[Rule, ...] = (
-    one_precision,
-    double_precision,
-    low_precision_sums,
-    low_precision_optimizer,
-    deepspeed_only,
-)

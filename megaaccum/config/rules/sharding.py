@@ -1,45 +1,44 @@
-"""Rules of who holds and sums what: the backend, its mode, and the order of sums."""
+"""Rules on the backend, its sync mode, and the order of its sums."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megaaccum.config.batch_ramp import KEYS as RAMP_KEYS
-from megaaccum.config.keys import that_need
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject
 from megaaccum.errors import either, nearest_divisors
 
 
 def streaming(subject: Subject) -> Iterator[str]:
-    """Layers can come and go only where each rank holds a part of every parameter: ZeRO-3 and FSDP2."""
+    """Streaming gathers layers whose parameters are sharded: at ZeRO-3 and in FSDP2."""
     sharding = subject.sharding
     if sharding.sync != "streaming":
         return
     if sharding.backend in ("ddp", "megatron"):
         yield (
-            f"sync streaming gathers parameters layer by layer, and with backend {sharding.backend} every rank holds"
+            f"sync streaming gathers parameters layer by layer, but with backend {sharding.backend} every rank holds"
             " them whole: set backend to deepspeed or fsdp2, or sync to resident."
         )
     elif sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield (
-            f"sync streaming gathers parameters layer by layer, and at zero_stage {sharding.zero_stage} every rank"
+            f"sync streaming gathers parameters layer by layer, but at zero_stage {sharding.zero_stage} every rank"
             " holds them whole: set zero_stage to 3, or sync to resident."
         )
 
 
 def live_parameters(subject: Subject) -> Iterator[str]:
-    """Parameters that may stay gathered exist only where the others are gathered one unit at a time, by our hooks."""
+    """Only streaming of the DeepSpeed backend keeps some parameters gathered and not others."""
     sharding = subject.sharding
     if sharding.max_live_parameters and not (sharding.sync == "streaming" and sharding.backend == "deepspeed"):
         yield (
-            f"max_live_parameters {sharding.max_live_parameters} says what sync streaming of backend deepspeed keeps"
-            f" gathered; here sync is {sharding.sync} and backend {sharding.backend}: set sync to streaming, or leave"
+            f"max_live_parameters {sharding.max_live_parameters} limits what sync streaming of backend deepspeed keeps"
+            f" gathered, but sync is {sharding.sync} and backend is {sharding.backend}: set sync to streaming, or leave"
             " max_live_parameters out."
         )
 
 
 def deterministic(subject: Subject) -> Iterator[str]:
-    """Sums in rank order are made by megaaccum itself, where it hands DeepSpeed finished partitions: at ZeRO-3."""
+    """At ZeRO-3 megaaccum itself sums in rank order and hands DeepSpeed finished partitions."""
     sharding = subject.sharding
     if sharding.reproducible == "layout":  # sums whatever the stage is
         return
@@ -51,7 +50,7 @@ def deterministic(subject: Subject) -> Iterator[str]:
 
 
 def reproducible(subject: Subject) -> Iterator[str]:
-    """Some things cannot be the same to the bit in every layout, each for a reason of its own."""
+    """Some settings make bits depend on the layout, each for its own reason."""
     sharding, parallel, model = subject.sharding, subject.parallel, subject.model
     if sharding.reproducible != "layout":
         return
@@ -91,11 +90,11 @@ def reproducible(subject: Subject) -> Iterator[str]:
     }
     for what, is_so in refused.items():
         if is_so:
-            yield f"reproducible layout cannot be with {what}. Change that, or leave reproducible out."
+            yield f"reproducible layout does not support {what}. Change that, or remove reproducible."
 
 
 def streaming_alone(subject: Subject) -> Iterator[str]:
-    """Backend fsdp2 calls what adds up in one order where there is something to reduce."""
+    """Backend fsdp2 sums in one order only if there is something to reduce."""
     sharding, parallel = subject.sharding, subject.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if sharding.reproducible != "layout" or subject.world_size != model_ranks:
@@ -108,7 +107,7 @@ def streaming_alone(subject: Subject) -> Iterator[str]:
 
 
 def replicas(subject: Subject) -> Iterator[str]:
-    """HSDP is fully_shard's, and its replicas are equally large."""
+    """HSDP needs fully_shard, and replicas of one size."""
     count, backend, parallel = subject.sharding.data_parallel_replicas, subject.sharding.backend, subject.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     dp, rest = divmod(subject.world_size, max(model_ranks, 1))
@@ -124,9 +123,9 @@ def replicas(subject: Subject) -> Iterator[str]:
         )
 
 
-def experts_boundary(subject: Subject) -> Iterator[str]:
-    """Experts with a data-parallel group of their own (spread, or whole where dense matrices are cut) are summed over
-    it by the DeepSpeed backend alone, at ZeRO-3 with resident parameters, and only whole experts were checked."""
+def expert_groups(subject: Subject) -> Iterator[str]:
+    """Experts with a data-parallel group of their own (spread, or whole beside cut dense matrices) are summed by the
+    DeepSpeed backend alone, at ZeRO-3 with resident parameters. Only whole experts were tested."""
     sharding, parallel = subject.sharding, subject.parallel
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if subject.model.num_experts is None or (ep == 1 and etp == parallel.tensor_model_parallel_size):
@@ -134,38 +133,35 @@ def experts_boundary(subject: Subject) -> Iterator[str]:
     who = f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp}:"
     instead = "or expert_model_parallel_size to 1 and expert_tensor_parallel_size to tensor_model_parallel_size"
     if etp != 1:
-        yield f"{who} spread experts have to be whole: set expert_tensor_parallel_size to 1, {instead}."
-    if sharding.backend != "deepspeed":
-        yield f"{who} needs backend deepspeed, but backend is {sharding.backend}: set it so, {instead}."
-    elif sharding.zero_stage != 3:
-        yield f"{who} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
+        yield f"{who} spread experts must be whole: set expert_tensor_parallel_size to 1, {instead}."
+    yield from _needs_zero3(subject, who, instead)
     if sharding.sync == "streaming":
         yield f"{who} has no sync streaming: set sync to resident, {instead}."
     if sharding.deterministic and sharding.reproducible == "none":
         yield f"{who} has no deterministic sums: set deterministic to false, {instead}."
 
 
+def _needs_zero3(subject: Subject, what: str, instead: str) -> Iterator[str]:
+    """Something that the DeepSpeed backend alone does, at ZeRO-3. instead: the other way out."""
+    backend, stage = subject.sharding.backend, subject.sharding.zero_stage
+    if backend != "deepspeed":
+        yield f"{what} needs backend deepspeed, but backend is {backend}: set it to deepspeed, {instead}."
+    elif stage != 3:
+        yield f"{what} needs zero_stage 3, but zero_stage is {stage}: set it to 3, {instead}."
+
+
 def cold_experts(subject: Subject) -> Iterator[str]:
-    """Whole gradients of experts are there to be moved only where they wait for the end of the flush, and the backend
-    that moves them is DeepSpeed's at ZeRO-3."""
-    sharding, off = subject.sharding, "or cold_expert_offload to false"
-    if not sharding.cold_expert_offload:
-        for name in subject.given(*that_need("cold_expert_offload")):
-            value = getattr(sharding, name)
-            yield f"{name} {value} needs cold_expert_offload: set cold_expert_offload to true, or leave {name} out."
+    """Gradients of experts can be moved while they wait, whole, for the end of the flush: in the DeepSpeed backend at
+    ZeRO-3."""
+    off = "or cold_expert_offload to false"
+    if not subject.sharding.cold_expert_offload:
         return
     if subject.model.num_experts is None:
         yield f"cold_expert_offload needs experts, but num_experts is not given: set num_experts, {off}."
-    if sharding.backend != "deepspeed":
+    yield from _needs_zero3(subject, "cold_expert_offload", off)
+    if subject.sharding.sync == "streaming":
         yield (
-            f"cold_expert_offload needs backend deepspeed, but backend is {sharding.backend}: set it to deepspeed,"
-            f" {off}."
-        )
-    elif sharding.zero_stage != 3:
-        yield f"cold_expert_offload needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {off}."
-    if sharding.sync == "streaming":
-        yield (
-            "cold_expert_offload moves gradients that wait for the end of the flush, and with sync streaming none does:"
+            "cold_expert_offload moves gradients that wait for the end of the flush, but with sync streaming none does:"
             f" set sync to resident, {off}."
         )
 
@@ -174,16 +170,3 @@ def scaled_loss(subject: Subject) -> Iterator[str]:
     """Megatron's optimizer keeps a loss scale of its own for FP16."""
     if subject.sharding.fp16 and subject.sharding.backend == "megatron":
         yield "fp16 needs another backend than megatron: set backend to deepspeed, or bf16 instead of fp16 to true."
-
-
-RULES: tuple[Rule, ...] = (
-    streaming,
-    live_parameters,
-    deterministic,
-    reproducible,
-    streaming_alone,
-    replicas,
-    experts_boundary,
-    cold_experts,
-    scaled_loss,
-)

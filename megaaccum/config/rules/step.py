@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.keys import that_need
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.keys import names_where
+from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import Config
-
-
-def loss_scale_needs_fp16(subject: Subject) -> Iterator[str]:
-    """Only FP16's range is too small for gradients as they are."""
-    names = subject.given(*that_need("fp16"))
-    precision = subject.sharding.params_dtype
-    if names and precision != "fp16":
-        reason = "BF16 has FP32's range, so its gradients do not underflow" if precision == "bf16" else "no need"
-        yield (
-            f"{', '.join(names)} with params_dtype {precision}: only FP16 scales its loss ({reason}). Leave"
-            f" {'it' if len(names) == 1 else 'them'} out, or set fp16 to true."
-        )
+from megaaccum.schedule.build import by_executor
 
 
 def one_loss_scale(subject: Subject) -> Iterator[str]:
-    """A fixed scale does not move, and a dynamic one starts above its floor."""
-    step = subject.config.step
-    dynamic = [name for name in that_need("fp16") if name != "loss_scale"]
+    """A fixed loss scale does not move; a dynamic one starts at its floor or above."""
+    step = subject.step
+    dynamic = [name for name in names_where(lambda facts: facts.needs == "fp16") if name != "loss_scale"]
     if step.loss_scale is not None and (names := subject.given(*dynamic)):
-        yield f"loss_scale {step.loss_scale:g} is fixed, and {', '.join(names)} move it: leave one or the other out."
+        yield f"loss_scale {step.loss_scale:g} is fixed, but {', '.join(names)} move it: leave one or the other out."
     if step.loss_scale is None and 0 < step.initial_loss_scale < step.min_loss_scale:
         yield (
             f"initial_loss_scale {step.initial_loss_scale:g} is less than min_loss_scale {step.min_loss_scale:g}: set"
@@ -35,8 +24,8 @@ def one_loss_scale(subject: Subject) -> Iterator[str]:
 
 
 def overflow_is_seen(subject: Subject) -> Iterator[str]:
-    """The loss scale of FP16 moves by overflows, so nothing may leave them unseen or end the run at the first."""
-    policy = subject.config.step.nonfinite
+    """Overflows move the loss scale of FP16, so they must neither go unseen nor end the run."""
+    policy = subject.step.nonfinite
     if subject.sharding.fp16 and policy not in ("skip", "zero"):
         yield (
             f"nonfinite {policy} with fp16: the loss scale is found by steps that overflow and are skipped. Set"
@@ -44,16 +33,9 @@ def overflow_is_seen(subject: Subject) -> Iterator[str]:
         )
 
 
-def guard_needs_itself(subject: Subject) -> Iterator[str]:
-    """Numbers of a guard that is off."""
-    names = subject.given(*that_need("grad_norm_guard"))
-    if names and subject.config.step.grad_norm_guard == "off":
-        yield f"{', '.join(names)} without a guard: set grad_norm_guard to warn, skip or stop, or leave it out."
-
-
 def exact_without_microbatches(subject: Subject) -> Iterator[str]:
-    """A micro-batch of weight zero still passes the router, which counts its tokens where it counts over the step."""
-    step, model = subject.config.step, subject.model
+    """A micro-batch of weight zero still passes the router, which may count its tokens over the step."""
+    step, model = subject.step, subject.model
     names = [f"nonfinite {step.nonfinite}"] if step.nonfinite == "drop_microbatch" else []
     names += ["short_batch pad"] if step.short_batch == "pad" else []
     counting = {
@@ -68,11 +50,11 @@ def exact_without_microbatches(subject: Subject) -> Iterator[str]:
 
 
 def static_graph(subject: Subject) -> Iterator[str]:
-    """One count and one shape for the whole run; batch_warmup_steps is set to 0 by `derive`."""
-    batch, step, model = subject.config.batch, subject.config.step, subject.model
+    """A static graph has one count and one shape for the whole run; `derive` sets batch_warmup_steps to 0."""
+    batch, step, model = subject.batch, subject.step, subject.model
     if not batch.static_graph:
         return
-    capacity = subject.config.megatron.get("moe_pad_expert_input_to_capacity")
+    capacity = subject.megatron.get("moe_pad_expert_input_to_capacity")
     changing = {
         "rampup_batch_size": (batch.rampup_batch_size is not None, "leave it out"),
         "step_batch_size_schedule": (batch.step_batch_size_schedule is not None, "leave it out"),
@@ -97,7 +79,7 @@ def is_random(config: Config) -> bool:
 
 
 def start_can_be_verified(subject: Subject) -> Iterator[str]:
-    """Two splits of the same samples have one gradient only where nothing depends on what came before a micro-batch."""
+    """Two splits of the same samples have one gradient only if no micro-batch depends on those before it."""
     model, run = subject.model, subject.run
     if not run.verify_at_start:
         return
@@ -107,7 +89,7 @@ def start_can_be_verified(subject: Subject) -> Iterator[str]:
             "its rounding hides what it looks for",
         ),
         "rng megatron with dropout": (
-            run.rng == "megatron" and is_random(subject.config),
+            run.rng == "megatron" and is_random(subject),
             "another split draws other masks: set rng to sample, or dropout to 0",
         ),
         "moe_router_load_balancing_type global_aux_loss": (
@@ -118,13 +100,13 @@ def start_can_be_verified(subject: Subject) -> Iterator[str]:
     for name, (does, why) in depends.items():
         if does:
             yield (
-                f"verify_at_start compares two splits of one step, and {name} makes them differ: {why}; or set"
+                f"verify_at_start compares two splits of one step, but {name} makes them differ: {why}; or set"
                 " verify_at_start to false."
             )
 
 
 def watchdog_is_first(subject: Subject) -> Iterator[str]:
-    """A step that hangs should end with what each rank was doing, and not with NCCL's abort of the process."""
+    """A step that hangs ends with every rank's stack, before NCCL aborts the process."""
     limit, collective = subject.run.step_timeout_seconds, subject.parallel.distributed_timeout_minutes * 60
     if limit >= collective > 0:
         yield (
@@ -135,13 +117,13 @@ def watchdog_is_first(subject: Subject) -> Iterator[str]:
 
 
 def speculative_step(subject: Subject) -> Iterator[str]:
-    """A step may end before its verdict where the executor can stop at the first backward, and where all that an update
-    and a forward change is copied, or made again."""
-    if not subject.config.step.speculative_step:
+    """A step may end before its verdict if the executor can stop at the first backward, and if all state that an update
+    and a forward change is copied or recomputed."""
+    if not subject.step.speculative_step:
         return
     key, off = "speculative_step true", "or speculative_step to false"
-    name, batch, sharding, model = subject.schedule, subject.config.batch, subject.sharding, subject.model
-    if name in ("none", "1f1b", "interleaved"):
+    name, batch, sharding, model = subject.schedule, subject.batch, subject.sharding, subject.model
+    if not by_executor(name):
         runs = "there is no pipeline" if name == "none" else "Megatron-core runs it, and its ranks end together"
         yield f"{key} gains nothing with schedule {name}: {runs}. Set schedule to zbv with a pipeline, {off}."
     refused = {
@@ -174,17 +156,4 @@ def speculative_step(subject: Subject) -> Iterator[str]:
     }  # fmt: skip
     for what, (is_so, why, remedy) in refused.items():
         if is_so:
-            yield f"{key} cannot be with {what}: {why}. Set {remedy}, {off}."
-
-
-RULES: tuple[Rule, ...] = (
-    loss_scale_needs_fp16,
-    one_loss_scale,
-    overflow_is_seen,
-    guard_needs_itself,
-    exact_without_microbatches,
-    static_graph,
-    start_can_be_verified,
-    watchdog_is_first,
-    speculative_step,
-)
+            yield f"{key} does not support {what}: {why}. Set {remedy}, {off}."

@@ -6,13 +6,27 @@ from collections.abc import Iterator
 
 from megaaccum.config.keys import all_keys, names_where, value
 from megaaccum.config.load import UNREADABLE
-from megaaccum.config.rules.subject import Rule, Subject
+from megaaccum.config.rules.subject import Subject, them
+
+NEEDED = {
+    "num_experts": "outside a mixture of experts: set num_experts",
+    "multi_latent_attention": "without multi_latent_attention: set it to true",
+    "recompute_granularity": "without recompute_granularity: set it to full or selective",
+    "fp8_format": "without FP8: set fp8_format to hybrid",
+    "fp8_recipe delayed": "with fp8_recipe {}, which keeps no history: set fp8_recipe to delayed",
+    "fp16": "without fp16, as gradients do not underflow in the range of FP32 and BF16: set fp16 to true",
+    "grad_norm_guard": "without a guard: set grad_norm_guard to warn, skip or stop",
+    "lr_scaling": "with lr_scaling {}: set lr_scaling to linear or sqrt",
+    "lr_decay_style WSD": "with lr_decay_style {}: set lr_decay_style to WSD",
+    "cold_expert_offload": "without cold_expert_offload: set cold_expert_offload to true",
+}
+"""When keys have no effect, by the key that they need (`Facts.needs`), and the remedy; {} is that key's value."""
 
 
 def required(subject: Subject) -> Iterator[str]:
-    """Keys without which there is no model and no training."""
+    """A model and its training need some keys."""
     for name in names_where(lambda facts: facts.required):
-        number, facts = value(subject.config, name), all_keys()[name].facts
+        number, facts = value(subject, name), all_keys()[name].facts
         if subject.own_model and name != "seq_length":
             continue
         if subject.written.origin.get(name) == UNREADABLE or (isinstance(number, int | float) and facts.allow(number)):
@@ -24,18 +38,37 @@ def required(subject: Subject) -> Iterator[str]:
 
 
 def ranges(subject: Subject) -> Iterator[str]:
-    """Numbers that make no sense whatever the others are."""
+    """Each number lies in its key's range."""
     for name in names_where(lambda facts: facts.range and not facts.required):
         # A value derived from a missing key would only repeat that it is missing.
-        number, facts = value(subject.config, name) if subject.given(name) else None, all_keys()[name].facts
+        number, facts = value(subject, name) if subject.given(name) else None, all_keys()[name].facts
         if number is not None and not facts.allow(number):
             yield f"{name} is {number}: it must be {facts.range}."
+
+
+def without_effect(subject: Subject) -> Iterator[str]:
+    """A key that was written has an effect."""
+    unused: dict[str, list[str]] = {}
+    for name in subject.given(*names_where(lambda facts: facts.needs)):
+        # A size of 1, which launch scripts spell out, says nothing about experts.
+        if (off := _missing(subject, name)) in NEEDED and getattr(subject.parallel, name, None) != 1:
+            unused.setdefault(off, []).append(name)
+    for off, names in unused.items():
+        text = NEEDED[off].format(value(subject, off.split()[0]))
+        yield f"{', '.join(names)}: no effect {text}, or leave {them(names)} out."
+
+
+def _missing(subject: Subject, name: str) -> str:
+    """The first thing that the key `name` needs, directly or not, and that is off; empty if nothing is."""
+    needed = all_keys()[name].facts.needs
+    key, _, word = needed.partition(" ")
+    if not needed or (missing := _missing(subject, key)):
+        return missing if needed else ""
+    setting = value(subject, key)
+    return "" if (setting == word if word else setting not in (None, False, "none", "off")) else needed
 
 
 def world_size(subject: Subject) -> Iterator[str]:
     """A run has ranks."""
     if subject.world_size < 1:
         yield f"the run has {subject.world_size} ranks: it needs at least 1."
-
-
-RULES: tuple[Rule, ...] = (required, ranges, world_size)

@@ -14,17 +14,9 @@ from megaaccum.config.schema.run import DataConfig, OptimizerConfig, RunConfig, 
 from megaaccum.config.schema.sharding import QuantizationConfig, ShardingConfig
 
 __all__ = [
-    "BatchConfig",
-    "Config",
-    "DataConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "QuantizationConfig",
-    "RunConfig",
-    "ShardingConfig",
-    "StepConfig",
-]
+    "BatchConfig", "Config", "DataConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "QuantizationConfig",
+    "RunConfig", "ShardingConfig", "StepConfig",
+]  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,4 +39,4 @@ class Config:
     origin: dict[str, str] = field(default_factory=dict)
     """The source of each key that was written: a file's name or 'command line'. `load` fills it; not a key."""
     notes: list[str] = field(default_factory=list)
-    """What `load` set aside because the command line says otherwise. Not a key."""
+    """The keys of the file that the command line overrides, one sentence each; `load` fills it. Not a key."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megaaccum.config.facts import Facts
+from megaaccum.schedule.build import BUILT_IN
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[("auto", "none", *BUILT_IN)]
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How the model is cut over ranks. world = tp * cp * pp * dp."""
+    """The cut of the model over ranks. world = tp * cp * pp * dp."""
 
     tensor_model_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Ranks that share each matrix (tp)."""
@@ -19,7 +25,7 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Model chunks per rank (vpp) for the interleaved schedule; zbv and dualpipev set it to 2."""
     num_layers_per_virtual_pipeline_stage: Annotated[int | None, Facts(at_least=1, planned=True)] = None
-    """Another way to say vpp: layers per chunk."""
+    """Layers per chunk: another way to give vpp."""
     context_parallel_size: Annotated[int, Facts(at_least=1, core=True, planned=True)] = 1
     """Ranks that share each sequence (cp)."""
     expert_model_parallel_size: Annotated[int, Facts(at_least=1, needs="num_experts", core=True, planned=True)] = 1
@@ -30,12 +36,7 @@ class ParallelConfig:
     """Tensor parallelism inside experts; default tensor_model_parallel_size."""
     sequence_parallel: Annotated[bool, Facts(core=True, planned=True)] = False
     """Split norms and dropout along the sequence over the tp ranks."""
-    schedule: Annotated[
-        Literal["auto", "none", "1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]
-        | str
-        | None,
-        Facts(planned=True),
-    ] = None
+    schedule: Annotated[ScheduleName | str | None, Facts(planned=True)] = None
     """Pipeline schedule, or the path of a .csv table. Default, as Megatron: none at pp 1, interleaved when vpp is set,
     else 1f1b. auto: of the built-in ones that are legal here and fit into memory_gib, or the GPU's memory, the one with
     the fastest predicted step."""
@@ -68,7 +69,7 @@ class BatchConfig:
 
     micro_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences in one pipeline micro-batch on one data-parallel rank. Default: of those that fit into memory_gib, or
-    the GPU's memory, the one with the fastest predicted step; 1 where neither is known."""
+    the GPU's memory, the one with the fastest predicted step; 1 if neither is known."""
     global_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences per optimizer step over all ranks."""
     total_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None

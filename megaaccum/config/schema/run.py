@@ -33,9 +33,9 @@ class StepConfig:
     max_bad_steps: Annotated[int, Facts(at_least=0)] = 100
     """The same for all such steps of the run; 0 is no limit."""
     grad_norm_guard: Literal["off", "warn", "skip", "stop"] = "off"
-    """What to do about a gradient norm far above its moving average."""
+    """The response to a gradient norm far above its moving average."""
     grad_norm_guard_deviations: Annotated[float, Facts(above=0, needs="grad_norm_guard")] = 6.0
-    """How far: in standard deviations of the norm, themselves a moving average."""
+    """The distance from the average, in standard deviations of the norm (a moving average too), that triggers it."""
     grad_norm_guard_window: Annotated[int, Facts(at_least=1, needs="grad_norm_guard")] = 100
     """Steps over which the averages are taken; the guard is silent until there are that many."""
     short_batch: Literal["error", "pad", "drop"] = "error"
@@ -54,7 +54,7 @@ class OptimizerConfig:
     min_lr: Annotated[float, Facts(at_least=0, lr_state="min_lr")] = 0.0
     """Learning rate at the end of the decay."""
     decoupled_lr: Annotated[float | None, Facts(above=0)] = None
-    """Peak learning rate of the input embedding and the output head, where it differs from lr."""
+    """Peak learning rate of the input embedding and the output head, if it differs from lr."""
     decoupled_min_lr: Annotated[float | None, Facts(at_least=0)] = None
     """Their learning rate at the end of the decay; default min_lr."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -110,7 +110,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Where samples come from (megatron.core.datasets)."""
+    """The sources of samples (megatron.core.datasets)."""
 
     data_path: Annotated[list[str], Facts(per_host=True)] = field(default_factory=lambda: ["embedded"])
     """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ...; 'embedded' is the text in the package."""
@@ -175,13 +175,13 @@ class RunConfig:
     train_iters: Annotated[int, Facts(required=True, at_least=1, lr_state="wd_incr_steps", in_samples=True)] = 0
     """Optimizer steps of the whole run; the learning-rate schedule is laid out over them. Required."""
     max_steps: Annotated[int | None, Facts(at_least=1)] = None
-    """Stop after this many steps of this start, whatever train_iters says (the schedule stays as it is)."""
+    """Stop after this many steps of this start, before train_iters (the schedule stays as it is)."""
     eval_interval: Annotated[int, Facts(at_least=0)] = 1000
     """Steps between evaluations; 0 is off."""
     eval_iters: Annotated[int, Facts(at_least=0)] = 100
     """Global batches per evaluation; 0 is off."""
     sample_every: Annotated[int, Facts(at_least=0)] = 0
-    """Steps between samples: a short text that the model goes on with, printed; 0 is off."""
+    """Steps between samples: a short text that the model continues, printed; 0 is off."""
     text_comparisons_every: Annotated[int, Facts(at_least=0)] = 0
     """Steps between evaluations of the likelihood comparisons in the package; 0 is off."""
     output_dir: Annotated[str, Facts(per_host=True)] = "runs/default"
@@ -191,7 +191,7 @@ class RunConfig:
     load: Annotated[str | None, Facts(per_host=True)] = None
     """Folder to resume from; default: save, when it holds a checkpoint."""
     exit_on_missing_checkpoint: bool = False
-    """End the run where `load` holds no checkpoint, rather than start afresh."""
+    """End the run if `load` holds no checkpoint, rather than start afresh."""
     save_interval: Annotated[int, Facts(at_least=0)] = 0
     """Steps between checkpoints; 0 leaves only the one of save_at_end."""
     save_at_end: bool = True
@@ -201,7 +201,7 @@ class RunConfig:
     async_save: bool = False
     """Write checkpoints in the background."""
     save_retain_interval: Annotated[int | None, Facts(at_least=1)] = None
-    """Checkpoints at multiples of these steps are kept for good, whatever keep_last says."""
+    """Checkpoints at multiples of these steps are kept for good, in spite of keep_last."""
     exit_interval: Annotated[int | None, Facts(at_least=1)] = None
     """End this start when the step is a multiple of it, after a checkpoint."""
     exit_duration_in_mins: Annotated[float | None, Facts(above=0)] = None
@@ -213,12 +213,12 @@ class RunConfig:
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
     override: list[Literal["lr_schedule", "batch", "data"]] = field(default_factory=list)
-    """Go on from a checkpoint of another learning-rate schedule, global batch or data; the log names what differs. A
+    """Continue from a checkpoint of another learning-rate schedule, global batch or data; the log names what differs. A
     difference that is not asked for ends the start."""
     override_opt_param_scheduler: bool = False
-    """The schedule of this configuration holds where the checkpoint's differs (as override lr_schedule)."""
+    """The schedule of this configuration holds if the checkpoint's differs (like override lr_schedule)."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """The schedule of the checkpoint holds where this configuration's differs."""
+    """The schedule of the checkpoint holds if this configuration's differs."""
     no_load: bool = False
     """Start afresh even if a checkpoint is there."""
     verify_at_start: bool = False
@@ -227,8 +227,8 @@ class RunConfig:
     seed: Annotated[int, Facts(at_least=0)] = 1234
     """Seed of weights, dropout and sample order."""
     rng: Literal["sample", "megatron"] = "sample"
-    """What dropout and router jitter draw from. sample: seed, step, micro-batch of the global batch and layer, so that
-    masks are the same in every layout and after a resume. megatron: random states of each rank, as in Megatron."""
+    """The source of random numbers of dropout and router jitter. sample: seed, step, micro-batch of the global batch
+    and layer, so that masks are the same in every layout and after a resume. megatron: random states of each rank."""
     schedule_trace: Annotated[str | None, Facts(per_host=True)] = None
     """Write the second flush, as run and as planned, to this file in Chrome's trace format (megaaccum's schedules)."""
     log_interval: Annotated[int, Facts(at_least=1)] = 10

@@ -10,11 +10,11 @@ from megaaccum.config.facts import Facts
 
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
-    """Who holds parameters, gradients and optimizer state, and in which precision."""
+    """The distribution of parameters, gradients and optimizer state over ranks, and their precision."""
 
     backend: Literal["deepspeed", "fsdp2", "ddp", "megatron"] = "deepspeed"
-    """What shards and reduces: a DeepSpeed engine, torch's fully_shard, torch DistributedDataParallel, or Megatron's
-    with its distributed optimizer."""
+    """The library that shards and reduces: a DeepSpeed engine, torch's fully_shard, torch DistributedDataParallel, or
+    Megatron's DistributedDataParallel with its distributed optimizer."""
     zero_stage: Annotated[Literal[1, 2, 3], Facts(planned=True)] = 3
     """DeepSpeed ZeRO stage."""
     sync: Annotated[Literal["auto", "resident", "streaming"], Facts(planned=True)] = "auto"
@@ -24,8 +24,8 @@ class ShardingConfig:
     max_live_parameters: Annotated[int, Facts(at_least=0)] = 0
     """With sync streaming: parameters (elements per rank) that may stay gathered through a flush."""
     memory_gib: Annotated[float | None, Facts(above=0)] = None
-    """Memory (GiB) of a rank's device that a step has to fit into, by prediction: sync auto chooses by it, and what
-    does not fit is refused at the start. Default: what is free on the GPU; no limit on a CPU."""
+    """Memory (GiB) of a rank's device for the predicted peak of a step: sync auto chooses by it, and a step that does
+    not fit is refused at the start. Default: the free memory of the GPU; no limit on a CPU."""
     data_parallel_replicas: Annotated[int, Facts(at_least=1)] = 1
     """With backend fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
     deterministic: Annotated[bool, Facts(core="deterministic_mode")] = False
@@ -38,12 +38,12 @@ class ShardingConfig:
     reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 50_000_000
     """Elements reduced in one collective. A step's last is under no compute; DeepSpeed allocates as much in full."""
     offload_optimizer: Literal["none", "cpu"] = "none"
-    """Where DeepSpeed keeps optimizer state and runs the optimizer."""
+    """The place of DeepSpeed's optimizer state and of its optimizer step."""
     cold_expert_offload: bool = False
     """Between micro-batches, keep the gradients of experts that few tokens reach in host memory (pinned, with a GPU);
     the result is the same. ZeRO-3 with sync resident."""
     cold_expert_tokens: Annotated[int, Facts(at_least=1, needs="cold_expert_offload")] = 1
-    """An expert is cold if fewer tokens came to it on this rank, over the last cold_expert_steps steps together."""
+    """An expert is cold if it got fewer tokens on this rank, over the last cold_expert_steps steps together."""
     cold_expert_steps: Annotated[int, Facts(at_least=1, needs="cold_expert_offload")] = 10
     """Optimizer steps over which its tokens are counted; no expert is cold in that many first steps of a start."""
     bf16: bool = False
@@ -51,8 +51,8 @@ class ShardingConfig:
     fp16: bool = False
     """FP16 parameters and activations with loss scaling, FP32 master weights."""
     params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Another way to say it; fp64 only with the ddp and fsdp2 backends. Default: what bf16 / fp16 say, else bf16 where
-    this machine's GPU has it and fp32 elsewhere; fp32 for a model of your own (Plan.of)."""
+    """Another way to give it; fp64 only with the ddp and fsdp2 backends. Default: what bf16 / fp16 give, else bf16 if
+    this machine's GPU has it and fp32 otherwise; fp32 for a model of your own (Plan.of)."""
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients of micro-batches are added."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -2,7 +2,8 @@
 
 T tokens of a micro-batch on a rank are seq_length * micro_batch_size / cp. What the tp ranks hold in full, they hold
 a 1/tp of under sequence parallelism. Terms follow arXiv 2205.05198, section 4, generalised to gated MLPs, grouped
-queries, latent attention and experts; a test counts the tensors that autograd saves.
+queries, latent attention and experts. Those of Megatron's local layers are upper bounds; a test counts the tensors that
+autograd saves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
-from megaaccum.lab.planner import local_layers
 from megaaccum.lab.planner.layouts import RECOMPUTE, Layouts
 
 
@@ -24,7 +24,8 @@ class Kernels:
     element: int = 2
     """Bytes of an activation."""
     local: bool = False
-    """Megatron's local layers on torch's own operators, instead of Transformer Engine's: local_layers.py counts."""
+    """Megatron's local layers on torch's own operators, instead of Transformer Engine's. They keep more tensors, and
+    predictions are upper bounds."""
     flash: bool = True
     """Attention keeps no scores (arXiv 2205.14135)."""
     matmul_element: float | None = None
@@ -33,7 +34,7 @@ class Kernels:
     """Selective recompute by operation, as torchtitan's: a layer keeps its input, the attention's output and every
     second matrix product, instead of everything but the scores."""
     recompute_modules: frozenset[str] = frozenset({"core_attn"})
-    """What selective recompute brings back (Megatron's recompute_modules)."""
+    """Modules that selective recompute runs again (Megatron's recompute_modules)."""
     logit_bytes: float = 8.0
     """Bytes per logit at the peak of the loss: the 16-bit logits, their FP32 softmax, and the 16-bit gradient."""
 
@@ -94,15 +95,31 @@ def layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> La
 
 
 def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, *, moe: bool) -> LayerBytes:
-    t, element = tokens(model, at), kernels.element
-    dense = local_layers.mlp(model, at, t, whole, element)
-    latent = model.multi_latent_attention
-    heads = local_layers.attention(model, at, t, whole, element, fused=kernels.flash)
+    """Upper bound of what a local layer keeps (megatron-core 0.19), with torch's fused attention or with scores.
+
+    A norm keeps its input (RMSNorm twice) and two statistics, a dropout its noise as an activation, attention copies of
+    rotated and repeated queries, keys and values, and a gated MLP both factors of each product.
+    """
+    t, element, hidden = tokens(model, at), kernels.element, model.hidden_size
+    queries, groups = (
+        heads * (model.kv_channels or 0) for heads in (model.num_attention_heads, model.num_query_groups or 0)
+    )
+    noise = 2 * whole * hidden * element if model.hidden_dropout else 0
+    attention = _latent_attention(model, at, kernels)
+    if not model.multi_latent_attention:
+        inside = (4 * queries + 2 * groups) * element + model.num_attention_heads * 4
+        rotation = 4 * model.seq_length * (model.kv_channels or 0) * element
+        # A cut sequence gathers keys and values of all of it, and which of its positions each token attends to.
+        far = np.where(at.cp > 1, t * (at.cp * 2 * groups / at.tp + model.seq_length) * element, 0.0)
+        attention = whole * hidden * element + t * inside / at.tp + rotation + far
+    per_score = max(4.0, element) + element * (2 if model.attention_dropout else 1)
+    scores = t * model.seq_length * model.num_attention_heads / at.tp * per_score + float(model.seq_length) ** 2
+    width = (model.ffn_hidden_size or 0) * (5 if model.swiglu else 2)
     return LayerBytes(
-        norms=2 * local_layers.norm(model, whole, element) + local_layers.dropouts(model, whole, element),
-        attention=_latent_attention(model, at, kernels) if latent else heads,
-        scores=0 if kernels.flash else local_layers.scores(model, at, t, element),
-        mlp=_experts(model, at, kernels) if moe else dense,
+        norms=2 * whole * (hidden * (2 if model.normalization == "RMSNorm" else 1) + 2) * element + noise,
+        attention=attention,
+        scores=0 if kernels.flash else scores,
+        mlp=_experts(model, at, kernels) if moe else whole * hidden * element + t * width / at.tp * element,
     )
 
 
@@ -218,17 +235,16 @@ def recomputed_at_once(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe
 def loss(model: ModelConfig, rows: Any, at: Layouts, kernels: Kernels) -> Any:
     """Logits and loss of one micro-batch on the stage with the head: `rows` vocabulary entries cut over tp."""
     t, whole = tokens(model, at), tokens(model, at) * whole_share(at)
-    if kernels.local:
-        head_input = local_layers.head(model, t, whole, kernels.element)
-    else:
-        head_input = 2 * whole * model.hidden_size * kernels.element
+    head_input = 2 * whole * model.hidden_size * kernels.element
+    if kernels.local:  # a second copy of the norm's input and its statistics; targets, their probabilities, masks
+        head_input = head_input + whole * (model.hidden_size + 2) * kernels.element + t * 13
     return head_input + t * rows / at.tp * kernels.logit_bytes
 
 
 def embedding(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
-    """The token numbers that the table's gradient needs (8 bytes each), and its dropout's mask."""
-    if kernels.local:
-        t = tokens(model, at)
-        return local_layers.embedding(model, at, t, t * whole_share(at), kernels.element)
+    """The token numbers that the table's gradient needs (8 bytes each), and its dropout's mask. Local layers also keep
+    positions, which tokens are another tp rank's, and the mask as activations."""
     mask = model.hidden_size * whole_share(at) if model.hidden_dropout else 0
+    if kernels.local:
+        return tokens(model, at) * (17 + mask * kernels.element)
     return tokens(model, at) * (8 + mask)

@@ -13,7 +13,8 @@ from megaaccum.config.plan import Plan
 from megaaccum.config.resolve import with_schedules
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import expected, micro_batch, sync_mode
-from megaaccum.lab.planner.layouts import SIMULATED, Layouts
+from megaaccum.lab.planner.layouts import Layouts
+from megaaccum.lab.planner.pipeline import is_simulated
 from megaaccum.lab.planner.stages import stages_of
 from megaaccum.lab.planner.time import TimeModel, rank_pass
 from megaaccum.model.layers import Layers
@@ -38,25 +39,25 @@ class Priced:
         return self.plan.layout.schedule
 
 
-def settle(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
-    """`plan` with a schedule, where it says `auto`, and with what micro_batch.settle settles (whose argument
-    `device_bytes` is); a note gives the choice and those that came after it.
+def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
+    """`plan` with a schedule, if it says `auto`, and with what choose_micro_batch chooses. A note gives the choice and
+    the ones that came after it. device_bytes: as choose_micro_batch's.
 
     Raises:
         ConfigError: nothing fits; it lists which rank needs what.
         DataError: the vocabulary is not known.
     """
     if not is_open(plan):
-        return micro_batch.settle(plan, device_bytes, layers=layers_of(plan))
+        return micro_batch.choose_micro_batch(plan, device_bytes, layers=layers_of(plan))
     fitting: list[Priced] = []
     refused: list[ConfigError] = []
     over: list[Plan] = []
     for option in _options(plan):
-        if option.layout.schedule in SIMULATED and any(each.plan.layout.placement == "v" for each in fitting):
+        if is_simulated(option.layout.schedule) and any(each.plan.layout.placement == "v" for each in fitting):
             continue  # they hold less than other Vs for more time
         layers = layers_of(option)
         try:
-            settled = micro_batch.settle(option, device_bytes, layers=layers)
+            settled = micro_batch.choose_micro_batch(option, device_bytes, layers=layers)
         except ConfigError as error:
             over.append(option)
             refused.append(error)

@@ -20,10 +20,10 @@ class Links:
     gpus_per_node: int
     """GPUs that NVLink (or the like) joins."""
     node_bandwidth: float
-    """Of one GPU's links inside the node."""
+    """Bytes per second of one GPU's links inside the node."""
     node_latency: float
     net_bandwidth: float
-    """Of one GPU's share of the network."""
+    """Bytes per second of one GPU's share of the network."""
     net_latency: float
 
 
@@ -72,7 +72,8 @@ def tree(num_bytes: Any, group: Group, links: Links) -> Any:
 
 
 def hierarchical(num_bytes: Any, group: Group, links: Links) -> Any:
-    """The same inside each node and then between nodes: fewer steps over the slow links for a group of many nodes."""
+    """Seconds of a ring inside each node and then between nodes: fewer steps over the slow links for a group of many
+    nodes."""
     nodes = np.maximum(1.0, np.asarray(group.size) / group.per_node)
     inside = Group(np.asarray(group.per_node), np.asarray(group.per_node))
     share = num_bytes / np.asarray(group.per_node)

@@ -19,23 +19,23 @@ class Efficiency:
     """How near a GPU comes to its datasheet: fitted to measurements of that GPU, never of one run or publication."""
 
     gemm: float = 0.80
-    """Of the 16-bit peak, for large matrices."""
+    """Share of the 16-bit peak, for large matrices."""
     gemm_fp8: float = 0.65
-    """Of the 8-bit peak."""
+    """Share of the 8-bit peak."""
     gemm_fp4: float = 0.50
-    """Of the 4-bit peak."""
+    """Share of the 4-bit peak."""
     grouped: float = 0.7
-    """Of a product's rate, in the products of routed experts: unequal loads, many small matrices."""
+    """Share of a product's rate, in the products of routed experts: unequal loads, many small matrices."""
     half_m: float = 300.0
     """Rows (tokens) at which a product is half as fast as a large one; likewise columns and inner width."""
     half_n: float = 200.0
     half_k: float = 100.0
     attention: float = 0.55
-    """Of the 16-bit peak, in fused attention."""
+    """Share of the 16-bit peak, in fused attention."""
     scores: float = 0.40
-    """Of the 16-bit peak, in the two products of attention that keeps its scores."""
+    """Share of the 16-bit peak, in the two products of attention that keeps its scores."""
     memory: float = 0.80
-    """Of the HBM's bandwidth, in memory-bound kernels."""
+    """Share of the HBM's bandwidth, in memory-bound kernels."""
     launch: float = 5e-4
     """Seconds that the host needs to start one layer's forward kernels: a layer is never faster."""
     straggler: float = 0.4
@@ -45,7 +45,7 @@ class Efficiency:
     microbatch: float = 1e-3
     """Seconds of a micro-batch beside its layers."""
     network: float = 0.8
-    """Of the network's bandwidth, between nodes."""
+    """Share of the network's bandwidth, between nodes."""
     spread: float = 0.0
     """By how much a step is longer per doubling of the nodes: the slowest of many."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megaaccum.lab.planner import emit
+from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.lab.planner.stages import layout_text, make_stages, split_layers
@@ -17,7 +17,7 @@ from megaaccum.lab.planner.time import Pass
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, Cut, LayerCost, Profile
-from megaaccum.model.param_count import expert_layers
+from megaaccum.pretrain.metrics.flops import expert_layers
 from megaaccum.schedule.build import build
 from megaaccum.units import amount
 
@@ -45,12 +45,12 @@ class PlannedCut:
 def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> PlannedCut:
     """The cut of the pipeline in row `index`. profile: measured costs, in place of the predicted ones. Raises
     ScheduleError where it is of another model."""
-    work, at = ranked.workload, ranked.layouts.take(slice(index, index + 1))
+    work, at = ranked.workload, ranked.layouts.select(slice(index, index + 1))
     pp, vpp, name = int(at.pp[0]), int(at.vpp[0]), SCHEDULES[int(at.schedule[0])]
     if pp == 1:
         return PlannedCut(note="there is no pipeline to cut")
     layers = split_layers(work.model.num_layers, pp * vpp)
-    assert layers is not None, "space.py plans only layers that have a split"
+    assert layers is not None, "candidates.py plans only layers that have a split"
     profile = predicted_profile(work, at) if profile is None else with_one_head(profile)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     schedule = build(name, pp=pp, num_microbatches=m, chunks=vpp)
@@ -66,7 +66,7 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
     if over := _bytes_over(ranked, index, counts):
         return PlannedCut(gain=gain, note=f"the cut that is {gain:.1%} faster needs {amount(over)} more than a GPU has")
     layout = layout_text(counts, work.model.mtp_num_layers or 0)
-    if problem := emit.problem(work, ranked.name_of(index) | {"stages": layout}):
+    if problem := layout_config.problem(work, ranked.name_of(index) | {"stages": layout}):
         return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {problem}")
     return PlannedCut(layout=layout, gain=gain)
 
@@ -78,7 +78,7 @@ def _with_ends(layers: list[int]) -> Cut:
 
 def _bytes_over(ranked: Ranked, index: int, layers: list[int]) -> int:
     """Bytes by which the most loaded rank of these stages is over the device's memory; 0 where it fits."""
-    work, at = ranked.workload, ranked.layouts.take(slice(index, index + 1))
+    work, at = ranked.workload, ranked.layouts.select(slice(index, index + 1))
     model = replace(work.memory_model(), fixed_stages=tuple(make_stages(work.model, layers)))
     return max(0, round(float(model.peak(at).total[0]) - work.hardware.hbm_bytes))
 

@@ -20,7 +20,7 @@ OF_THE_DEVICE = ("runtime", "margin")
 
 
 def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
-    """By pipeline rank; empty where the planner does not know the schedule (a table of the user's). vocab: entries of
+    """By pipeline rank; empty if the planner does not know the schedule (a table of the user's). vocab: entries of
     the vocabulary before padding. layers: those that the machine trains."""
     if plan.layout.schedule not in SCHEDULES:
         return []
@@ -40,7 +40,7 @@ def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
 
 
 def seconds(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> float:
-    """Of a step on that entry of the hardware table. The schedule has to be one that the planner knows."""
+    """Predicted seconds of a step on that entry of the hardware table. The planner has to know the schedule."""
     model, at = time_model(plan, vocab, layers, hardware)
     return float(model.step(at).total[0])
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megaaccum.lab.planner.partial_sums import sums_of_runs
+import numpy as np
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -25,9 +26,9 @@ class ShardingMode:
     backend: str
     sync: str
     zero_stage: int = 3
-    """Of backend deepspeed alone."""
+    """ZeRO stage; of backend deepspeed alone."""
     replicas: int = 1
-    """Of backend fsdp2 alone: groups of ranks that hold the whole sharded model each."""
+    """Groups of ranks that hold the whole sharded model each; of backend fsdp2 alone."""
     live: int = 0
     """max_live_parameters, in elements."""
 
@@ -133,11 +134,43 @@ def moved(
 
 
 def sums_of_others(mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int) -> list[int]:
-    """Of each of `ranks` ranks, how many sums of whole gradients the others send pieces of in one reduction."""
+    """Number of sums of whole gradients, by rank, that the other ranks send pieces of in one reduction."""
     if sharding.reproducible != "layout" or mode.sync == "streaming":
         return [ranks - 1] * ranks
     sums = sums_of_runs(microbatches, ranks)
     return [sum(sums) - own for own in sums]
+
+
+@cache
+def partial_sums(leaves: int, start: int, stop: int) -> int:
+    """Number of sums left of the leaves `start` to `stop` of sharding/sum_tree.py's tree when all that can be added
+    is."""
+    if start <= 0 and stop >= leaves:
+        return 1
+    if stop <= 0 or start >= leaves:
+        return 0
+    half = leaves // 2
+    return partial_sums(half, start, stop) + partial_sums(leaves - half, start - half, stop - half)
+
+
+@cache
+def sums_of_runs(each: int, ranks: int) -> tuple[int, ...]:
+    """Number of sums that each rank's run of `each` leaves is reduced to: one if `ranks` is a power of two."""
+    odd = ranks // (ranks & -ranks)  # halving an even number of ranks halves the tree alike
+    return tuple(partial_sums(odd * each, rank * each, (rank + 1) * each) for rank in range(odd)) * (ranks // odd)
+
+
+@cache
+def most_waiting(each: int, ranks: int, *, in_turns: bool) -> int:
+    """Largest number of partial sums of one gradient that wait on a rank before its last micro-batch.
+
+    in_turns: the rank adds the micro-batches of all ranks, `ranks` at a time; else the run of `each` of its own.
+    """
+    if in_turns:
+        return max(partial_sums(each * ranks, 0, done * ranks) for done in range(each))
+    odd = ranks // (ranks & -ranks)
+    starts = range(0, odd * each, each)
+    return max(partial_sums(odd * each, start, start + done) for start in starts for done in range(each))
 
 
 def _reduce_bytes(sharding: ShardingConfig) -> float:
@@ -159,19 +192,19 @@ class StateBytes:
     grad_shard: float = 0.0
     """Beside the whole gradients."""
     grad_step: float = 0.0
-    """Of the shard's gradients while the optimizer steps, when whole ones are gone."""
+    """Bytes of the shard's gradients while the optimizer steps, when whole ones are gone."""
     optimizer: float = 0.0
     optimizer_shard: float = 12.0
     unit_param: float = 0.0
     unit_grad: float = 0.0
     waiting: float = 0.0
-    """Of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
+    """Bytes of every parameter, for each partial sum over a rank's micro-batches that waits (reproducible: layout)."""
     waiting_shard: float = 0.0
-    """Of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
+    """Bytes of the shard, for each that waits over the micro-batches of all ranks, which come in turns."""
     waiting_totals: float = 0.0
     """Elements whose finished sums stay among those that wait, until the last flush is over."""
     waiting_total: float = 4.0
-    """Of each such element, for the first of its sums."""
+    """Bytes of each such element, for the first of its sums."""
     alone: bool = False
     """Whether a gathered parameter that no other rank shares is its shard, and takes no bytes of its own."""
 
@@ -179,6 +212,14 @@ class StateBytes:
     def waits(self) -> bool:
         """Whether there are partial sums."""
         return self.waiting > 0 or self.waiting_shard > 0
+
+    def partial_sums(self, elements: Any, num_waiting: Any, num_final: Any) -> Any:
+        """Upper bound of the bytes of partial sums: every gradient has `num_waiting` of them, or, as far as finished
+        ones stay, its `num_final` final ones, whichever is more. elements: those that are added up."""
+        waiting = (self.waiting + self.waiting_shard) * num_waiting
+        final = self.waiting_total + (self.waiting + self.waiting_shard) * (num_final - 1)
+        stay = np.minimum(elements, self.waiting_totals)
+        return elements * waiting + stay * np.maximum(0.0, final - waiting)
 
     def gradients(self, whole: Any, shard: Any, moving: Any) -> Any:
         """Bytes at the worse of two moments: the last backward, and the optimizer's step. moving: bytes of what comes

@@ -20,7 +20,7 @@ class Units:
     params: Any
     grads: Any
     kept: Any = 0
-    """Of the parameters, those that stay."""
+    """Elements of the parameters that stay."""
 
 
 def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: float = 0, joined: bool = False) -> Units:

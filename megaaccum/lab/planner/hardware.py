@@ -23,14 +23,14 @@ class Hardware:
     """A kind of GPU in its kind of node."""
 
     name: str
-    """As the user writes it."""
+    """The name as the user writes it."""
     hbm_bytes: float
     """Memory that a process can have."""
     device: Device
     links: Links
     usage: Usage
     source: str
-    """Where the figures are from."""
+    """The sources of the figures."""
 
     @property
     def name_of_peak(self) -> str:
@@ -91,7 +91,7 @@ def usual_usage() -> Usage:
 
 def entry_of(device: str, num_bytes: float | None) -> str | None:
     """The entry of a GPU by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), of several the one whose
-    memory is nearest to `num_bytes`; None where the table has none."""
+    memory is nearest to `num_bytes`; None if the table has none."""
     words = device.lower().replace("-", " ").split()
     found = [name for name in names() if name.split("_")[0] in words]
     if num_bytes is None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
+from rich.table import Table
 
 from megaaccum.config import Plan, resolve
 from megaaccum.config.keys import names_where
@@ -25,14 +27,15 @@ from megaaccum.config.schema import Config
 from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor.wgrad import WeightGrads, install, put_aside
-from megaaccum.lab.planner.emit import set_aside
 from megaaccum.lab.planner.footprint import chosen, state_bytes
+from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
 from megaaccum.model import gpt
 from megaaccum.model.gpt_forward import GptForwardStep
-from megaaccum.model.param_count import expert_layers
 from megaaccum.platform import cpu
+from megaaccum.pretrain.metrics.flops import expert_layers
 from megaaccum.step.loss import ForwardStepFunc
+from megaaccum.units import amount
 
 NAMES = {
     EMBEDDING: "embedding",
@@ -55,7 +58,7 @@ def measure(plan: Plan, *, vocab_size: int, repeats: int, data_parallel_size: in
         repeats: micro-batches that are timed, after one that warms up; a duration is the median.
         data_parallel_size: ranks over which the sharding backend shards, for the bytes of `state`.
 
-    Raises ConfigError where the ranks are not those that share a layer, or where recompute differs between layers.
+    Raises ConfigError if the ranks are not those that share a layer, or if recompute differs between layers.
     """
     pattern = pattern_of(plan.config)
     small = of_one_layer_each(plan.config)
@@ -128,7 +131,7 @@ def microbatch_of(plan: Plan, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 def _bytes_per_element(plan: Plan, ranks: int) -> float:
-    """Of a parameter with its gradient and optimizer state, where whole ones are kept and shards are over `ranks`."""
+    """Bytes of a parameter with its gradient and optimizer state, whole ones and shards over `ranks`."""
     mode = chosen(plan)
     each = state_bytes(mode if mode.sync == "streaming" else dataclasses.replace(mode, sync="resident"),
                        plan.config.sharding)  # fmt: skip
@@ -295,3 +298,16 @@ def _with_heads(kinds: dict[str, LayerCost]) -> dict[str, LayerCost]:
         HEAD: dataclasses.replace(heads, **half),
         PREDICTION: dataclasses.replace(layer, **more),
     }
+
+
+def table(profile: Profile) -> Table:
+    """A line for each kind of layer: milliseconds and bytes."""
+    out = Table(box=SIMPLE)
+    out.add_column("layers")
+    for name in ("F ms", "I ms", "W ms", "activation", "deferred", "state"):
+        out.add_column(name, justify="right")
+    for kind, cost in profile.kinds.items():
+        seconds = [f"{each * 1e3:.3f}" for each in (cost.forward, cost.input_grad, cost.weight_grad)]
+        sizes = map(amount, (cost.activation, cost.deferred, cost.state))
+        out.add_row(f"{profile.pattern.count(kind)} {kind}: {cost.name}", *seconds, *sizes)
+    return out

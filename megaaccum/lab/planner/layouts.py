@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megaaccum.schedule.build import BUILT_IN
+
 if TYPE_CHECKING:
     from megaaccum.config import Plan
 
@@ -16,10 +18,8 @@ Column = np.ndarray
 
 RECOMPUTE = ("none", "selective", "full")
 """Codes of `Layouts.recompute`: nothing, core attention (Megatron's selective default), every layer."""
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev", "v-half", "v-min")
-"""Codes of `Layouts.schedule`. zb-h2 is priced for comparison with published runs; no configuration can name it."""
-SIMULATED = frozenset({"v-half", "v-min"})
-"""Those that are priced by simulation, which takes too long for a whole search space."""
+SCHEDULES = ["none", *BUILT_IN]
+"""Codes of `Layouts.schedule`; pipeline.add_formulas appends those that are priced but cannot be built."""
 SYNC_MODES = ("resident", "streaming")
 """Codes of `Layouts.sync`."""
 
@@ -82,7 +82,7 @@ class Layouts:
         """Ranks that hold the same experts: world / (etp * ep * pp)."""
         return np.maximum(1, self.world_size // (self.etp * self.ep * self.pp))
 
-    def take(self, rows: Any) -> Layouts:
+    def select(self, rows: Any) -> Layouts:
         """The layouts at these indices, or where this mask is True."""
         return Layouts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 

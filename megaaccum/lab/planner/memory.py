@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner import activations, pipeline
 from megaaccum.lab.planner.activations import Kernels
-from megaaccum.lab.planner.footprint import StateBytes
-from megaaccum.lab.planner.gather_units import Units, pieces, units_of
+from megaaccum.lab.planner.footprint import StateBytes, most_waiting, sums_of_runs
+from megaaccum.lab.planner.gather_units import Units, units_of
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
-from megaaccum.lab.planner.partial_sums import Passes, Waiting, odd_part, sums_of_runs
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
-from megaaccum.lab.planner.weights import Elements, rank_parameters, with_input_grad
-from megaaccum.model.flops import padded_rows
+from megaaccum.lab.planner.weights import Elements, rank_parameters
+from megaaccum.model.sizes import padded_rows
+
+
+class PipelineRank(NamedTuple):
+    """A rank of a pipeline."""
+
+    name: str
+    """Its schedule."""
+    pp: int
+    vpp: int
+    rank: int
+
 
 StageSource = Callable[[int, int], list[Stage]]
 """(pp, vpp) -> the stages of the model in order."""
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "workspace", "buffers", "runtime", "margin")
-"""What memory goes to, in the order in which a bar is stacked. activations, loss and workspace are what autograd keeps;
+"""Kinds of memory. activations, loss and workspace are what autograd keeps;
 units that streaming gathers count as parameters and gradients; buffers are those of reductions, and a matrix' input and
 its gradient gathered by sequence parallelism."""
 
@@ -84,11 +94,11 @@ class MemoryModel:
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
     flushes: int = 1
-    """Of a step, each over the micro-batches that a layout names."""
+    """Flushes of a step, each over the micro-batches that a layout names."""
     head_copy: bool = False
     """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
     joined_units: bool = False
-    """What is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
+    """Whether all that is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
     """The stages of a layout that was given; else split_layers' of each pipeline."""
 
@@ -110,28 +120,27 @@ class MemoryModel:
     def _ranks(self, at: Layouts) -> Iterator[tuple[np.ndarray, int, np.ndarray, dict[str, np.ndarray]]]:
         """(rows of the layouts, pipeline rank, micro-batches in flight, bytes by kind) of every kind of rank."""
         for code, pp, vpp, rows in at.by_pipeline():
-            part, name = at.take(rows), SCHEDULES[code]
+            part, name = at.select(rows), SCHEDULES[code]
             layers = self._layer_bytes(part)
             for rank, chunks in rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).items():
-                passes = Passes(schedule=name, pp=pp, vpp=vpp, rank=rank, flushes=self.flushes)
-                held, kinds = self._of_rank(part, passes, chunks, layers)
+                held, kinds = self._of_rank(part, PipelineRank(name, pp, vpp, rank), chunks, layers)
                 yield rows, rank, np.mean(held, axis=0), kinds
 
     def on_rank(self, at: Layouts, rank: int) -> dict[str, np.ndarray]:
         """Bytes by kind on one pipeline rank, for layouts of one schedule, pp and vpp."""
         ((code, pp, vpp, _),) = at.by_pipeline()
         chunks = chunks_of_rank(self.stages(pp, vpp), rank, pp=pp, schedule=SCHEDULES[code])
-        passes = Passes(schedule=SCHEDULES[code], pp=pp, vpp=vpp, rank=rank, flushes=self.flushes)
-        return self._of_rank(at, passes, chunks, self._layer_bytes(at))[1]
+        here = PipelineRank(SCHEDULES[code], pp, vpp, rank)
+        return self._of_rank(at, here, chunks, self._layer_bytes(at))[1]
 
-    def _gathered_until_w(self, at: Layouts, passes: Passes, chunks: list[Stage]) -> Any:
+    def _gathered_until_w(self, at: Layouts, here: PipelineRank, chunks: list[Stage]) -> Any:
         """Transformer Engine gathers the inputs of a layer's two column-parallel matrices over tp in I and keeps them
         until W (2.20: delay_wgrad_compute), where local layers keep this rank's part alone."""
         gathered = activations.gathered_input(self.model, at, self.kernels) * self.kernels.saved_input
         if self.kernels.local or not np.any(gathered):
             return 0.0
         layers = sum(chunk.layers for chunk in chunks) / len(chunks)
-        owed = pipeline.owed(passes.schedule, pp=passes.pp, rank=passes.rank, microbatches=at.num_microbatches)
+        owed = pipeline.owed(here.name, pp=here.pp, rank=here.rank, microbatches=at.num_microbatches)
         return owed * layers * 2 * (1 - 1 / at.tp) * gathered / self.kernels.element
 
     def stages(self, pp: int, vpp: int) -> list[Stage]:
@@ -152,19 +161,17 @@ class MemoryModel:
         return out
 
     def _of_rank(
-        self, at: Layouts, passes: Passes, chunks: list[Stage], layers: dict[str, Any]
+        self, at: Layouts, here: PipelineRank, chunks: list[Stage], layers: dict[str, Any]
     ) -> tuple[list[Any], dict[str, np.ndarray]]:
         """(micro-batches in flight of each chunk, bytes by kind)."""
-        held = pipeline.in_flight(
-            passes.schedule, pp=passes.pp, vpp=passes.vpp, rank=passes.rank, microbatches=at.num_microbatches
-        )
+        held = pipeline.in_flight(**here._asdict(), microbatches=at.num_microbatches)
         params = self._parameters(at, chunks)
         zero = np.zeros(len(at))
-        kinds = self._states(at, passes, params, chunks)
+        kinds = self._states(at, params, chunks)
         kinds["activations"] = zero + sum(
             self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
         )
-        kinds["activations"] += self._gathered_until_w(at, passes, chunks)
+        kinds["activations"] += self._gathered_until_w(at, here, chunks)
         kinds["loss"] = self._loss(at, chunks)
         # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
         again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
@@ -196,7 +203,7 @@ class MemoryModel:
         shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
         return params.plain / shards + params.expert / (at.edp if self.sharded_over_dp else 1)
 
-    def _states(self, at: Layouts, passes: Passes, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
+    def _states(self, at: Layouts, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
         """Parameters, gradients and optimizer state."""
         whole, zero = params.total + np.zeros(len(at)), np.zeros(len(at))
         shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
@@ -212,58 +219,20 @@ class MemoryModel:
             if per.alone:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
             totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
-            moving = self._waiting(at, passes, per, chunks) if per.waits else per.unit_grad * units.grads
+            moving = per.unit_grad * units.grads + (self._partial_sums(at, per, params) if per.waits else 0.0)
             totals["gradients"] += here * per.gradients(whole, shard, moving)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         return totals
 
-    def _waiting(self, at: Layouts, passes: Passes, per: StateBytes, chunks: list[Stage]) -> np.ndarray:
-        """Bytes of partial sums (reproducible: layout) and of gathered units' gradients, of all chunks at one
-        moment."""
-        ranks = at.dp if per.waiting_shard else odd_part(at.dp)
-        out = np.zeros(len(at))
-        for count, together in set(zip(at.num_microbatches.tolist(), ranks.tolist(), strict=True)):
-            rows = (at.num_microbatches == count) & (ranks == together)
-            part = at.take(rows)
-            waiting = Waiting(
-                sizes=[self._waits(part, per, *half) for half in _halves(passes, chunks)],
-                units=[self._in_turn(part, per, *half) for half in _halves(passes, chunks)],
-                per_sum=per.waiting + per.waiting_shard,
-                totals=per.waiting_totals,
-                per_total=per.waiting_total,
-            )
-            out[rows] = waiting.most(passes.changes(count, together, in_runs=not per.waiting_shard))
-        return out
-
-    def _waits(self, at: Layouts, per: StateBytes, piece: Stage, half: str) -> Any:
-        """Elements of a half of a piece of the model, or of its shards, whichever are added up."""
-        elements = self._half(at, per, piece, half)
-        return self._shard(at, elements) if per.waiting_shard else elements.total + np.zeros(len(at))
-
-    def _half(self, at: Layouts, per: StateBytes, piece: Stage, half: str) -> Elements:
-        """Parameters of a half of a piece. FSDP2 keeps all that an I brings for its W where it streams."""
-        if self.joined_units and per.unit_grad:
-            half = {"in W": "whole", "in I": "none"}.get(half, half)
-        if half == "none":
-            return Elements(0, 0)
-        whole = self._parameters(at, [piece])
-        if half == "whole":
-            return whole
-        in_i = with_input_grad(self.model, [piece], self.vocab_size)
-        return in_i if half == "in I" else Elements(whole.plain - in_i.plain, whole.expert - in_i.expert)
-
-    def _in_turn(self, at: Layouts, per: StateBytes, chunk: Stage, half: str) -> list[tuple[Any, Any]]:
-        """Units of a half of a chunk in the order of a backward: bytes of their gradients, elements that went
-        before."""
-        if half == "none" or not per.unit_grad:
-            return [(0.0, 0.0)]
-        if self.joined_units:
-            return [(0.0 if half == "in I" else per.unit_grad * self.units(at, [chunk]).grads, 0.0)]
-        turns, gone = [], np.zeros(len(at))
-        for piece in reversed(list(pieces(chunk))):
-            turns.append((per.unit_grad * self._half(at, per, piece, half).total, gone))
-            gone = gone + self._waits(at, per, piece, half)
-        return turns
+    def _partial_sums(self, at: Layouts, per: StateBytes, params: Elements) -> Any:
+        """Upper bound of the bytes of partial sums (reproducible: layout), as if all gradients had their most at
+        once."""
+        in_turns = per.waiting_shard > 0
+        runs = list(zip((at.num_microbatches * self.flushes).tolist(), at.dp.tolist(), strict=True))
+        waiting = np.array([most_waiting(each, ranks, in_turns=in_turns) for each, ranks in runs])
+        final = 1 if in_turns else np.array([max(sums_of_runs(each, ranks)) for each, ranks in runs])
+        elements = self._shard(at, params) if in_turns else params.total + np.zeros(len(at))
+        return per.partial_sums(elements, waiting, final)
 
     def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Parameters of a rank's layers, without embedding and head, which FP8 leaves alone."""
@@ -294,13 +263,6 @@ class MemoryModel:
         heads = sum(chunk.head + chunk.prediction for chunk in chunks)
         rows = padded_rows(self.model, self.vocab_size, at.tp)
         return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
-
-
-def _halves(passes: Passes, chunks: list[Stage]) -> Iterator[tuple[Stage, str]]:
-    """Each chunk with what its later gradients are of, and then each with what the others are of: matrices, in W, and
-    the rest, in I, where the backward is split; else all and nothing."""
-    for half in ("in W", "in I") if pipeline.splits(passes.schedule) else ("whole", "none"):
-        yield from ((chunk, half) for chunk in chunks)
 
 
 def _merged(chunks: list[Stage], held: list[Any]) -> dict[Stage, Any]:

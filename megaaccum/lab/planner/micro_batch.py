@@ -11,9 +11,9 @@ from megaaccum.config.plan import Plan
 from megaaccum.config.resolve import PLANNER
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import expected, sync_mode
+from megaaccum.lab.planner.candidates import LARGEST_MICRO_BATCH, divisors
 from megaaccum.lab.planner.hardware import names
 from megaaccum.lab.planner.layouts import SCHEDULES
-from megaaccum.lab.planner.space import LARGEST_MICRO_BATCH, divisors
 from megaaccum.model.layers import Layers
 from megaaccum.units import amount
 
@@ -21,15 +21,15 @@ PRICED_ON = names()[0]
 """The GPU, by its name in the hardware table: micro-batches are compared, not promised."""
 
 
-def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
-    """`plan` with a micro-batch, where none is given, and a sync mode (sync_mode.settle, whose arguments these are); a
-    note gives the reason. Without a limit of memory, the micro-batch stays one sequence.
+def choose_micro_batch(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
+    """`plan` with a micro-batch, if none is given, and a sync mode (sync_mode.choose_sync_mode, whose arguments these
+    are). A note gives the reason. Without a limit of memory, the micro-batch stays one sequence.
 
     Raises:
         ConfigError: not even a micro-batch of one sequence fits.
         DataError: there is a limit, and the vocabulary is not known.
     """
-    first = sync_mode.settle(plan, device_bytes, layers=layers)
+    first = sync_mode.choose_sync_mode(plan, device_bytes, layers=layers)
     limit, larger = sync_mode.limit_of(plan, device_bytes), list(_larger(plan))
     if not larger:
         return first
@@ -39,7 +39,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | No
     fitting, missed = [first], ""
     for option in larger:
         try:
-            fitting.append(sync_mode.settle(option, device_bytes, layers=layers))
+            fitting.append(sync_mode.choose_sync_mode(option, device_bytes, layers=layers))
         except ConfigError:
             missed = f"; {option.batch.micro_batch_size} would not fit into {amount(limit.num_bytes)} ({limit.source})"
             break

@@ -1,86 +1,101 @@
-"""The effect of a schedule on memory and time, in closed form: micro-batches in flight, cost of filling and draining.
+"""The effect of a schedule on memory and time: micro-batches in flight, cost of filling and draining.
 
-The one place that knows schedules. F is a forward, B a backward, I and W its two halves (input, weight); m the
-micro-batches of a flush, p the pipeline ranks, v the chunks per rank. Sources: GPipe and 1F1B: arXiv 2104.04473,
-section 2.2; interleaved: the same, and megatron.core.pipeline_parallel.schedules (warm-up count); ZB-H1, ZB-H2 and
-ZB-V: arXiv 2401.10241, table 2 and section 6; DualPipeV: simulation of its table, less than its README's bound.
+F is a forward, B a backward, I and W its two halves (input, weight); m the micro-batches of a flush, p the pipeline
+ranks, v the chunks per rank. A schedule without `Formulas` is priced by its table. Sources of the formulas: GPipe and
+1F1B: arXiv 2104.04473, section 2.2; interleaved: the same, and megatron.core.pipeline_parallel.schedules (warm-up
+count); ZB-H1 and ZB-V: arXiv 2401.10241, table 2 and section 6; DualPipeV: simulation of its table, less than its
+README's bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaaccum.lab.planner.stages import V_SHAPED
-from megaaccum.schedule.build import build
-from megaaccum.schedule.controllable import v_half_limit, v_min_limit
+from megaaccum.lab.planner.layouts import SCHEDULES
+from megaaccum.schedule.build import build, by_executor, entry, is_v_shaped, names
 from megaaccum.schedule.memory import Memory
-from megaaccum.schedule.simulate import Costs, by_executor, simulate
+from megaaccum.schedule.simulate import Costs, simulate
+
+
+class Work(NamedTuple):
+    """Seconds of one micro-batch on a pipeline rank on average, all its chunks together: numbers, or one per layout."""
+
+    forward: Any
+    input_grad: Any
+    weight_grad: Any
+    hop: Any = 0.0
+    """From rank to rank, of one activation."""
+
+    @property
+    def whole(self) -> Any:
+        """F + I + W."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, slots=True)
+class Formulas:
+    """Closed forms of a schedule.
+
+    in_flight: (p, v, rank, m) -> micro-batches that each chunk of the rank holds at its peak. fill: (work, v) ->
+    seconds that each rank but one adds to the flush, hops aside. fill_open: the same if a step does not wait for the
+    slowest rank of the one before (`speculative_step`); None if that gains nothing.
+    """
+
+    in_flight: Callable[[int, int, int, Any], list[Any]]
+    fill: Callable[[Work, int], Any]
+    fill_open: Callable[[Work, int], Any] | None = None
+
+
+_FORMULAS: dict[str, Formulas] = {}
+
+
+def add_formulas(name: str, formulas: Formulas) -> None:
+    """Price the schedule `name` by closed forms. It need not be one that can be built."""
+    _FORMULAS[name] = formulas
+    if name not in SCHEDULES:
+        SCHEDULES.append(name)
+
+
+def is_simulated(name: str) -> bool:
+    """Whether the schedule has no closed forms, so that each layout is simulated."""
+    return name not in _FORMULAS
 
 
 def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> list[Any]:
     """Micro-batches whose activations rank `rank` holds at its peak, for each of its chunks; one per entry of
     `microbatches` (m).
 
-    Chunks of one rank are held at the same moment: the first backward of the rank's steady phase.
+    Chunks of one rank are held at the same moment: the first backward of the rank's steady phase. A table's passes are
+    shared out evenly over the chunks, and more than 4 pp micro-batches hold no more.
     """
     m = np.asarray(microbatches)
-    if name == "none":
-        return [np.minimum(m, 1)]
-    if name == "gpipe":
-        return [m]
-    if name == "1f1b":
-        return [np.minimum(m, pp - rank)]
-    if name == "interleaved":
-        return _interleaved_in_flight(pp, vpp, rank, m)
-    if name == "zb-h1":
-        # Rank r still holds weight-gradient inputs of r micro-batches, which are nearly as large as activations.
-        return [np.minimum(m, pp)]
-    if name == "zb-h2":
-        return [np.minimum(m, 2 * pp - 1)]
-    if name == "zbv":
-        return [np.minimum(m, pp)] * 2
-    if name == "dualpipev":
-        return [np.minimum(m, pp + 1), np.minimum(m, pp)]
-    if name in ("v-half", "v-min"):
-        limit = v_half_limit(pp) if name == "v-half" else v_min_limit(pp)
-        return [np.minimum(m, limit // 2)] * 2
-    raise KeyError(name)
+    if name in _FORMULAS:
+        return _FORMULAS[name].in_flight(pp, vpp, rank, m)
+    counts = np.minimum(m, 4 * pp)
+    most = {int(count): _most_held(name, pp, int(count)) / vpp for count in np.unique(counts)}
+    return [np.array([most[int(count)] for count in np.atleast_1d(counts)]).reshape(counts.shape)] * vpp
+
+
+@cache
+def _most_held(name: str, pp: int, microbatches: int) -> float:
+    """Passes through a chunk that the fullest rank holds until their weight gradients."""
+    schedule = build(name, pp=pp, num_microbatches=microbatches, short=True)
+    return max(Memory.counted(schedule.num_stages).peaks(schedule))
 
 
 def owed(name: str, *, pp: int, rank: int, microbatches: Any) -> Any:
     """Passes through a chunk of rank `rank` whose weight gradient is not computed yet, at most; one per entry of
-    `microbatches`. Counted in the schedule's table, where more than 4 pp micro-batches owe no more; zb-h2 has none."""
-    if not splits(name):
+    `microbatches`. Counted in the schedule's table, where more than 4 pp micro-batches owe no more."""
+    if not (name in names() and by_executor(name)):
         return np.zeros(len(microbatches))
     m = np.minimum(np.asarray(microbatches), 4 * pp).astype(int)
     most = {count: _owed(name, pp, int(count))[rank] for count in np.unique(m)}
     return np.array([most[count] for count in m])
-
-
-def splits(name: str) -> bool:
-    """Whether the schedule's table has backwards in two parts (zb-h2 has no table)."""
-    return by_executor(name) and name != "zb-h2"
-
-
-@cache
-def gradients_done(name: str, *, pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of a flush that each chunk of rank `rank` has the gradients of, before the first and after each
-    part of a backward of the schedule's table: those of matrices, and then, of each chunk, the others, which come with
-    an input gradient."""
-    if vpp == 1 and not splits(name):
-        return tuple((count, count) for count in range(microbatches + 1))
-    matrices, others = [0] * vpp, [0] * vpp
-    steps = [(*matrices, *others)]
-    schedule = build(name, pp=pp, num_microbatches=microbatches, chunks=vpp, short=True)
-    for kind, chunk, _ in schedule.actions(rank):
-        matrices[chunk] += kind in "BW"
-        others[chunk] += kind in "BI"
-        if kind != "F":
-            steps.append((*matrices, *others))
-    return tuple(steps)
 
 
 @cache
@@ -90,58 +105,24 @@ def _owed(name: str, pp: int, microbatches: int) -> tuple[float, ...]:
     return Memory(activation=none, deferred=(1.0,) * schedule.num_stages, state=none).peaks(schedule)
 
 
-def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
-    """Megatron runs groups of p micro-batches through chunk 0, then chunk 1, and so on; a rank has done
-    2 (p - rank - 1) + (v - 1) p + 1 forwards when its first backward begins."""
-    forwards = np.minimum(2 * (pp - rank - 1) + (vpp - 1) * pp + 1, vpp * m)
-    rounds, rest = forwards // (pp * vpp), forwards % (pp * vpp)
-    return [pp * rounds + np.clip(rest - chunk * pp, 0, pp) for chunk in range(vpp)]
-
-
-def fill_seconds(
-    name: str, *, pp: int, vpp: int, forward: Any, input_grad: Any, weight_grad: Any, p2p: Any, m: Any,
-    barrier: bool = True,
-) -> Any:  # fmt: skip
+def fill_seconds(name: str, work: Work, *, pp: int, vpp: int, m: Any, barrier: bool = True) -> Any:
     """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
 
-    forward, input_grad, weight_grad: seconds of one micro-batch on a rank on average, all its chunks together. p2p:
-    seconds that one activation needs from rank to rank. m: micro-batches, each of which V-Half and V-Min make wait
-    where passes are unequal. barrier: a step waits for the slowest rank of the one before; without one
-    (`speculative_step`) ZB-V alone gains. Megatron's own schedules send a gradient when the whole
-    backward is done, the others when its first half is. V-shaped schedules have no published formula for unequal
-    halves: theirs are what simulation gives.
+    m: micro-batches, each of which a simulated schedule may make wait if passes are unequal. barrier: a step waits for
+    the slowest rank of the one before; without one (`speculative_step`) ZB-V alone gains. Megatron's own schedules send
+    a gradient when the whole backward is done, the others when its first half is. V-shaped schedules have no published
+    formula for unequal halves: theirs are what simulation gives.
     """
-    whole, hop = forward + input_grad + weight_grad, 2 * (pp - 1) * p2p
-    if name in ("none", "1f1b"):
-        return (pp - 1) * whole + hop
-    if name == "gpipe":
-        return (pp - 1) * (forward + input_grad) + hop
-    if name == "interleaved":
-        return (pp - 1) / vpp * whole + hop
-    if name == "zb-h1":
-        return (pp - 1) * np.maximum(0, forward + input_grad - weight_grad) + hop
-    if name == "zb-h2":
-        return (pp - 1) * np.maximum(0, forward + input_grad - 2 * weight_grad) + hop
-    half = 0.5  # of a rank's time goes to each of its two chunks
-    if name == "zbv" and not barrier:
-        waits = (forward - input_grad, 2 * forward - input_grad - weight_grad, 2 * (input_grad - weight_grad))
-        return (pp - 1) * half * np.maximum.reduce(np.broadcast_arrays(0.0, *waits)) + hop
-    if name == "zbv":
-        # The optimizer waits for the slowest rank, so that the first pass is not hidden (as with a barrier).
-        longest = np.maximum(np.maximum(forward, input_grad), forward + 2 * input_grad - 3 * weight_grad)
-        return (pp - 1) * half * longest + hop
-    if name == "dualpipev":
-        return (pp - 1) * half * np.maximum(forward, forward + 2 * (input_grad - weight_grad)) + hop
-    if name in ("v-half", "v-min"):
-        rows = np.broadcast(m, forward, input_grad, weight_grad, p2p)
-        return np.array([_simulated_fill(name, pp, *row) for row in rows])
-    raise KeyError(name)
+    if name not in _FORMULAS:
+        return np.array([_simulated_fill(name, pp, *row) for row in np.broadcast(m, *work)])
+    formulas = _FORMULAS[name]
+    fill = formulas.fill if barrier else formulas.fill_open or formulas.fill
+    return (pp - 1) * fill(work, vpp) + 2 * (pp - 1) * work.hop
 
 
-def _simulated_fill(name: str, pp: int, m: int, *seconds: float) -> float:
-    """seconds: forward, input_grad, weight_grad and p2p."""
-    *passes, p2p = seconds
-    costs = Costs.per_rank(*passes, chunks=2, p2p=p2p)
+def _simulated_fill(name: str, pp: int, m: int, *work: float) -> float:
+    *passes, hop = work
+    costs = Costs.per_rank(*passes, chunks=entry(name).chunks or 2, p2p=hop)
     return simulate(build(name, pp=pp, num_microbatches=int(m)), costs).makespan - int(m) * sum(passes)
 
 
@@ -160,4 +141,51 @@ def messages(name: str, *, pp: int, vpp: int) -> int:
     """Activations that a rank sends on per micro-batch, forward: every chunk's output."""
     if pp == 1:
         return 0
-    return 2 if name in V_SHAPED else vpp
+    return 2 if is_v_shaped(name) else vpp
+
+
+# --- closed forms ----------------------------------------------------------------------------------------------------
+
+
+def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
+    """Megatron runs groups of p micro-batches through chunk 0, then chunk 1, and so on; a rank has done
+    2 (p - rank - 1) + (v - 1) p + 1 forwards when its first backward begins."""
+    forwards = np.minimum(2 * (pp - rank - 1) + (vpp - 1) * pp + 1, vpp * m)
+    rounds, rest = forwards // (pp * vpp), forwards % (pp * vpp)
+    return [pp * rounds + np.clip(rest - chunk * pp, 0, pp) for chunk in range(vpp)]
+
+
+HALF = 0.5
+"""Share of a rank's time that each chunk of a V takes."""
+
+
+def _zbv_fill(work: Work, vpp: int) -> Any:
+    """The optimizer waits for the slowest rank, so that the first pass is not hidden."""
+    f, i, w, _ = work
+    return HALF * np.maximum(np.maximum(f, i), f + 2 * i - 3 * w)
+
+
+def _zbv_fill_open(work: Work, vpp: int) -> Any:
+    f, i, w, _ = work
+    return HALF * np.maximum.reduce(np.broadcast_arrays(0.0, f - i, 2 * f - i - w, 2 * (i - w)))
+
+
+def _dualpipev_fill(work: Work, vpp: int) -> Any:
+    f, i, w, _ = work
+    return HALF * np.maximum(f, f + 2 * (i - w))
+
+
+add_formulas("none", Formulas(lambda p, v, rank, m: [np.minimum(m, 1)], lambda work, v: work.whole))
+add_formulas("gpipe", Formulas(lambda p, v, rank, m: [m], lambda work, v: work.forward + work.input_grad))
+add_formulas("1f1b", Formulas(lambda p, v, rank, m: [np.minimum(m, p - rank)], lambda work, v: work.whole))
+add_formulas("interleaved", Formulas(_interleaved_in_flight, lambda work, v: work.whole / v))
+add_formulas(
+    "zb-h1",
+    Formulas(
+        # Rank r still holds weight-gradient inputs of r micro-batches, which are nearly as large as activations.
+        lambda p, v, rank, m: [np.minimum(m, p)],
+        lambda work, v: np.maximum(0, work.forward + work.input_grad - work.weight_grad),
+    ),
+)
+add_formulas("zbv", Formulas(lambda p, v, rank, m: [np.minimum(m, p)] * 2, _zbv_fill, _zbv_fill_open))
+add_formulas("dualpipev", Formulas(lambda p, v, rank, m: [np.minimum(m, p + 1), np.minimum(m, p)], _dualpipev_fill))

@@ -8,11 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from megaaccum.config.batch import BatchPlan
-from megaaccum.lab.planner import warmup
-from megaaccum.lab.planner.emit import checked, planned_keys
+from megaaccum.lab.planner.fallbacks import Candidate, Fallbacks
+from megaaccum.lab.planner.layout_config import checked, planned_keys
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
-from megaaccum.model.flops import step_flops
+from megaaccum.pretrain.metrics.flops import step_flops
 from megaaccum.units import GIB
 
 _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}
@@ -112,25 +112,7 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "bubble": float(ranked.time.bubble[index]),
         "mfu": mfu(ranked, index),
         "tokens_per_second": tokens_per_second(ranked, index),
-        "batch_warmup": _warmup(ranked, index),
     }
-
-
-def _warmup(ranked: Ranked, index: int) -> list[dict[str, Any]]:
-    """The batches on the way to the configured one; none without batch warm-up."""
-    plan = checked(ranked.workload, ranked.name_of(index))
-    if plan.ramp.is_constant:
-        return []
-    return [
-        {
-            "first_step": each.rung.first_step,
-            "sequences": each.rung.size,
-            "seconds_per_step": each.seconds,
-            "bubble": each.bubble,
-            "memory_total_bytes": each.num_bytes,
-        }
-        for each in warmup.price(ranked.workload, plan)
-    ]
 
 
 def explain(ranked: Ranked, index: int) -> str:
@@ -142,8 +124,6 @@ def explain(ranked: Ranked, index: int) -> str:
         ("Memory of the most loaded rank", _memory_lines(ranked, index)),
         ("Time of a step", _time_lines(ranked, index)),
     ]
-    if not plan.ramp.is_constant:
-        sections.append(("Batch warm-up", warmup.lines(warmup.price(ranked.workload, plan))))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
 
 
@@ -202,3 +182,29 @@ def _time_lines(ranked: Ranked, index: int) -> list[str]:
         f"MFU {mfu(ranked, index):.1%} of {work.world_size} * {work.hardware.device.peak / 1e12:.1f} TFLOP/s,"
         f" {tokens_per_second(ranked, index):,.0f} tokens/s",
     ]
+
+
+# --- tuning ---------------------------------------------------------------------------------------------------------
+
+
+def tuning_table(fallbacks: Fallbacks, best: Candidate | None) -> Table:
+    """The layouts that `megaaccum tune` has tried: predicted and measured seconds and GiB, their ratio, the verdict."""
+    out = Table(header_style="bold")
+    out.add_column("row", justify="right")
+    out.add_column("layout")
+    for name in ("predicted s", "measured s", "ratio", "predicted GiB", "held GiB", "ratio"):
+        out.add_column(name, justify="right")
+    out.add_column("verdict")
+    for each in fallbacks.tried:
+        outcome = fallbacks.outcomes[each.name]
+        verdict = "best" if each is best else outcome.verdict
+        times = _pair(each.seconds, outcome.seconds or 0.0, "{:.4g}")
+        sizes = _pair(each.bytes / GIB, outcome.bytes / GIB, "{:.3g}")
+        out.add_row(str(each.row), each.name.replace(",", " "), *times, *sizes, verdict)
+    return out
+
+
+def _pair(predicted: float, measured: float, form: str) -> tuple[str, str, str]:
+    if not measured:
+        return form.format(predicted), "", ""
+    return form.format(predicted), form.format(measured), f"{measured / predicted:.3g}"

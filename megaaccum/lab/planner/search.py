@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import emit
+from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.memory import Memory
-from megaaccum.lab.planner.space import Limits
 from megaaccum.lab.planner.time import StepTime
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.units import GIB
@@ -70,9 +70,9 @@ def search(
         ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
     """
     assert rank in RANKINGS, rank
-    layouts = accepted(workload, workload.space(limits or Limits()).layouts())
+    layouts = accepted(workload, workload.candidates(limits or Limits()).layouts())
     model = workload.memory_model()
-    blocks = [layouts.take(slice(start, start + BLOCK)) for start in range(0, len(layouts), BLOCK)]
+    blocks = [layouts.select(slice(start, start + BLOCK)) for start in range(0, len(layouts), BLOCK)]
     memories, done = [], 0
     for block in blocks:
         memories.append(model.peak(block))
@@ -83,11 +83,11 @@ def search(
     fits = memory.total <= workload.hardware.hbm_bytes
     if not fits.any():
         raise ConfigError(_closest_miss(workload, layouts, memory))
-    kept = layouts.take(fits)
+    kept = layouts.select(fits)
     time = workload.time_model(model).step(kept)
     order = _order(kept, _rows(memory, fits), time, workload, rank)
     memory = _rows(_rows(memory, fits), order)
-    return Ranked(kept.take(order), memory, _time_rows(time, order), len(layouts), workload)
+    return Ranked(kept.select(order), memory, _time_rows(time, order), len(layouts), workload)
 
 
 def accepted(workload: Workload, layouts: Layouts) -> Layouts:
@@ -103,11 +103,11 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
          workload.model.num_layers % (layouts.pp * layouts.vpp) == 0], axis=1
     )  # fmt: skip
     _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-    problems = [emit.problem(workload, layouts.axes(int(index))) for index in first]
+    problems = [layout_config.problem(workload, layouts.axes(int(index))) for index in first]
     legal = np.array([problem is None for problem in problems])
     if not legal.any():
         raise ConfigError(str(problems[0]))
-    return layouts.take(legal[kind.ravel()])
+    return layouts.select(legal[kind.ravel()])
 
 
 def _order(at: Layouts, memory: Memory, time: StepTime, workload: Workload, rank: str) -> np.ndarray:

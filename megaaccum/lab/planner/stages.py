@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
-from megaaccum.model.param_count import expert_layers
-
-V_SHAPED = frozenset({"zbv", "dualpipev", "v-half", "v-min"})
-"""Schedules in which rank r holds stages r and 2 * pp - 1 - r. In the others stage s is on rank s % pp."""
+from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.schedule.build import is_v_shaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,9 @@ class Stage:
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[int] | None:
-    """Layers of each stage in model order, or None where no balanced split is known.
+    """Layers of each stage in model order, or None if no balanced split is known.
 
-    Even where they divide. Where one or two are missing, the last stage, and then the first, has one layer less: the
+    Even if they divide. If one or two are missing, the last stage, and then the first, has one layer less: the
     head and the embedding are that stage's extra work (as Llama 3 405B: 126 layers on 128 stages, arXiv 2407.21783).
     """
     most = -(-num_layers // num_stages)
@@ -109,7 +107,7 @@ def stages_of(config: Config) -> list[Stage]:
 
 def chunks_of_rank(stages: Sequence[Stage], rank: int, *, pp: int, schedule: str) -> list[Stage]:
     """The stages that pipeline rank `rank` holds, chunk by chunk."""
-    if schedule in V_SHAPED:
+    if is_v_shaped(schedule):
         return [stages[rank], stages[2 * pp - 1 - rank]]
     return list(stages[rank::pp])
 
@@ -127,7 +125,7 @@ def rank_kinds(stages: Sequence[Stage], *, pp: int, schedule: str) -> dict[int, 
 
 
 def with_head_apart(chunks: list[Stage]) -> list[Stage]:
-    """`chunks`, where a stage with the embedding has no head: that is one of its own, with a copy of a tied table."""
+    """`chunks` with the head of a stage that has the embedding as a stage of its own, with a copy of a tied table."""
     both = [chunk for chunk in chunks if chunk.embedding and chunk.head]
     bodies = [replace(chunk, head=False) if chunk in both else chunk for chunk in chunks]
     return bodies + [Stage(dense=0, moe=0, head=True) for _ in both]

@@ -99,19 +99,11 @@ class Forecast:
 
     def model(self, mode: ShardingMode) -> MemoryModel:
         """The planner's memory model of `mode`."""
-        model, in_fp8 = self.plan.config.model, self.plan.config.quantization.fp8_format is not None
+        config, batch = self.plan.config, self.plan.batch
         return memory_model(
-            model,
-            self.plan.config.sharding,
-            self.vocab,
-            [mode],
-            made_of=self.layers or on_a_gpu(self.plan.config),
-            usage=self.usage,
-            stages=stages_of(self.plan.config),
-            in_fp8=in_fp8,
-            with_undo=self.plan.config.step.speculative_step,
-            flushes=self.plan.batch.num_microbatches // self.plan.batch.microbatches_per_flush,
-        )
+            config, self.vocab, [mode], made_of=self.layers or on_a_gpu(config), usage=self.usage,
+            stages=stages_of(config), flushes=batch.num_microbatches // batch.microbatches_per_flush,
+        )  # fmt: skip
 
     def layout(self, mode: ShardingMode) -> Layouts:
         """The layout of the plan as the planner's one row."""
@@ -131,11 +123,11 @@ def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
     )
 
 
-def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
+def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:
     """`plan` with the sync mode that it asks for, or, for `sync: auto`, the one that fits with the fewest bytes; a note
     gives the numbers. The same on every rank that is given the same.
 
-    device_bytes: memory that is free on the smallest device before training, None where it is not known; of it the
+    device_bytes: memory that is free on the smallest device before training, None if it is not known; of it the
     libraries' buffers and the allocator's gaps still come off. layers: as Forecast's.
 
     Raises:
@@ -158,7 +150,7 @@ def settle(plan: Plan, device_bytes: float | None = None, *, layers: Layers | No
 
 
 def peak(plan: Plan, device_bytes: float | None = None, layers: Layers | None = None) -> Memory:
-    """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `settle`'s."""
+    """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `choose_sync_mode`'s."""
     mode = footprint.chosen(plan)
     forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
     return forecast.model(mode).peak(forecast.layout(mode))
@@ -169,7 +161,7 @@ def _usage(device_bytes: float | None) -> Usage:
 
 
 def vocab_size_of(plan: Plan) -> int:
-    """Entries of the vocabulary before padding. Raises DataError where there is neither a key nor a dataset."""
+    """Entries of the vocabulary before padding. Raises DataError if there is neither a key nor a dataset."""
     return plan.config.model.vocab_size or vocab_size(plan.config)
 
 
@@ -197,14 +189,14 @@ def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
 
 
 def _with(plan: Plan, **keys: object) -> Plan:
-    """The plan of the same configuration with these keys of its sharding. Raises ConfigError where a rule refuses."""
+    """The plan of the same configuration with these keys of its sharding. Raises ConfigError if a rule refuses."""
     assert plan.written is not None
     written = replace(plan.written, sharding=replace(plan.written.sharding, **keys))  # type: ignore[arg-type]
     return replace(resolve(written, world_size=plan.layout.world_size), written=plan.written)
 
 
 def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, is_auto: bool) -> list[str]:
-    """Why `row` was chosen; nothing where the user chose."""
+    """Why `row` was chosen; nothing if the user chose."""
     if not is_auto:
         return []
     before = [
@@ -221,7 +213,7 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, i
 def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
     """The sizes that do not fit, by kind, and what to change."""
     lines = [
-        f"{row.mode} needs {amount(row.held)} on the most loaded rank, and there are {amount(limit.num_bytes)}"
+        f"{row.mode} needs {amount(row.held)} on the most loaded rank, but there are {amount(limit.num_bytes)}"
         f" ({limit.source}): {row.kinds()}."
         for row in tried
     ]

@@ -12,14 +12,14 @@ from megaaccum.lab.planner import comm, compute, pipeline
 from megaaccum.lab.planner.activations import tokens as tokens_of
 from megaaccum.lab.planner.comm import Group
 from megaaccum.lab.planner.compute import Gemm
+from megaaccum.lab.planner.footprint import sums_of_runs
 from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.lab.planner.memory import StageSource
-from megaaccum.lab.planner.partial_sums import sums_of_runs
 from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
-from megaaccum.model.flops import padded_rows
-from megaaccum.model.param_count import expert_layers
+from megaaccum.model.sizes import padded_rows
+from megaaccum.pretrain.metrics.flops import expert_layers
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""
@@ -39,7 +39,7 @@ class Software:
     """A framework's habits, as far as it decides the time. The defaults are megaaccum's own."""
 
     precision: str = "16 bit"
-    """Of matrix products: '16 bit', 'fp8' or 'fp4'."""
+    """Precision of matrix products: '16 bit', 'fp8' or 'fp4'."""
     flash: bool = True
     """Fused attention."""
     first_flash: bool = False
@@ -80,7 +80,7 @@ class Pass:
     input_grad: Any
     weight_grad: Any
     exposed: Any
-    """Of these, what is spent in communication that nothing hides."""
+    """Seconds of these that are spent in communication that nothing hides."""
 
     @property
     def whole(self) -> Any:
@@ -128,7 +128,7 @@ class TimeModel:
         parts = {name: np.zeros(len(at)) for name in names}
         exposed, bubble = np.zeros(len(at)), np.zeros(len(at))
         for code, pp, vpp, rows in at.by_pipeline():
-            here, one_exposed, one_bubble = self._pipeline(at.take(rows), SCHEDULES[code], pp, vpp)
+            here, one_exposed, one_bubble = self._pipeline(at.select(rows), SCHEDULES[code], pp, vpp)
             for name, seconds in here.items():
                 parts[name][rows] = seconds
             exposed[rows], bubble[rows] = one_exposed, one_bubble
@@ -144,17 +144,8 @@ class TimeModel:
         m = at.num_microbatches
         hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
-        fill = pipeline.fill_seconds(
-            name,
-            pp=pp,
-            vpp=vpp,
-            forward=mean.forward,
-            input_grad=mean.input_grad,
-            weight_grad=mean.weight_grad,
-            p2p=hop,
-            m=m,
-            barrier=self.software.barrier,
-        )
+        work = pipeline.Work(mean.forward, mean.input_grad, mean.weight_grad, hop)
+        fill = pipeline.fill_seconds(name, work, pp=pp, vpp=vpp, m=m, barrier=self.software.barrier)
         gather, reduce = self._sharding_seconds(at, pp, vpp, name, slowest)
         parts = {
             "compute": m * slowest.whole,
@@ -351,7 +342,7 @@ def rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
 
 
 def _slowest(kinds: list[Pass]) -> Pass:
-    """Of several kinds of rank, the one that each layout waits for."""
+    """The kind of rank that each layout waits for, of several."""
     whole = np.array([kind.whole for kind in kinds])
     pick = np.argmax(whole, axis=0), np.arange(whole.shape[1])
     return Pass(*(np.array([getattr(kind, f.name) for kind in kinds])[pick] for f in fields(Pass)))

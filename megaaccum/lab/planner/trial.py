@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import signal
@@ -17,8 +19,9 @@ import yaml
 
 from megaaccum.config import Config, batch_ramp
 from megaaccum.config.plan import MONITORS
-from megaaccum.lab.planner import emit
-from megaaccum.lab.planner.ladder import (
+from megaaccum.errors import ConfigError
+from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner.fallbacks import (
     FAILED,
     HANGS,
     MEASURED,
@@ -28,7 +31,9 @@ from megaaccum.lab.planner.ladder import (
     Candidate,
     Outcome,
 )
+from megaaccum.lab.planner.search import Ranked
 from megaaccum.lab.planner.workload import Workload
+from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.metrics import journal, receipts
 from megaaccum.pretrain.metrics.journal import Record
@@ -37,7 +42,7 @@ STEPS = 4
 """Steps of a candidate. The first one allocates, compiles and warms up, and counts for nothing."""
 TIMED = slice(1, 4)
 DECAY = 0.9
-"""Of the moving average of the gradient's norm."""
+"""Decay of the moving average of the gradient's norm."""
 GRACE_SECONDS = 10.0
 _NO_MEMORY = (
     "out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "MemoryError",
@@ -73,7 +78,7 @@ class Trials:
         folder = self.folder / f"row_{candidate.row}"
         path = folder / "config.yaml"
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(emit.as_sections(self.config(candidate, folder)), sort_keys=False))
+        path.write_text(yaml.safe_dump(layout_config.as_sections(self.config(candidate, folder)), sort_keys=False))
         code, output = _run([*self.command, str(path)], self.time_limit, os.environ | self.env)
         if code is None:
             text = f"it had not ended after {self.time_limit:g} s\n{_tail(output)}"
@@ -84,7 +89,7 @@ class Trials:
 
     def config(self, candidate: Candidate, folder: Path) -> Config:
         """The candidate's configuration: no checkpoints, evaluations or metrics, and a run in `folder`."""
-        config = emit.planned_config(self.workload, dict(candidate.axes))
+        config = layout_config.planned_config(self.workload, dict(candidate.axes))
         keys: dict[str, Any] = dict(
             max_steps=self.steps, output_dir=str(folder / "run"), save_interval=0, save_at_end=False, eval_interval=0,
             sample_every=0, text_comparisons_every=0, verify_at_start=False, no_load=True, log_interval=1,
@@ -92,8 +97,8 @@ class Trials:
             data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
             nproc_per_node=self.workload.world_size,
         )  # fmt: skip
-        emit.set_aside(config, (*_WRITES, *_ENDS_EARLY))
-        emit.put(config, keys)
+        layout_config.set_aside(config, (*_WRITES, *_ENDS_EARLY))
+        layout_config.put(config, keys)
         config.deepspeed = {name: block for name, block in config.deepspeed.items() if name not in MONITORS}
         return config
 
@@ -105,7 +110,7 @@ class Trials:
         norms = [_norm_of(each) for each in steps if not _finds_the_loss_scale(each)]
         seen: dict[str, Any] = dict(steps=seconds, grad_norms=norms)
         if None in norms or (steps and not norms):
-            text = f"gradient norms by step (None where the gradient was not finite): {norms}"
+            text = f"gradient norms by step (None if the gradient was not finite): {norms}"
             return Outcome(verdict=NOT_FINITE, text=text, **seen)
         if code != 0 or len(steps) < self.steps:
             return Outcome(verdict=FAILED, text=f"exit code {code}\n{_tail(output)}", **seen)
@@ -122,7 +127,7 @@ class Trials:
         )
 
     def _leaves_band(self, norms: Sequence[float]) -> str:
-        """Why a gradient's norm is outside the band around its moving average; empty where none is."""
+        """Why a gradient's norm is outside the band around its moving average; empty if none is."""
         average = norms[0]
         for step, norm in enumerate(norms):
             if not average / self.band <= norm <= average * self.band:
@@ -134,8 +139,48 @@ class Trials:
         return ""
 
 
+def candidates_of(ranked: Ranked) -> list[Candidate]:
+    """The layouts of a ranking as candidates, in its order."""
+    seconds, held = ranked.time.total, ranked.memory.total
+    return [
+        Candidate(row=at + 1, axes=ranked.name_of(at), seconds=float(seconds[at]), bytes=float(held[at]))
+        for at in range(len(ranked))
+    ]
+
+
+class Results:
+    """The outcomes of a tuning run, in a file that is whole at any time."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]):
+        """Read `path`, if it is there. Raises ConfigError if it holds results of another run."""
+        self.path, self.identity = path, json.loads(json.dumps(identity))
+        self.outcomes: dict[str, Outcome] = {}
+        if not path.exists():
+            return
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            theirs = content["identity"]
+            self.outcomes = {name: Outcome(**each) for name, each in content["outcomes"].items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no file of results of `megaaccum tune`: {error!r}. Move it away.") from None
+        if theirs != self.identity:
+            differing = [name for name in self.identity if theirs.get(name) != self.identity[name]]
+            raise ConfigError(
+                f"{path} holds results of another run ({', '.join(differing)} differ): give another --output, or remove"
+                " the folder."
+            )
+
+    def add(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Write the outcome of `candidate`."""
+        self.outcomes[candidate.name] = outcome
+        outcomes = {name: dataclasses.asdict(each) for name, each in self.outcomes.items()}
+        text = json.dumps({"identity": self.identity, "outcomes": outcomes}, indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self.path, text + "\n")
+
+
 def _norm_of(step: Record) -> float | None:
-    """The norm of a step's gradient; None where it was not finite, also where `nonfinite` made it so."""
+    """The norm of a step's gradient; None if it was not finite, also where `nonfinite` made it so."""
     norm = step.get("grad_norm")
     return None if norm is None or not math.isfinite(norm) or step.get("sanitized") else float(norm)
 

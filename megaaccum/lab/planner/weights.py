@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.stages import Stage
-from megaaccum.model import param_count
-from megaaccum.model.flops import padded_rows
+from megaaccum.model.sizes import padded_rows
+from megaaccum.pretrain.metrics import param_count
+from megaaccum.pretrain.metrics.flops import expert_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +79,6 @@ def stage_parameters(
     return total
 
 
-def with_input_grad(model: ModelConfig, stages: Iterable[Stage], vocab_size: int) -> Elements:
-    """Of these stages' parameters at tp 1, those whose gradient comes with the input's where a backward is split:
-    norms, biases, routers, and tables of embeddings."""
-    total = Elements(0, 0)
-    for stage in stages:
-        total = total + _vectors(model, False) * (stage.dense + stage.prediction) + _vectors(model, True) * stage.moe
-        total = total + Elements(_norm(model), 0) * (stage.final_norm + 3 * stage.prediction)
-        if stage.embedding or stage.prediction:
-            total = total + Elements(padded_rows(model, vocab_size, 1) * model.hidden_size + _positions(model), 0)
-    return total
-
-
-def _vectors(model: ModelConfig, moe: bool) -> Elements:
-    """Norms, biases and the router of a layer at tp 1."""
-    if moe and model.num_experts is None:
-        return Elements(0, 0)
-    bare = replace(model, add_bias_linear=False, add_qkv_bias=False)
-    whole, plain = _layer(model, moe).on_rank(1, 1, 1), _layer(bare, moe).on_rank(1, 1, 1)
-    twice, once = replace(model, normalization="LayerNorm"), replace(model, normalization="RMSNorm")
-    widths = param_count.layer_parameters(twice, moe=moe) - param_count.layer_parameters(once, moe=moe)
-    norms = widths * (2 if model.normalization == "LayerNorm" else 1)
-    router = model.hidden_size * (model.num_experts or 0) if moe else 0
-    return Elements(whole.plain - plain.plain + norms + router, whole.expert - plain.expert)
-
-
 def _positions(model: ModelConfig) -> int:
     learned = model.position_embedding_type == "learned_absolute"
     return (model.max_position_embeddings or 0) * model.hidden_size if learned else 0
@@ -114,7 +90,7 @@ def _norm(model: ModelConfig) -> int:
 
 def _prediction(model: ModelConfig) -> _Parts:
     """A multi-token-prediction layer: three norms, a 2h x h matrix cut over tp, and a layer like the last one."""
-    inner = _layer(model, param_count.expert_layers(model)[-1])
+    inner = _layer(model, expert_layers(model)[-1])
     return _Parts(inner.cut + 2 * model.hidden_size**2, inner.whole + 3 * _norm(model), inner.expert)
 
 

@@ -11,9 +11,9 @@ from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner.emit import set_aside
+from megaaccum.lab.planner.candidates import AXES, Limits, schedules
+from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.planner.search import Ranked, search
-from megaaccum.lab.planner.space import AXES, Limits, schedules
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.units import GIB
@@ -62,7 +62,7 @@ def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranke
         return _place(ranked, int(places[0]), named, rank)
     narrowed = replace(limits, fixed={**limits.fixed, **wanted})
     try:
-        workload.space(narrowed).layouts()
+        workload.candidates(narrowed).layouts()
     except ConfigError as error:
         return f"{named} is out: {_broken_rules(workload, wanted) or error}"
     try:

@@ -10,11 +10,11 @@ from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.candidates import Candidates, Limits
 from megaaccum.lab.planner.footprint import BYTES, ShardingMode, state_bytes
 from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import SYNC_MODES
 from megaaccum.lab.planner.memory import MemoryModel, Usage
-from megaaccum.lab.planner.space import Limits, Space
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.time import Software, TimeModel
 from megaaccum.model.layers import Layers, on_a_gpu
@@ -30,7 +30,7 @@ class Workload:
     """A configuration whose layout is open, on a number of GPUs of a kind."""
 
     config: Config
-    """As it was read: nothing of it is derived."""
+    """The configuration as it was read: nothing of it is derived."""
     model: ModelConfig
     """Its model, with every key that can be derived filled in."""
     sharding: ShardingConfig
@@ -53,12 +53,12 @@ class Workload:
 
     @property
     def layers(self) -> Layers:
-        """Those of a GPU with Transformer Engine, as far as the configuration wants them."""
+        """The layers of a GPU with Transformer Engine, as far as the configuration wants them."""
         return on_a_gpu(self.config)
 
-    def space(self, limits: Limits) -> Space:
+    def candidates(self, limits: Limits) -> Candidates:
         """The legal layouts within `limits`."""
-        return Space(
+        return Candidates(
             model=self.model,
             world_size=self.world_size,
             gpus_per_node=self.hardware.links.gpus_per_node,
@@ -70,17 +70,9 @@ class Workload:
 
     def memory_model(self) -> MemoryModel:
         """Bytes per rank as megaaccum's own backend keeps them, for every layout."""
-        kept = modes_of(self.sharding)
-        return memory_model(
-            self.model,
-            self.sharding,
-            self.vocab_size,
-            kept,
-            made_of=self.layers,
-            usage=self.hardware.usage,
-            in_fp8=self.in_fp8,
-            with_undo=self.config.step.speculative_step,
-        )
+        config = replace(self.config, model=self.model, sharding=self.sharding)
+        modes = modes_of(self.sharding)
+        return memory_model(config, self.vocab_size, modes, made_of=self.layers, usage=self.hardware.usage)
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
@@ -137,7 +129,7 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
 
 
 def vocabulary(config: Config) -> int:
-    """Entries of the vocabulary before padding. Raises ConfigError where neither a key nor the data says."""
+    """Entries of the vocabulary before padding. Raises ConfigError if neither a key nor the data says."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:
@@ -172,24 +164,24 @@ def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
 
 
 def memory_model(
-    model: ModelConfig,
-    sharding: ShardingConfig,
+    config: Config,
     vocab_size: int,
     modes: Sequence[ShardingMode],
     *,
     made_of: Layers,
     usage: Usage | None = None,
     stages: Sequence[Stage] | None = None,
-    in_fp8: bool = False,
-    with_undo: bool = False,
     flushes: int = 1,
 ) -> MemoryModel:
-    """Bytes per rank under `modes`, which are of one backend and differ in ZeRO stage and sync. stages:
-    those of the one layout that is asked for, where it is not split_layers' own. in_fp8: Transformer Engine keeps the
-    layers' weights in FP8 too. with_undo: `speculative_step` keeps a copy of what an update changes.
-    flushes: of a step."""
+    """Bytes per rank of `config`, whose model and sharding are derived, under `modes`.
+
+    modes: of one backend; they differ in ZeRO stage and sync. stages: those of the one layout that is asked for, if it
+    is not split_layers' own. flushes: per step. In FP8 Transformer Engine keeps the layers' weights in FP8 too, and
+    `speculative_step` keeps a copy of what an update changes.
+    """
+    model, sharding, in_fp8 = config.model, config.sharding, config.quantization.fp8_format is not None
     first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
-    more = dict(with_experts=model.num_experts is not None, with_undo=with_undo)
+    more = dict(with_experts=model.num_experts is not None, with_undo=config.step.speculative_step)
     # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
     bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
     return MemoryModel(

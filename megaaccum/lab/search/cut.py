@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.profile import Cut, Profile, even_cut
-from megaaccum.schedule.actions import Placement, Schedule, place
+from megaaccum.schedule.actions import Placement, Schedule, stage_map
 from megaaccum.schedule.memory import TINY
 from megaaccum.schedule.simulate import Costs, simulate
 
@@ -48,10 +48,10 @@ def tune_cut(
 
     It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
     pass one on) while that is faster. limit: of the profile's memory on every rank, all of
-    activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, where no cut found
+    activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, if no cut found
     fits it.
     """
-    search = _Search(profile, place(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
+    search = _Search(profile, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
     best = min((search.descend(start) for start in search.starts()), key=_rank)
     if best.excess > 0:
         needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
@@ -196,7 +196,8 @@ def _loop_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
 
 
 def _v_fits(work: Array, enter: Array, pp: int, seconds: float) -> bool:
-    """The same from both ends: for each number of layers taken from the left, as many as can be from the right."""
+    """Whether a V fits, built from both ends: for each number of layers taken from the left, as many as possible are
+    taken from the right."""
     import numpy as np
 
     count, layers = len(work), len(work) - 1

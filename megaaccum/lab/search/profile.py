@@ -51,7 +51,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Of all three passes."""
+        """Seconds of all three passes."""
         return self.forward + self.input_grad + self.weight_grad
 
 
@@ -90,10 +90,10 @@ class Profile:
         return Memory(**{name: self._sums(cut, name) for name in _BYTES})
 
     def check_cut(self, cut: Cut) -> None:
-        """Raises ScheduleError where `cut` is not one of this model's layers."""
+        """Raises ScheduleError if `cut` is not one of this model's layers."""
         if sum(cut) != len(self.pattern) or min(cut) < 0:
             raise ScheduleError(
-                f"cut {'-'.join(map(str, cut))} has {sum(cut)} layers, and the profile has {len(self.pattern)}"
+                f"cut {'-'.join(map(str, cut))} has {sum(cut)} layers, but the profile has {len(self.pattern)}"
                 " (embedding and head count as a layer each)"
             )
 
@@ -137,7 +137,7 @@ def even_cut(profile: Profile, num_stages: int) -> Cut:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The profile in a JSON file. Raises ScheduleError, with the file, where it is none."""
+    """The profile in a JSON file. Raises ScheduleError, with the file, if it is none."""
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.search.refute import refuted_until
-from megaaccum.lab.search.relaxation import bound_by_ranks
+from megaaccum.lab.search.bound import bound_of
+from megaaccum.lab.search.greedy import greedy, greedy_keys
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.memory import TINY, Memory
-from megaaccum.schedule.orders import I, Order, Problem, W, Wave, greedy, greedy_keys, justified, waves
-from megaaccum.schedule.simulate import BY_MEGATRON, Costs, simulate
+from megaaccum.schedule.memory import TINY
+from megaaccum.schedule.orders import I, Order, Problem, W, Wave, justified, waves
+from megaaccum.schedule.simulate import Costs, simulate
 from megaaccum.schedule.validate import validate
 
 ITERATIONS = 40_000
@@ -28,8 +28,8 @@ LEAST_GAIN, LEAST_WINS = 0.01, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The result of a search. seconds: its makespan. bound: no order of these stages within the limit takes less.
+class SearchResult:
+    """An order that a search found. seconds: its makespan. bound: no order of these stages within the limit takes less.
     peaks: of memory, per rank. tried: orders that were timed."""
 
     schedule: Schedule
@@ -45,32 +45,26 @@ class Found:
 
 
 def search_order(
-    costs: Costs,
+    problem: Problem,
     *,
-    stages: tuple[tuple[int, ...], ...],
-    num_microbatches: int,
-    memory: Memory | None = None,
-    limit: float | None = None,
     start: Sequence[Schedule] = (),
     iterations: int = ITERATIONS,
     seed: int = 0,
     name: str = "searched",
-) -> Found:
-    """The fastest order found for `stages` (as Schedule has them) with these costs.
+) -> SearchResult:
+    """The fastest order found for a problem.
 
-    limit: of `memory` (default: 1 for each pass, until its weight gradient) on every rank. start: orders to start from
-    too, if they are within the limit: the result is no slower than any of them, run by megaaccum's executor.
-    Raises ScheduleError for costs that are not positive, and where the limit does not hold one micro-batch.
+    start: orders to start from too, if they are within the limit: the result is no slower than any of them, run by
+    megaaccum's executor. Raises ScheduleError if no order is found within the limit.
     """
-    problem = Problem(costs, stages=stages, num_microbatches=num_microbatches, memory=memory, limit=limit)
     search = _Search(problem, random.Random(seed), iterations)
     order = search.run([problem.order_of(each) for each in start])
     return proved(problem, order, name=name, tried=search.tried)
 
 
-def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Found:
+def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> SearchResult:
     """`order` as a schedule that `validate` has proved, that holds no more than the limit, and that the simulator gives
-    the same makespan. Raises ScheduleError where one of these does not hold."""
+    the same makespan. Raises ScheduleError if one of these does not hold."""
     schedule = problem.schedule_of(order, name)
     validate(schedule)
     peaks = problem.memory.peaks(schedule)
@@ -79,14 +73,14 @@ def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Foun
     mine, simulated = problem.time(order), simulate(schedule, problem.costs, early_send=True).makespan
     if not math.isclose(mine, simulated, rel_tol=1e-9):
         raise ScheduleError(f"the search timed its order at {mine:.9g}, and the simulator at {simulated:.9g}")
-    bound = max(refuted_until(problem, simulated), bound_by_ranks(problem, simulated))
-    return Found(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
+    bound = min(bound_of(problem).seconds, simulated)  # floating-point sums may exceed a bound that is reached
+    return SearchResult(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
 
 
 class _Search:
     def __init__(self, problem: Problem, chance: random.Random, iterations: int):
         self.problem, self.chance, self.iterations = problem, chance, iterations
-        self.enough = problem.bound().seconds * (1 + 1e-7)
+        self.enough = bound_of(problem).seconds * (1 + 1e-7)
         self.tried = 0
 
     def run(self, given: Iterable[Order]) -> Order:
@@ -109,7 +103,7 @@ class _Search:
         return best
 
     def _distinct(self, orders: Iterable[Order]) -> list[Order]:
-        """Those within the limit, fastest first, of several equally fast the first."""
+        """The orders within the limit, fastest first, and of several equally fast ones the first."""
         timed: dict[float, Order] = {}
         for order in orders:
             self.tried += 1
@@ -242,7 +236,7 @@ class _Search:
 
     def _moved(self, order: Order, rank: int, source: int, target: int) -> tuple[int, list[int]] | None:
         """The rank and its passes with the one at `source` at `target`, or as near as what it needs and what needs it
-        allow. None where it stays, or the rank would hold too much."""
+        allow. None if it stays, or the rank would hold too much."""
         problem, passes = self.problem, order[rank]
         if source >= len(passes):
             return None
@@ -298,7 +292,7 @@ def compare(searched: Schedule, its: Costs, named: Schedule, others: Costs, *, s
 
 def _jittered(problem: Problem, schedule: Schedule, chance: random.Random) -> list[float]:
     seconds = [each * chance.uniform(1 - JITTER, 1 + JITTER) for each in problem.seconds]
-    if schedule.name in BY_MEGATRON:
+    if schedule.by_megatron:
         # Nothing leaves before the weight gradient is done, as if the input gradient took the time of both.
         for at in range(I * problem.per_kind, W * problem.per_kind):
             seconds[at] += seconds[at + problem.per_kind]

@@ -30,7 +30,7 @@ from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
 from megaaccum.lab.verification.relations import CLOSE, Sizes, name_of_factor
-from megaaccum.model import gpt
+from megaaccum.model.names import named_parameters
 from megaaccum.platform import cpu
 from megaaccum.pretrain.training.evaluation import loader_of
 
@@ -89,7 +89,7 @@ def _otherwise(
     with closing(loader_of(engine, data.train, data, consumed_samples=after, batch=other, in_runs=in_runs)) as loader:
         found = _read(loader, other)[::-1]
     last, rank = len(found) - 1, engine.groups.dp.rank()
-    return found, lambda index: planned.place(last - index, rank, in_runs=in_runs)
+    return found, lambda index: planned.sample_index(last - index, rank, in_runs=in_runs)
 
 
 def _read(loader: SharedLoader, batch: BatchPlan) -> list[Any]:
@@ -191,7 +191,7 @@ def _names(engine: Engine) -> list[str]:
     mine = [
         (stage, number, name)
         for stage, chunk in zip(stages, engine.chunks, strict=True)
-        for number, (name, param) in enumerate(gpt.named_parameters([chunk]))
+        for number, (name, param) in enumerate(named_parameters([chunk]))
         if param.requires_grad
     ]
     everyone: list[Any] = [None] * dist.get_world_size()

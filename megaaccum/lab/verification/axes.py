@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megaaccum.config.keys import that_need
+from megaaccum.config.keys import keys_that_need
 from megaaccum.lab.verification.case import Case, Keys
 
 _SCHEDULE: Keys = {"schedule": None, "virtual_pipeline_model_parallel_size": None}
-_OF_EXPERTS: Keys = dict.fromkeys(that_need("num_experts")) | {
+_OF_EXPERTS: Keys = dict.fromkeys(keys_that_need("num_experts")) | {
     "num_experts": None, "moe_router_load_balancing_type": None, "moe_token_dispatcher_type": None,
     "cold_expert_offload": None, "cold_expert_tokens": None, "cold_expert_steps": None,
 }  # fmt: skip

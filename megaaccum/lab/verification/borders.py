@@ -92,7 +92,7 @@ class _Watch:
 
     def _note(self, tensor: Any, index: int, after: str, stage: int, way: str, back: str) -> None:
         """The activation, and its gradient, which goes the other way."""
-        place = self._plan.batch.place(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
+        place = self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
 
         def crossing(way: str, is_gradient: bool, values: torch.Tensor) -> Crossing:
             return Crossing(stage, way, is_gradient, after, place, values.detach().double().clone(), *self._part)

@@ -17,7 +17,7 @@ from megaaccum.lab.verification import subject as subjects
 from megaaccum.lab.verification.borders import Crossing
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step
-from megaaccum.model import gpt
+from megaaccum.model import names
 
 
 def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
@@ -75,7 +75,7 @@ class Run:
             result.loss, result.weight, result.grad_norm, result.lr, result.loss_scale, result.skipped,
             tensors=self._state() | {GRADIENT: self._gradient, MODEL: self.model()},
         )  # fmt: skip
-        step.buffers = {name: each.double().clone() for name, each in gpt.named_buffers(self.chunks)}  # type: ignore[arg-type]
+        step.buffers = {name: each.double().clone() for name, each in names.named_buffers(self.chunks)}
         return step
 
     def _microbatches(self, number: int) -> list[Any]:
@@ -86,7 +86,7 @@ class Run:
     def model(self) -> list[Piece]:
         """The weights that the next forward reads; of parameters that a backend holds whole between steps."""
         self.engine.backend.gather()
-        named = gpt.named_parameters(self.chunks)  # type: ignore[arg-type]
+        named = names.named_parameters(self.chunks)
         return [self._piece(name, param, param, 0) for name, param in named if _is_whole(param)]
 
     def _state(self) -> dict[str, list[Piece]]:
@@ -113,7 +113,7 @@ def place_in(groups: Groups) -> dict[str, int]:
 
 def piece_of(chunk: Any, groups: Groups, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:
     """values: of parameter `param` of a chunk, from element `start` on of the part that this tp rank holds."""
-    cut = gpt.is_sharded_over_tp(param)
+    cut = names.is_sharded_over_tp(param)
     gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False)) and "linear_fc1" in name
     return Piece(
         name, values.detach().double().reshape(-1).clone(), start,

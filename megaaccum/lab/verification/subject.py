@@ -11,12 +11,12 @@ from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.case import Case, OwnModel
-from megaaccum.model import gpt
+from megaaccum.model import gpt, names
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.step.chunk_config import batch_statistics
 
-DTYPES = gpt.DTYPES
+DTYPES = names.DTYPES
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 

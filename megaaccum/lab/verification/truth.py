@@ -21,7 +21,7 @@ from megaaccum.lab.verification import borders
 from megaaccum.lab.verification import subject as subjects
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, MODEL, TrueStep, Truth
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.optim import lr_schedule
 from megaaccum.step.seeds import SampleSeeds
 
@@ -309,7 +309,7 @@ class OneProcess:
         return self._buffers()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: each.double().clone() for name, each in gpt.named_buffers([self.module])}  # type: ignore[list-item]
+        return {name: each.double().clone() for name, each in names.named_buffers([self.module])}
 
 
 class _LossScale:
@@ -327,7 +327,7 @@ class _LossScale:
 
 def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """By names in the whole model. A plain module's are its own."""
-    yield from gpt.named_parameters([module])  # type: ignore[list-item]
+    yield from names.named_parameters([module])
 
 
 @contextmanager

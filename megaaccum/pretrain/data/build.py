@@ -42,7 +42,7 @@ class BuildReport:
 def build_pair(
     texts: Iterable[str], prefix: Path, tokenizer: tokenizers.Tokenizer, *, append_eod: bool, num_workers: int
 ) -> BuildReport:
-    """Encodes `texts`, one document each, into `prefix`.bin, .idx and .tokenizer.json.
+    """Encode `texts`, one document each, into `prefix`.bin, .idx and .tokenizer.json.
 
     The files are written aside and moved when they are complete: an error or a signal leaves what was there before. The
     bytes depend on texts and tokenizer alone, not on `num_workers` (processes; 1 works in this one).
@@ -70,7 +70,7 @@ def build_pair(
 
 
 def main(argv: list[str]) -> int:
-    """Runs `megaaccum data build` with the arguments after those words. Returns the exit code.
+    """Run `megaaccum data build` with the arguments after those words. Returns the exit code.
 
     Raises:
         DataError: the input, the tokenizer or the output cannot be used; nothing is left half written.
@@ -114,7 +114,7 @@ def _refuse_existing(prefix: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _progress_bar(what: str, size: int) -> Iterator[Progress | None]:
-    """A bar of bytes read, on a terminal; None where stderr is a file, which wants no bars."""
+    """A bar of bytes read, on a terminal; None if stderr is a file."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -103,7 +103,7 @@ class _Request:
 
     @property
     def masks(self) -> list[str]:
-        """Which tokens, positions and scores a sample leaves out."""
+        """The keys that mask tokens, positions or scores of a sample."""
         keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [key for key in keys if getattr(self.plan.config.data, key)]
 
@@ -141,7 +141,7 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
     what train_iters steps consume. Another number is another order, as the last epoch is cut to it.
 
     Raises:
-        ConfigError: data_path and its relatives contradict each other.
+        ConfigError: eval_interval asks for validation data, but there are none.
         DataError: a pair is missing, damaged, shorter than one sample or built with a larger vocabulary; validation has
             no sample; the tokenizer cannot be read or lacks an end-of-document token that a key asks for; the cache
             folder cannot be written; or Megatron's index builder is missing.
@@ -252,7 +252,7 @@ def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
     sources = read_sources(config.data)
     if evaluates and sources.split is None and sources.valid is None:
         raise ConfigError(
-            f"eval_interval is {config.run.eval_interval}, but train_data_path comes without valid_data_path; "
+            f"eval_interval is {config.run.eval_interval}, but train_data_path has no valid_data_path beside it; "
             f"set valid_data_path, or eval_interval to 0"
         )
     vocabulary = read_run_vocabulary(config)

@@ -63,7 +63,8 @@ class Source:
         return self.format == "jsonl" or (self.format == "auto" and name.endswith(_JSON_SUFFIXES))
 
     def _read_text(self, path: Path, lines: Iterator[bytes]) -> Iterator[str]:
-        """Runs of lines between empty ones, or all lines. A document keeps its line ends, but not those around it."""
+        """The documents of a text file: runs of lines between empty ones, or all lines. A document keeps its inner line
+        ends."""
         held: list[str] = []
         for number, raw in enumerate(lines, start=1):
             line = _decode(raw, path, number)
@@ -86,7 +87,7 @@ class Source:
         except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({error}): {_shortened(line)}") from error
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a line has to be a JSON object, not {_shortened(line)}")
+            raise DataError(f"{where}: a line must be a JSON object, not {_shortened(line)}")
         if self.json_key not in record:
             raise DataError(f"{where}: no key {self.json_key!r}; the line has {sorted(record)}. Set --json-key")
         text = record[self.json_key]

@@ -112,7 +112,7 @@ _encoder: Encoder | None = None
 
 
 def _start_worker(tokenizer_json: str, eod: int | None) -> None:
-    """Runs once in each worker process."""
+    """Initialize a worker process."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; only the parent answers it
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -22,7 +22,7 @@ _PARTS = ("prefix", "middle", "suffix", "pad", "eod")
 
 
 def dataset_classes() -> tuple[Any, Any]:
-    """The class of datasets, and that of their configuration (megatron-core 0.19)."""
+    """The classes of a dataset and of its configuration (megatron-core 0.19)."""
     with quiet.root_logger_kept():
         from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
@@ -35,7 +35,7 @@ def dataset_classes() -> tuple[Any, Any]:
 
 
 def settings(data: DataConfig) -> dict[str, Any]:
-    """Those of the dataset's configuration."""
+    """The fields of the dataset's configuration that fill in the middle."""
     return {
         "fim_rate": data.fim_rate,
         "fim_spm_rate": data.fim_spm_rate,
@@ -47,10 +47,10 @@ def settings(data: DataConfig) -> dict[str, Any]:
 
 
 class FIMTokenizer:
-    """The three names by which the dataset makes text of tokens and tokens of text."""
+    """The three methods that the dataset converts tokens and text with."""
 
     def __init__(self, config: Config):
-        """Raises DataError where there is no tokenizer of text, or it lacks one of the tokens."""
+        """Raise DataError if no tokenizer encodes text, or if it lacks one of the tokens."""
         data = config.data
         self._tokenizer: tokenizers.Tokenizer = read_run_tokenizer(config, "fim_data")
         wanted = {f"fim_{part}_token": getattr(data, f"fim_{part}_token") for part in _PARTS}
@@ -64,7 +64,7 @@ class FIMTokenizer:
             )
 
     def tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """The id of one token, or those of several."""
+        """The id of one token, or a list of ids of several."""
         return self._tokenizer.token_to_id(tokens) if isinstance(tokens, str) else list(map(self.tokens_to_ids, tokens))
 
     def ids_to_text(self, ids: Any, remove_special_tokens: bool) -> str:

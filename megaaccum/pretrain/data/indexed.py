@@ -79,7 +79,7 @@ class IndexedPair:
 
 
 def open_pair(prefix: str | Path) -> IndexedPair:
-    """Reads the header of a pair and compares it with the sizes of both files, in constant time.
+    """Read the header of a pair and compare it with the sizes of both files, in constant time.
 
     Raises:
         DataError: a file is missing; the .idx is not Megatron's, of another version, of no integer type or cut short;
@@ -153,7 +153,7 @@ def _check_sizes(pair: IndexedPair, bin_bytes: int) -> None:
 
 
 def check_tables(pair: IndexedPair) -> None:
-    """Reads the whole .idx: every length, offset and document bound has to follow from the ones before it.
+    """Check the whole .idx: every length, offset and document bound must follow from the ones before it.
 
     Raises:
         DataError: one does not; it is named with its place and value.
@@ -212,7 +212,7 @@ def id_type(vocab_size: int) -> np.dtype[Any]:
 
 
 class PairWriter:
-    """Writes a pair, one document after the other. A context manager: the .idx is written at the end of its block.
+    """Writer of a pair, one document after the other. A context manager: the .idx is written at the end of its block.
 
     When the block raises, the .bin is closed and no .idx is written. Every method lets an OSError of the disk through.
     """

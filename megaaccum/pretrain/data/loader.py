@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from megaaccum.config.batch import BatchPlan
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nearest_multiples
+from megaaccum.platform import cpu
 from megaaccum.pretrain.data.order import SampleDataset
 
 Batch = dict[str, torch.Tensor | None]
@@ -29,7 +31,7 @@ class MicrobatchLoader:
 
     A step that starts at sample c takes samples [c, c + global_batch_size): micro-batch m of data-parallel rank r holds
     the b samples from c + (m * dp_size + r) * b on. So which samples make up a step depends neither on the
-    micro-batch size nor on the number of ranks or micro-batches, and a restart at c goes on as if it had not stopped.
+    micro-batch size nor on the number of ranks or micro-batches, and a restart at c continues as if it had not stopped.
 
     Samples count as consumed at `commit`: a step that was pulled but not committed can be pulled again, from memory.
     A context manager; `close` ends the thread that prepares micro-batches.
@@ -38,53 +40,45 @@ class MicrobatchLoader:
     def __init__(
         self,
         dataset: SampleDataset,
+        batch: BatchPlan,
         *,
-        micro_batch_size: int,
         dp_rank: int,
-        dp_size: int,
-        global_batch_size: int,
         consumed_samples: int = 0,
         num_workers: int = 2,
         vocab_size: int | None = None,
         document_end: int | None = None,
-        pin_for: torch.device | None = None,
         in_runs: bool = False,
     ):
-        """Starts to prepare micro-batches at once.
+        """Start to prepare micro-batches. On a GPU their tensors are in pinned memory.
 
         Args:
-            micro_batch_size: sequences per micro-batch.
-            dp_rank, dp_size: this rank's place among the data-parallel ranks.
-            global_batch_size: sequences per optimizer step over all ranks; the default of `next_step` and `commit`.
-            consumed_samples: sequences that earlier steps took, over all ranks.
-            num_workers: micro-batches prepared ahead by a thread, and at least those of a whole step of
-                global_batch_size; 0 prepares each when it is asked for.
-            vocab_size: every token id is compared with it, when given.
-            document_end: the token that ends a document, where attention is kept inside documents.
-            pin_for: the GPU for which tensors are put into pinned memory; None without one.
-            in_runs: a rank's micro-batches of a step follow each other (`Plan.in_runs`): micro-batch m of rank r holds
+            batch: the cut of an optimizer step; its global_batch_size is the default of `next_step` and `commit`.
+            dp_rank: this rank's number among the data-parallel ranks.
+            consumed_samples: sequences that earlier steps consumed, over all ranks.
+            num_workers: micro-batches that a thread prepares ahead, and at least those of a whole step; 0 prepares each
+                on request.
+            vocab_size: the bound that every token id is compared with, if given.
+            document_end: the token that ends a document, if attention is kept inside documents.
+            in_runs: a rank's micro-batches of a step are consecutive (`Plan.in_runs`): micro-batch m of rank r holds
                 the samples from c + (r * micro-batches per rank + m) * b on.
-
-        Raises:
-            ConfigError: global_batch_size is no multiple of micro_batch_size * dp_size.
         """
-        self._round = micro_batch_size * dp_size
-        self._check_divides(global_batch_size)
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = batch.global_batch_size
+        self._round = batch.micro_batch_size * batch.data_parallel_size
         self._consumed = consumed_samples
         self._pulled: deque[Batch] = deque()
         self._next = 0
-        step = range(0, global_batch_size // dp_size, micro_batch_size) if in_runs else range(1)
-        first = dp_rank * micro_batch_size * len(step)
-        stride = global_batch_size if in_runs else self._round
+        size, device = batch.micro_batch_size, cpu.device() if cpu.has_accelerator() else None
+        step = range(0, self._global_batch_size // batch.data_parallel_size, size) if in_runs else range(1)
+        first = dp_rank * size * len(step)
+        stride = self._global_batch_size if in_runs else self._round
         starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
-        reader = _Reader(dataset, micro_batch_size, starts, vocab_size, document_end, pin_for)
-        depth = max(num_workers, global_batch_size // self._round)
+        reader = _Reader(dataset, size, starts, vocab_size, document_end, device)
+        depth = max(num_workers, batch.num_microbatches)
         self._stream = _Prefetcher(reader, depth) if num_workers else reader
 
     @property
     def consumed_samples(self) -> int:
-        """Sequences that committed steps took, over all ranks. What a checkpoint has to hold of the loader."""
+        """Sequences that committed steps consumed, over all ranks: the loader's state in a checkpoint."""
         return self._consumed
 
     def next_step(self, num_microbatches: int | None = None) -> list[Batch]:
@@ -101,8 +95,8 @@ class MicrobatchLoader:
         return [self._pulled[m] for m in range(num_microbatches)]
 
     def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
-        """As `next_step`; what it raises is returned, with no micro-batches, for all ranks to hear of before they
-        begin the step. after: micro-batches of another step that comes before it."""
+        """`next_step`'s micro-batches, or none and the error that it raises, so that all ranks learn of it before they
+        begin the step. after: micro-batches of an earlier step that is not committed yet."""
         try:
             return self.next_step(after + num_microbatches)[after:], None
         except MegaaccumError as error:
@@ -112,33 +106,30 @@ class MicrobatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        """One more micro-batch of the step in progress. Raises as `next_step`."""
+        """One more micro-batch of the step in progress. Raises like `next_step`."""
         return self.next_step(self._next + 1)[-1]
 
     def commit(self, num_samples: int | None = None) -> None:
-        """Counts `num_samples` sequences over all ranks as consumed (default: global_batch_size).
+        """Count `num_samples` sequences over all ranks as consumed (default: global_batch_size).
 
         Raises:
             ConfigError: num_samples is no multiple of micro_batch_size * dp_size.
         """
         num_samples = self._global_batch_size if num_samples is None else num_samples
-        self._check_divides(num_samples)
+        if num_samples < 1 or num_samples % self._round:
+            raise ConfigError(
+                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
+                f"ranks = {self._round} sequences; set global_batch_size to "
+                f"{either(nearest_multiples(num_samples, self._round))}"
+            )
         assert num_samples <= len(self._pulled) * self._round, "a step has to be pulled before it is committed"
         for _ in range(num_samples // self._round):
             self._pulled.popleft()
         self._consumed += num_samples
         self._next = 0
 
-    def _check_divides(self, num_samples: int) -> None:
-        if num_samples < 1 or num_samples % self._round:
-            nearest = either(nearest_multiples(num_samples, self._round))
-            raise ConfigError(
-                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
-                f"ranks = {self._round} sequences; set global_batch_size to {nearest}"
-            )
-
     def close(self) -> None:
-        """Ends the preparing thread. May be called again."""
+        """End the preparing thread. May be called again."""
         self._stream.close()
 
     def __enter__(self) -> MicrobatchLoader:
@@ -149,7 +140,7 @@ class MicrobatchLoader:
 
 
 class _Reader:
-    """Reads one rank's micro-batches one after the other."""
+    """Reader of one rank's micro-batches, one after the other."""
 
     def __init__(
         self,
@@ -221,7 +212,7 @@ class _Failure:
 
 
 class _Prefetcher:
-    """Runs a reader in a thread, at most `depth` micro-batches ahead."""
+    """Thread that runs a reader, at most `depth` micro-batches ahead."""
 
     def __init__(self, reader: _Reader, depth: int):
         self._ready: queue.Queue[Batch | _Failure] = queue.Queue(maxsize=depth)

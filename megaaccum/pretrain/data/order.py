@@ -42,7 +42,7 @@ class Corpus:
 
     @property
     def num_samples(self) -> int:
-        """Of one pass."""
+        """Samples of one pass."""
         return len(self._pass(0))
 
     def _pass(self, number: int) -> SampleDataset:

@@ -34,14 +34,13 @@ def pack(
         loss_masks: 1 where a token's prediction of the next one counts, for each document; default everywhere.
 
     Longest documents are placed first, each into the micro-batch that has the fewest tokens, so that micro-batches and
-    ranks get about as many (the LPT rule, Graham 1969). Raises DataError where that does not fit.
+    ranks get about as many (the LPT rule, Graham 1969). Raises DataError if that does not fit.
     """
     longest = max(map(len, sequences), default=0)
     if not sequences or longest > max_tokens or min(map(len, sequences)) < 2:
         raise DataError(
-            f"{len(sequences)} documents of up to {longest} tokens, and max_tokens is {max_tokens}: every"
-            " document needs"
-            " at least 2 tokens and no more than that"
+            f"{len(sequences)} documents of up to {longest} tokens, but max_tokens is {max_tokens}: every document"
+            " needs at least 2 tokens and no more than that"
         )
     total = sum(map(len, sequences))
     count = num_microbatches or -(-total // (max_tokens * dp_size))
@@ -59,7 +58,7 @@ def pack(
 
 
 def _placed(sequences: Sequence[torch.Tensor], count: int, max_tokens: int) -> list[list[int]] | None:
-    """Which documents each of `count` micro-batches holds; None where one would be too long."""
+    """The documents of each of `count` micro-batches; None if one would be too long."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for index in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):

@@ -59,11 +59,11 @@ class SharedLoader:
         self._reads: list[Any] = [None] * groups.pp.size()
         dist.all_gather_object(self._reads, tuple(reads), group=groups.pp)
         self.read_seconds = 0.0 if self._loader is not None else math.nan
-        """Seconds that this rank waited for its own reading of the last step; nan where it is sent micro-batches."""
+        """Seconds that this rank waited for its own reading of the last step; nan on ranks that receive them."""
 
     def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
-        """As MicrobatchLoader's: the next step's micro-batches, the same ones until `commit`, or, on the rank that
-        reads, why there are none. What a rank's stages do not read is None there."""
+        """The next step's micro-batches, the same ones until `commit`, or none and, on the rank that reads, the error.
+        Parts that a rank's stages do not read are None there."""
         if len(held := self._held.get(after, [])) == num_microbatches:
             return held, None
         mine, problem = self._read(num_microbatches, after)
@@ -72,14 +72,14 @@ class SharedLoader:
         return mine, problem
 
     def commit(self, num_samples: int) -> None:
-        """Counts `num_samples` sequences over all ranks as consumed: those of the next step."""
+        """Count `num_samples` sequences over all ranks, those of the next step, as consumed."""
         following = self._held.get(len(self._held.get(0, [])))
         self._held = {} if following is None else {0: following}
         if self._loader is not None:
             self._loader.commit(num_samples)
 
     def close(self) -> None:
-        """Ends the reading. May be called again."""
+        """End the reading. May be called again."""
         if self._loader is not None:
             self._loader.close()
 
@@ -92,7 +92,7 @@ class SharedLoader:
         return found
 
     def _shared(self, num_microbatches: int, mine: list[Batch]) -> list[Batch]:
-        """A step's micro-batches on this rank, where `mine` are the reader's; none where it has none."""
+        """A step's micro-batches on this rank; none if the reader has none. mine: the reader's."""
         stage = self._pp.rank()
         if self._loader is not None:
             self._send(num_microbatches, mine)
@@ -106,7 +106,7 @@ class SharedLoader:
         return self._unpacked(self._spread(message), num_microbatches)
 
     def _send(self, num_microbatches: int, mine: list[Batch]) -> None:
-        """To the first rank of every other stage what it reads. A message is held until it has arrived."""
+        """Send the first rank of every other stage what it reads. A message is kept until it has arrived."""
         for work, _ in self._sending:
             work.wait()
         others = range(1, self._pp.size())
@@ -115,7 +115,7 @@ class SharedLoader:
         self._sending = [(work, each) for work, each in sent if work is not None]
 
     def _parts(self, stage: int, num_microbatches: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """(dtype, shape) of what a stage is sent, in its order."""
+        """The (dtype, shape) of each part of the message to a stage, in order."""
         shape = (num_microbatches, *self._shape)
         reads = {name for name in self._reads[stage] if name != "document_starts" or self._has_documents}
         named = {name: (dtype, shape) for name, dtype in _DTYPES.items() if name in reads}
@@ -144,7 +144,7 @@ class SharedLoader:
         return [absent | {name: each[m] for name, each in whole.items()} for m in range(num_microbatches)]
 
     def _spread(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` of the first rank over cp, and of those over tp."""
+        """Broadcast `tensor` of the first rank over cp, then over tp."""
         cp, tp = self._across
         if cp.size() > 1 and tp.rank() == 0:
             dist.broadcast(tensor, group=cp, group_src=0)

@@ -1,4 +1,4 @@
-"""Which documents of each pair belong to training and which to validation, and whether that is enough for a sample."""
+"""The documents of each pair that training and validation have, and whether they hold a sample."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def epoch_samples(ranges: list[Range], weights: list[float] | None, seq_length: 
 
 
 def check_ranges(name: str, ranges: list[Range], split: str | None, seq_length: int) -> None:
-    """Every range has to hold one sample, which is seq_length tokens and the next one.
+    """Check that every range holds one sample, which is seq_length tokens and the next one.
 
     Raises:
         DataError: one does not; with the numbers, and the nearest split or seq_length under which it would.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaaccum.config.rules import data_problems
 from megaaccum.config.schema import Config, DataConfig
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.pretrain.data.corpus import EMBEDDED, EMBEDDED_VOCAB_SIZE, embedded_prefix
@@ -30,7 +30,7 @@ class Blend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where training and validation come from: one blend cut by `split`, or a blend each."""
+    """The sources of training and validation: one blend cut by `split`, or a blend each."""
 
     train: Blend
     valid: Blend | None
@@ -46,72 +46,28 @@ class Sources:
 
 
 def read_sources(data: DataConfig) -> Sources:
-    """Reads data_path with split, or train_data_path with valid_data_path.
-
-    test_data_path, and the test share of split, are kept apart: no run reads them.
-
-    Raises:
-        ConfigError: a list mixes weights and prefixes, a weight is not positive, a split is not three shares, or
-            data_path is given along with train_data_path. One text per mistake.
-    """
-    problems: list[str] = []
-    train = _read_blend("train_data_path" if data.train_data_path else "data_path", data, problems)
-    valid = _read_blend("valid_data_path", data, problems) if data.valid_data_path else None
-    if data.train_data_path and data.data_path != [EMBEDDED]:
-        problems.append(
-            f"data_path {' '.join(data.data_path)} and train_data_path {' '.join(data.train_data_path)} are both "
-            f"given; keep one"
-        )
-    if data.valid_data_path and not data.train_data_path:
-        problems.append("valid_data_path is given without train_data_path; write train_data_path in place of data_path")
-    split = None if data.train_data_path else data.split
-    problems += _split_problems(split)
-    if problems:
-        raise ConfigError(problems)
-    return Sources(train=train, valid=valid, split=split)
+    """The sources of keys that keep the rules (config/rules/data.py): data_path with split, or train_data_path with
+    valid_data_path. No run reads test_data_path or the test share of split."""
+    if not data.train_data_path:
+        return Sources(train=_read_blend(data.data_path), valid=None, split=data.split)
+    valid = _read_blend(data.valid_data_path) if data.valid_data_path else None
+    return Sources(train=_read_blend(data.train_data_path), valid=valid, split=None)
 
 
-def _read_blend(key: str, data: DataConfig, problems: list[str]) -> Blend:
-    """Weight prefix weight prefix ..., or prefixes alone: Megatron's two forms."""
-    words = [str(word).strip() for word in getattr(data, key)]
-    numbers = [_number(word) for word in words]
-    if not any(n is not None for n in numbers):
-        if not words:
-            problems.append(f"{key} is empty; give the prefix of a .bin/.idx pair, or 'embedded'")
-        return Blend(prefixes=words)
-    weights = [n for n in numbers[::2] if n is not None]
-    if len(words) % 2 or len(weights) < len(words) // 2 or any(n is not None for n in numbers[1::2]):
-        problems.append(
-            f"{key} {' '.join(words)} mixes weights and prefixes: write prefixes alone, or a weight before each of them"
-        )
-    if wrong := [w for w in weights if not (w > 0 and math.isfinite(w))]:
-        problems.append(
-            f"{key}: weight {wrong[0]:g} is not positive; leave that prefix out, or give it a positive weight"
-        )
-    return Blend(prefixes=words[1::2], weights=weights if len(weights) > 1 else None)
-
-
-def _number(word: str) -> float | None:
+def _read_blend(words: list[str]) -> Blend:
+    """The blend of weight prefix weight prefix ..., or of prefixes alone: Megatron's two forms."""
     try:
-        return float(word)
+        weights = [float(word) for word in words[::2]]
     except ValueError:
-        return None
-
-
-def _split_problems(split: str | None) -> list[str]:
-    """At most three shares, none negative, the first positive."""
-    if split is None:
-        return []
-    shares = [_number(word) for word in split.split(",")]
-    good = [s for s in shares if s is not None and s >= 0 and math.isfinite(s)]
-    if len(good) < len(shares) or len(shares) > 3 or good[0] == 0:
-        return [f"split {split!r} has to be shares of train, valid and test, train above 0; for example 969,30,1"]
-    return []
+        return Blend(prefixes=[word.strip() for word in words])
+    return Blend(prefixes=[word.strip() for word in words[1::2]], weights=weights if len(weights) > 1 else None)
 
 
 def check_files(config: Config) -> None:
-    """Every dataset and the tokenizer can be read, known before a rank is started: nothing is built, no torch imported.
-    Raises as `vocab_size`."""
+    """Check, before ranks start, that every dataset and the tokenizer can be read. Builds nothing and imports no torch.
+    Raises like `vocab_size`, and ConfigError if the data keys break a rule."""
+    if problems := data_problems(config):
+        raise ConfigError(problems)
     vocab_size(config)
     for prefix in read_sources(config.data).prefixes:
         if prefix != EMBEDDED:
@@ -119,17 +75,16 @@ def check_files(config: Config) -> None:
 
 
 def data_folder(config: Config) -> Path:
-    """Where datasets that megaaccum makes, and sample orders, are kept: data_cache_path, or data in output_dir."""
+    """The folder of datasets that megaaccum builds, and of sample orders: data_cache_path, or data in output_dir."""
     return Path(config.data.data_cache_path or Path(config.run.output_dir) / "data")
 
 
 def vocab_size(config: Config) -> int:
-    """Entries of the vocabulary before padding. Reads at most the tokenizers file; builds nothing.
-
-    It is vocab_size where that is set, else the tokenizer's.
+    """Entries of the vocabulary before padding: vocab_size if it is set, else the tokenizer's. Reads at most the
+    tokenizers file; builds nothing.
 
     Raises:
-        ConfigError: data_path and its relatives contradict each other, or vocab_size has no room for the tokenizer.
+        ConfigError: vocab_size has no room for the tokenizer.
         DataError: the tokenizer cannot be read, two datasets have different ones, or there is none and model.vocab_size
             is not set.
     """
@@ -137,7 +92,7 @@ def vocab_size(config: Config) -> int:
 
 
 def read_run_vocabulary(config: Config) -> Vocabulary:
-    """The vocabulary that this configuration trains with. Raises as `vocab_size`."""
+    """The vocabulary that this configuration trains with. Raises like `vocab_size`."""
     given = config.model.vocab_size
     if config.data.mock_data and given is not None and config.data.tokenizer_model is None:
         return null_vocabulary(given)
@@ -177,7 +132,7 @@ def read_run_tokenizer(config: Config, wanted_by: str) -> tokenizers.Tokenizer:
     """The tokenizer of this configuration's data, to make tokens of text and text of tokens.
 
     Raises:
-        DataError: the data come without one that encodes text; `wanted_by` is the key that cannot be honoured.
+        DataError: the data have none that encodes text; `wanted_by` is the key that cannot be honoured.
     """
     data = config.data
     if data.tokenizer_model and data.tokenizer_type in (None, "HuggingFaceTokenizer"):
@@ -189,7 +144,7 @@ def read_run_tokenizer(config: Config, wanted_by: str) -> tokenizers.Tokenizer:
         if path := tokenizer_beside(resolve_prefix(prefix, config)):
             return read_tokenizer(path)
     raise DataError(
-        f"{wanted_by} needs a tokenizer that encodes text, but the data come without one: set tokenizer_model to a"
+        f"{wanted_by} needs a tokenizer that encodes text, but the data have none: set tokenizer_model to a"
         f" Hugging Face tokenizer.json, or leave {wanted_by} out"
     )
 
@@ -199,9 +154,7 @@ def _vocabulary_beside(prefixes: list[str], given_size: int | None) -> Vocabular
     found = {prefix: path for prefix in prefixes if (path := tokenizer_beside(prefix))}
     if not found:
         if given_size is None:
-            open_pair(
-                prefixes[0]
-            )  # a mistyped prefix has no tokenizer beside it either: say the more helpful of the two
+            open_pair(prefixes[0])  # a mistyped prefix has no tokenizer beside it either, and this error helps more
             raise DataError(
                 f"dataset {prefixes[0]} has no tokenizer beside it ({prefixes[0]}.tokenizer.json, or tokenizer.json in "
                 f"its folder). Set tokenizer_model to a Hugging Face tokenizers file, or vocab_size to the size of the "
@@ -220,7 +173,7 @@ def _vocabulary_beside(prefixes: list[str], given_size: int | None) -> Vocabular
 
 
 def resolve_prefix(prefix: str, config: Config) -> Path:
-    """Path of a prefix of data_path; 'embedded' is built on first use. Raises DataError as `embedded_prefix`."""
+    """Path of a prefix of data_path; 'embedded' is built on first use. Raises DataError like `embedded_prefix`."""
     if prefix == EMBEDDED:
         return embedded_prefix(data_folder(config), config.data.tokenizer_model)
     return Path(prefix)

@@ -22,7 +22,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 _DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", _DEEPSEEK_END, "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
-"""Its names in known tokenizers: GPT-2 and Qwen have the first, Llama 3 the second, Llama 2 </s>, Gemma <eos>."""
+"""That token in known tokenizers: GPT-2 and Qwen have the first, Llama 3 the second, Llama 2 </s>, Gemma <eos>."""
 
 _BYTES = 256
 
@@ -58,7 +58,7 @@ def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception, or UnicodeDecodeError before it
         raise DataError(
-            f"tokenizer {path} cannot be read: {error}. It has to be a Hugging Face tokenizers file (tokenizer.json)"
+            f"tokenizer {path} cannot be read: {error}. It must be a Hugging Face tokenizers file (tokenizer.json)"
         ) from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -89,7 +89,7 @@ def read_vocabulary(path: str | Path) -> Vocabulary:
     """Size, end-of-document id and hash of a tokenizers file; read once per process while the file does not change.
 
     Raises:
-        DataError: as `read_tokenizer`, or the tokenizer has no token at all.
+        DataError: like `read_tokenizer`, or the tokenizer has no token at all.
     """
     path = tokenizer_file(path)
     with disk_errors("cannot read tokenizer", path):
@@ -114,10 +114,10 @@ def end_of_document(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> int:
-    """As `end_of_document`.
+    """Id of the token that ends a document, which the option `wanted_by` needs.
 
     Raises:
-        DataError: the tokenizer has none; `wanted_by` is the option that cannot be honoured.
+        DataError: the tokenizer has none.
     """
     found = end_of_document(tokenizer)
     if found is None:

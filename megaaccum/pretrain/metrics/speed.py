@@ -14,11 +14,11 @@ class Speed:
     tokens_per_step: int
     """Tokens of the global batch, masked ones included."""
     flops_per_step: float
-    """Model FLOPs of one step over all ranks (`megaaccum.model.flops.step_flops`)."""
+    """Model FLOPs of one step over all ranks (`flops.step_flops`)."""
     world_size: int
     """Ranks of the run."""
     peak_flops: float | None
-    """FLOP/s of one device at best (`model.flops.peak_flops`); None where unknown, and then there is no MFU."""
+    """FLOP/s of one device at best (`flops.peak_flops`); None where unknown, and then there is no MFU."""
 
     sequences_per_step: int = 1
     """Of the configured batch."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import MegaaccumError
 from megaaccum.model.gpt_forward import read_by
-from megaaccum.platform import cpu
 from megaaccum.pretrain.data.loader import MicrobatchLoader
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.data.sources import read_run_tokenizer
@@ -92,16 +91,13 @@ def loader_of(
     open_loader = partial(
         MicrobatchLoader,
         dataset,
-        micro_batch_size=batch.micro_batch_size,
+        batch,
         dp_rank=groups.dp.rank(),
-        dp_size=groups.dp.size(),
-        global_batch_size=batch.global_batch_size,
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
         in_runs=plan.in_runs if in_runs is None else in_runs,
         document_end=data.vocabulary.eod if in_documents else None,
-        pin_for=cpu.device() if cpu.has_accelerator() else None,
     )
     return SharedLoader(
         open_loader,

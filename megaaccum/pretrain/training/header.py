@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megaaccum.model.param_count import count_parameters
 from megaaccum.platform import gpu
+from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.agreement import raise_on_all_ranks
-from megaaccum.model import flops
 from megaaccum.platform import cpu
-from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.metrics import flops, receipts
 from megaaccum.pretrain.metrics.log import RunLog
 
 if TYPE_CHECKING:

@@ -105,10 +105,13 @@ def without_us() -> Iterator[None]:
     from megaaccum.model import fp8
     from megaaccum.upstream import te
 
-    te.give_back_updates()
+    manager = te.state_manager()
+    if hasattr(manager, "_megaaccum_update"):
+        manager.reduce_and_update_fp8_tensors = manager._megaaccum_update
+        del manager._megaaccum_update
     with (
         patch.object(fp8.Fp8, "_update", lambda self, forward: None, create=True),
-        patch.object(te, "take_over_updates", lambda: lambda forward: None),
+        patch.object(te, "stop_updates", lambda: lambda forward: None),
         patch.object(te.Histories, "use", lambda self: None),
         patch.object(te, "begin_recompute", lambda like: None),
         patch.object(te, "use_recompute", lambda queues: None),
@@ -171,7 +174,7 @@ def backwards_in_reverse_order() -> dict:
 
 
 def _in_reverse(run: Run) -> Tensors:
-    from megaaccum.model import gpt as model
+    from megaaccum.model import names
 
     (chunk,), fp8 = run.chunks, run.fp8
     run.backend.begin_step()
@@ -182,14 +185,14 @@ def _in_reverse(run: Run) -> Tensors:
         batch = stack([50 + index])
         with fp8.forward(0, index):
             out = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        fp8.follow(0, index, out)
+        fp8.watch_backward(0, index, out)
         losses.append((out.float() * batch["loss_mask"]).sum() * 10.0 ** (3 * index))  # scales that differ
     run.backend.set_last_flush(False)
     with run.backend.no_sync_func():
         for loss in reversed(losses):
             loss.backward()
     fp8.end_flush()
-    return {name: param.grad.clone() for name, param in model.named_parameters(run.chunks) if param.grad is not None}
+    return {name: param.grad.clone() for name, param in names.named_parameters(run.chunks) if param.grad is not None}
 
 
 def _furthest(one: Tensors, other: Tensors) -> float:

@@ -21,7 +21,7 @@ def main(results: Path, names: list[str]) -> None:
     from megaaccum.distributed import preload
     from tests.support.fp8 import cases
 
-    preload.keep()
+    preload.freeze_objects()
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     told = {}
     for name in names:

@@ -8,7 +8,6 @@ from megaaccum.cli import main
 from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
 from megaaccum.schedule import Costs, build, read_csv, simulate
-from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.render import draw, text
 
 
@@ -47,19 +46,6 @@ def test_cut_and_search(tmp_path, capsys):
     stored = read_csv(tmp_path / "t.csv")
     assert (stored.items != build("zb-h1", pp=2, num_microbatches=6).items) == taken
     assert run(capsys, words) == "\n".join(lines) + "\n"  # the same seed, the same result
-
-
-def test_the_shortest_period(tmp_path, capsys):
-    """At half of ZB-V's memory: the period is printed, and the unrolled order is one that the search starts from."""
-    pytest.importorskip("ortools")
-    (tmp_path / "p.json").write_text(PROFILE)
-    words = f"schedule --pp 2 -m 12 --schedule zbv --profile {tmp_path}/p.json --memory-limit 1.5 --iterations 0"
-    lines = run(capsys, f"{words} --no-timeline --periodic --csv {tmp_path}/t.csv").splitlines()
-    assert lines[0].startswith("period: ") and "proved: none is shorter" in lines[0]
-    period, searched = float(lines[0].split()[1]), float(lines[3].split()[3])
-    assert 12 * period <= searched <= 15 * period
-    assert "searched order taken: zbv holds 2, which is over the limit" in lines
-    assert max(Memory.counted(4, chunks=2).peaks(read_csv(tmp_path / "t.csv"))) <= 1.5
 
 
 def test_the_fastest_that_fits(capsys):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaaccum import cli
-from megaaccum.cli import train, tune
+from megaaccum.cli import tune
+from megaaccum.cli.arguments import Source, read_source
 from megaaccum.errors import ConfigError
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -24,7 +25,7 @@ def test_an_unknown_knob_is_one_message(tmp_path: Path, capsys: pytest.CaptureFi
 def test_hosts_start_each_layout_by_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     command = tune._start(argparse.Namespace(hostfile="hosts"))
     assert command == ["deepspeed", "--hostfile", "hosts", "--module", "megaaccum.train", "--config"]
-    assert train._config_path([command[-1], "row_1/config.yaml"]) == ("row_1/config.yaml", [])
+    assert read_source([command[-1], "row_1/config.yaml"]) == Source("row_1/config.yaml")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="`deepspeed`, which is not on PATH"):
         tune._start(argparse.Namespace(hostfile="hosts"))

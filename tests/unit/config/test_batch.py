@@ -8,13 +8,14 @@ import itertools
 import pytest
 
 from megaaccum.config.batch import BatchPlan
+from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError
 from megaaccum.schedule.build import interleaved_problems
 from tests.support import configs
 
 
-def solve(*, dp: int = 1, pp: int = 1, **sizes: object) -> BatchPlan:
-    return BatchPlan.solve(data_parallel_size=dp, pipeline_model_parallel_size=pp, seq_length=8, **sizes)
+def solve(*, dp: int = 1, pp: int = 1, **keys: object) -> BatchPlan:
+    return BatchPlan.solve(BatchConfig(**keys), data_parallel_size=dp, pipeline_model_parallel_size=pp, seq_length=8)
 
 
 def split(plan: BatchPlan) -> tuple[int, int, int]:

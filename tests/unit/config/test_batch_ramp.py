@@ -147,10 +147,10 @@ REFUSED = [
     (dict(rampup_batch_size=[8, 8]), "needs three numbers"),
     (dict(rampup_batch_size=[0, 8, 100]), "START and INCREMENT must be at least 1"),
     (dict(rampup_batch_size=[8, 8, 10**6]), "the run ends after train_iters 100"),
-    (dict(batch_warmup_steps=100), "after 100 steps, and the run ends after train_iters 100"),
+    (dict(batch_warmup_steps=100), "after 100 steps, but the run ends after train_iters 100"),
     (dict(batch_warmup_steps=-1), "batch_warmup_steps is -1: it must be at least 0"),
-    (dict(batch_warmup_steps=5, rampup_batch_size=[8, 8, 100]), "each say how the batch grows"),
-    (dict(step_batch_size_schedule="0:8 1K:32"), "ends with 32 sequences, and global_batch_size is 64"),
+    (dict(batch_warmup_steps=5, rampup_batch_size=[8, 8, 100]), "each give the growth of the batch"),
+    (dict(step_batch_size_schedule="0:8 1K:32"), "ends with 32 sequences, but global_batch_size is 64"),
     (dict(step_batch_size_schedule="64:8 1K:64"), "thresholds must grow from 0"),
     (dict(step_batch_size_schedule="0:8 10:64"), "thresholds must grow from 0, in whole samples of seq_length 64"),
     (dict(step_batch_size_schedule="0:8 1K"), "'1K' is not TOKENS:SEQUENCES"),
@@ -203,7 +203,7 @@ def test_other_micro_batches_than_the_checkpoint_s_are_named_where_sums_are_the_
     assert plan(4, **keys, backend="fsdp2").ramp_differences(saved) == {}
     other = plan(2, **keys, micro_batch_size=2)
     ((text, remedy),) = other.ramp_differences(saved).items()
-    assert text.startswith("micro_batch_size: 1 in the checkpoint, 2 in the configuration, and reproducible layout has")
+    assert text.startswith("micro_batch_size: 1 in the checkpoint, 2 in the configuration, but reproducible layout")
     assert remedy == "set micro_batch_size to 1"
     loose = plan(2, **keys | dict(reproducible="none"), micro_batch_size=2)
     assert loose.ramp_differences(saved) == other.ramp_differences(loose.ramp_state()) == {}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megaaccum.config.facts import Facts
-from megaaccum.config.keys import all_keys, names_where, that_need, value
+from megaaccum.config.keys import all_keys, keys_that_need, names_where, value
 from megaaccum.config.schema import Config
 
 KEYS = all_keys().values()
@@ -33,7 +33,7 @@ def test_a_default_is_in_range_unless_the_key_is_required(key):
 
 def test_a_key_needs_one_that_exists():
     assert {key.facts.needs.split(" ")[0] for key in KEYS if key.facts.needs} <= all_keys().keys()
-    assert "moe_router_topk" in that_need("num_experts")
+    assert "moe_router_topk" in keys_that_need("num_experts")
 
 
 def test_megatron_core_has_the_names():

@@ -60,7 +60,10 @@ def test_under_a_ramp_the_rate_follows_the_batch_of_the_step_if_asked() -> None:
             "lr_reference_batch_size and lr_reference_tokens is given",
         ),
         (dict(lr_scaling="linear", lr_reference_batch_size=0), "lr_reference_batch_size is 0: it must be at least 1"),
-        (dict(lr_reference_batch_size=8), "lr_reference_batch_size only counts with lr_scaling linear or sqrt"),
+        (
+            dict(lr_reference_batch_size=8),
+            "lr_reference_batch_size: no effect with lr_scaling none: set lr_scaling to linear or sqrt",
+        ),
     ],
 )
 def test_a_scaling_that_cannot_be_is_one_message(keys, text) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from megaaccum.cli import check
 from megaaccum.config import Plan, resolve
-from megaaccum.model.param_count import count_parameters
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics.param_count import count_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 REAL = {

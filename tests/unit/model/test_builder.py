@@ -8,7 +8,7 @@ import torch
 from megaaccum.config import Plan, resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import run_ranks
-from megaaccum.model import gpt, layers
+from megaaccum.model import gpt, layers, machine
 from megaaccum.model.local_norm import Norm
 from megaaccum.optim import adamw, lr_schedule
 from megaaccum.pretrain.interop.load import load
@@ -99,7 +99,7 @@ def test_learning_rates_by_width_are_those_of_megatrons_overrides():
 def test_models_that_need_kernels_are_refused_where_there_are_none():
     for fields in ({"hybrid_layer_pattern": "M*M*M*M*"}, {"experimental_attention_variant": "gated_delta_net"}):
         with pytest.raises(ConfigError, match="needs a GPU with Transformer Engine"):
-            gpt._check_local_layers(plan_with(fields))
+            machine.check_machine(plan_with(fields))
 
 
 def test_windows_and_offsets_of_the_softmax_keep_megatrons_own_attention():

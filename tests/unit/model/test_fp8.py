@@ -44,10 +44,10 @@ def test_a_gpu_that_can_is_taken(recipe, capability):
 
 
 def test_the_cpu_lane_refuses_before_a_model_is_built():
-    from megaaccum.model import gpt
+    from megaaccum.model import machine
 
-    with pytest.raises(ConfigError, match="FP8 needs a GPU, and none was found"):
-        gpt._check_fp8(plan(1, fp8_format="hybrid", bf16=True))
+    with pytest.raises(ConfigError, match="FP8 needs a GPU, but none was found"):
+        machine.check_machine(plan(1, fp8_format="hybrid", bf16=True))
 
 
 def test_a_run_without_fp8_has_nothing_to_do_and_needs_no_transformer_engine():

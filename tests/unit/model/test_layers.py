@@ -10,7 +10,7 @@ from megatron.core.extensions import transformer_engine
 
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt, layers
+from megaaccum.model import gpt, layers, machine
 from megaaccum.model.names import as_in_local_layers
 from megaaccum.platform import cpu
 from tests.support.configs import make, plan
@@ -88,16 +88,16 @@ def test_kernels_that_are_switched_off_are_off(gpu):
 def test_a_kernel_of_transformer_engines_is_refused_without_it(gpu):
     asked = plan(apply_rope_fusion=True, position_embedding_type="rope")
     with pytest.raises(ConfigError, match="apply_rope_fusion is a kernel of Transformer Engine's layers"):
-        gpt._check_local_layers(asked)
+        machine.check_machine(asked)
 
 
 def test_the_flex_dispatcher_is_refused_without_its_library(gpu, monkeypatch):
     asked = plan(num_experts=4, add_bias_linear=False, moe_token_dispatcher_type="flex")
-    monkeypatch.setattr(gpt.importlib.util, "find_spec", lambda name: None if name == "deep_ep" else name)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if name == "deep_ep" else name)
     with pytest.raises(ConfigError, match=r"needs GPUs and the module deep_ep.*to alltoall"):
-        gpt._check_dispatcher(asked)
-    monkeypatch.setattr(gpt.importlib.util, "find_spec", lambda name: name)
-    gpt._check_dispatcher(asked)
+        machine.check_machine(asked)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
+    machine.check_machine(asked)
 
 
 def test_a_stage_that_streams_is_built_in_host_memory(gpu):
@@ -107,14 +107,14 @@ def test_a_stage_that_streams_is_built_in_host_memory(gpu):
 
 def test_documents_are_packed_or_refused(gpu, monkeypatch):
     predicts = dict(reset_attention_mask=True, mtp_num_layers=1, position_embedding_type="rope")
-    gpt._check_te_layers(plan(**predicts))
+    machine.check_machine(plan(**predicts))
     with pytest.raises(ConfigError, match="transformer_impl to auto"):
-        gpt._check_te_layers(plan(transformer_impl=TE))
+        machine.check_machine(plan(transformer_impl=TE))
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
-    gpt._check_te_layers(plan(reset_attention_mask=True))
+    machine.check_machine(plan(reset_attention_mask=True))
     with pytest.raises(ConfigError, match=r"packs the rows.*but mtp_num_layers stops predicting.*to local"):
-        gpt._check_te_layers(plan(**predicts))
-    gpt._check_te_layers(resolve(make(**predicts, transformer_impl=LOCAL), world_size=1))
+        machine.check_machine(plan(**predicts))
+    machine.check_machine(resolve(make(**predicts, transformer_impl=LOCAL), world_size=1))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

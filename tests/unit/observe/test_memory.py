@@ -12,40 +12,42 @@ from megaaccum.upstream import pytorch
 def test_marks_are_the_most_at_a_time():
     marks = HighWater()
     whole, shard = torch.zeros(100), torch.zeros(10)
-    marks.look(lambda: {"gradients_whole": [whole, whole.view(10, 10)[1]], "gradients_shard": [shard]})
-    marks.look(lambda: {"gradients_whole": [], "gradients_shard": [torch.zeros(20)]})
+    marks.measure(lambda: {"gradients_whole": [whole, whole.view(10, 10)[1]], "gradients_shard": [shard]})
+    marks.measure(lambda: {"gradients_whole": [], "gradients_shard": [torch.zeros(20)]})
     expected = {"gradients": 440, "gradients_whole": 400, "gradients_shard": 80}
-    assert marks.take() == expected
-    assert marks.take() == {}
+    assert marks.pop() == expected
+    assert marks.pop() == {}
     assert bytes_by_kind({"optimizer": 5}) == {"memory_optimizer_bytes": 5}
 
 
 def test_a_storage_of_two_kinds_counts_for_the_first():
     marks, flat = HighWater(), torch.zeros(64)
-    marks.look(lambda: {"buffers": [flat], "gradients_whole": [flat[:8]]})
-    assert marks.take() == {"buffers": 256}
+    marks.measure(lambda: {"buffers": [flat], "gradients_whole": [flat[:8]]})
+    assert marks.pop() == {"buffers": 256}
 
 
 def test_what_comes_and_goes_is_added_to_what_is_there():
     marks = HighWater()
-    marks.look(lambda: {"parameters_shard": [torch.zeros(4)]})
+    marks.measure(lambda: {"parameters_shard": [torch.zeros(4)]})
     for size in (8, 24, 16, 0):
         marks.note("parameters_whole", size)
-    assert marks.take()["parameters"] == 16 + 24
+    assert marks.pop()["parameters"] == 16 + 24
 
 
-def test_steps_that_hold_the_same_are_looked_at_one_in_ten():
+def test_steps_that_hold_the_same_are_measured_one_in_ten():
     marks, sizes = HighWater(), [4, 8, 8, *[8] * 9, 8, *[16] * 9, 16, 16, *[2] * 9, 2]
-    looks, seen = [], []
+    measured, seen = [], []
     for number, size in enumerate(sizes):
-        marks.look(lambda number=number, size=size: looks.append(number) or {"gradients_whole": [torch.zeros(size)]})
+        marks.measure(
+            lambda number=number, size=size: measured.append(number) or {"gradients_whole": [torch.zeros(size)]}
+        )
         marks.note("p2p", number + 1)
-        held = marks.take()
+        held = marks.pop()
         assert held.pop("p2p") == number + 1
         assert held.pop("gradients") == held["gradients_whole"]
         seen.append(held["gradients_whole"] // 4)
-    assert looks == [0, 1, 2, 12, 22, 23, 33]
-    # What changes unseen is seen at the next look, and from then on until two looks in a row agree.
+    assert measured == [0, 1, 2, 12, 22, 23, 33]
+    # A change is seen at the next measurement, and from then on until two in a row agree.
     assert seen == [4, 8, 8, *[8] * 9, 8, *[8] * 9, 16, 16, *[16] * 9, 2]
 
 
@@ -117,7 +119,7 @@ def test_on_a_gpu_activations_are_what_nothing_else_holds(monkeypatch):
         with activations.watching(marks):
             allocator.allocate(size)
             allocator.allocate(-size)
-        return marks.take()["activations"]
+        return marks.pop()["activations"]
 
     assert step(77) == 77
     assert step(60) == 77
@@ -133,7 +135,7 @@ def test_a_watched_send_is_not_kept():
         def size(self) -> int:
             return 2
 
-    send = pytorch._noting(lambda group, tensors, *_: object(), "send", 0, lambda *args, **_: noted.append(1), {})
+    send = pytorch.noting(lambda group, tensors, *_: object(), "send", 0, lambda *args, **_: noted.append(1), {})
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
     work = send(Group(), [tensor], 1, 0)

@@ -10,6 +10,7 @@ import torch
 from megaaccum.distributed import groups
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.errors import ConfigError
+from megaaccum.executor import p2p
 from megaaccum.platform import cpu, gpu
 from tests.support import configs
 
@@ -68,9 +69,9 @@ def test_a_group_with_a_backend_for_each_device_is_nccls_on_a_gpu(monkeypatch):
 
 
 def test_a_bound_device_is_refused():
-    groups._refuse_bound_device(on_cuda())
+    p2p.check_no_bound_device(on_cuda())
     with pytest.raises(ConfigError, match="leave device_id out"):
-        groups._refuse_bound_device(on_cuda(torch.device("cuda", 0)))
+        p2p.check_no_bound_device(on_cuda(torch.device("cuda", 0)))
 
 
 def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):
@@ -79,7 +80,7 @@ def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):
 
     class Event:
         def record(self) -> None:
-            self.of = trace._action
+            self.of = trace.action
 
         def query(self) -> bool:
             return self.of in reached

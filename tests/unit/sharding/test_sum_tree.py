@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from megaaccum.lab.planner.partial_sums import partial_sums, sums_of_runs
+from megaaccum.lab.planner.footprint import partial_sums, sums_of_runs
 from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree
 
 COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megaaccum.config import Plan
 from megaaccum.lab.verification.bank.mistake import FIRST, mistake, replaced, wrapped
-from megaaccum.model import gpt
+from megaaccum.model import gpt, names
 from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.step.train_step import TrainStep
 
@@ -111,7 +111,7 @@ def ranks_start_apart(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def gate_cut_as_one(plan: Plan) -> Iterator[None]:
     def one_part(full: torch.Tensor, param: Any, groups: Any) -> torch.Tensor:
-        if not gpt.is_sharded_over_tp(param):
+        if not names.is_sharded_over_tp(param):
             return full
         return full.chunk(groups.tp.size(), param.partition_dim)[groups.tp.rank()]
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from megaaccum.config import Plan
 from megaaccum.lab.verification.bank.mistake import mistake, replaced
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.step import grad_norm
 from megaaccum.step.loss import sums_over_ranks
 
@@ -52,7 +52,7 @@ def norm_per_partition(plan: Plan) -> Iterator[None]:
     base="tensor parallel, clipped", axes="tp",
 )  # fmt: skip
 def whole_parameters_counted_per_rank(plan: Plan) -> Iterator[None]:
-    with replaced(gpt, "is_same_over_tp", lambda param: False):
+    with replaced(names, "is_same_over_tp", lambda param: False):
         yield
 
 
@@ -62,7 +62,7 @@ def whole_parameters_counted_per_rank(plan: Plan) -> Iterator[None]:
     base="tensor parallel, clipped", axes="tp",
 )  # fmt: skip
 def cut_parameters_counted_on_one_rank(plan: Plan) -> Iterator[None]:
-    with replaced(gpt, "is_same_over_tp", lambda param: True):
+    with replaced(names, "is_same_over_tp", lambda param: True):
         yield
 
 
@@ -75,7 +75,7 @@ def tied_copy_counted_twice(plan: Plan) -> Iterator[None]:
     counts = grad_norm._counts_here
 
     def both(shard: Any, backend: Any, groups: Any) -> bool:
-        return counts(shard, backend, groups) or (gpt.is_tied_copy(shard.param) and backend.replica == 0)
+        return counts(shard, backend, groups) or (names.is_tied_copy(shard.param) and backend.replica == 0)
 
     with replaced(grad_norm, "_counts_here", both):
         yield
@@ -90,7 +90,7 @@ def experts_missing_in_the_norm(plan: Plan) -> Iterator[None]:
     counts = grad_norm._counts_here
 
     def own(shard: Any, backend: Any, groups: Any) -> bool:
-        elsewhere = gpt.is_expert(shard.param) and plan.layout.ep > 1 and dist.get_rank() % plan.layout.ep != 0
+        elsewhere = names.is_expert(shard.param) and plan.layout.ep > 1 and dist.get_rank() % plan.layout.ep != 0
         return counts(shard, backend, groups) and not elsewhere
 
     with replaced(grad_norm, "_counts_here", own):

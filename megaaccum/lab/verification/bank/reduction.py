@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from megaaccum.config import Plan
 from megaaccum.lab.verification.bank.mistake import NORM, added_by_microbatch, forwards, mistake, replaced, wrapped
-from megaaccum.model import gpt
+from megaaccum.model import names
 from megaaccum.sharding import base, ddp, deepspeed, reduction
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
@@ -197,7 +197,7 @@ def tied_copy_not_summed(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
     def add_what_is_held(backend: Any, groups: Any) -> None:
-        held = [shard.grad.view(-1) for shard in backend.shards() if gpt.is_tied(shard.param)]
+        held = [shard.grad.view(-1) for shard in backend.shards() if names.is_tied(shard.param)]
         flat = torch.cat(held or [torch.zeros(0)])
         width = torch.tensor(flat.numel())
         if groups.embedding is not None and groups.embedding.size() > 1:
@@ -262,7 +262,7 @@ def sequence_parallel_norms_averaged(plan: Plan) -> Iterator[None]:
     def mean(backend: Any, groups: Any) -> None:
         total(backend, groups)
         for shard in backend.shards():
-            if gpt.is_partial_over_tp(shard.name, shard.param):
+            if names.is_partial_over_tp(shard.name, shard.param):
                 shard.grad.div_(groups.tp.size())
 
     with replaced(base, "sum_over_tp", mean):
@@ -276,7 +276,7 @@ def sequence_parallel_norms_averaged(plan: Plan) -> Iterator[None]:
     parameter=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight",
 )  # fmt: skip
 def query_norms_not_summed(plan: Plan) -> Iterator[None]:
-    with replaced(gpt, "is_partial_over_tp", lambda name, param: bool(getattr(param, "sequence_parallel", False))):
+    with replaced(names, "is_partial_over_tp", lambda name, param: bool(getattr(param, "sequence_parallel", False))):
         yield
 
 
@@ -286,7 +286,7 @@ def query_norms_not_summed(plan: Plan) -> Iterator[None]:
     base="tensor parallel, norms of queries", axes="tp", parameter=NORM,
 )  # fmt: skip
 def whole_norms_summed_over_tp(plan: Plan) -> Iterator[None]:
-    with replaced(gpt, "is_partial_over_tp", lambda name, param: "layernorm" in name):
+    with replaced(names, "is_partial_over_tp", lambda name, param: "layernorm" in name):
         yield
 
 
@@ -317,7 +317,7 @@ def experts_over_the_wrong_group(plan: Plan) -> Iterator[None]:
     def finish(original: Any, self: Any) -> None:
         original(self)
         for shard in self.shards():
-            if gpt.is_expert(shard.param):
+            if names.is_expert(shard.param):
                 shard.grad.mul_(plan.layout.ep)
 
     with wrapped(deepspeed.DeepSpeedBackend, "finish_reduction", finish):

@@ -31,4 +31,4 @@ with plots.quiet():
         importlib.import_module(name)
 with contextlib.suppress(ImportError):  # by the file of a test, which holds what its ranks call
     importlib.import_module("pytest")
-preload.keep()
+preload.freeze_objects()

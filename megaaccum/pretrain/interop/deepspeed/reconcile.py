@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.config import precision
-from megaaccum.config.batch_keys import SIZES
+from megaaccum.config.batch import SIZES
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.deepspeed_config import BF16_OPTIMIZER
 from megaaccum.config.keys import all_keys

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaaccum.config.batch_ramp import BatchRamp, asked_ramp
+from megaaccum.config.batch_ramp import BatchRamp, parse_schedule, requested_intervals
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import BatchConfig
@@ -312,14 +312,17 @@ _SAMPLES = {
 
 
 def _batch_ramp(reading: Reading) -> BatchRamp | None:
-    """The batch of each step by the flags; None if they give none, or one that `resolve` will refuse."""
+    """The batch of each step by the flags, before rounding; None without one, or if `resolve` is going to refuse it."""
     values: dict[str, Any] = reading.values
-    keys = BatchConfig(
-        rampup_batch_size=values.get("rampup_batch_size"),
-        step_batch_size_schedule=values.get("step_batch_size_schedule"),
-    )
+    size, seq_length = values.get("global_batch_size"), values.get("seq_length") or 1
+    ramp, steps = values.get("rampup_batch_size"), values.get("step_batch_size_schedule")
     try:
-        return asked_ramp(keys, seq_length=values.get("seq_length"), global_batch_size=values.get("global_batch_size"))
+        if size is None:
+            return BatchRamp(tuple(parse_schedule(steps, seq_length)), {}) if steps else None
+        if not ramp and not steps:
+            return BatchRamp(((0, size),), {})
+        keys = BatchConfig(rampup_batch_size=ramp, step_batch_size_schedule=steps)
+        return BatchRamp(tuple(requested_intervals(keys, seq_length=seq_length, global_batch_size=size)), {})
     except ConfigError:
         return None
 

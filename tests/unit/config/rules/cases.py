@@ -27,7 +27,7 @@ GLOBAL = dict(num_experts=4, add_bias_linear=False, moe_router_load_balancing_ty
 
 
 def derived(written: Config, world_size: int = 1) -> Subject:
-    """With everything derived as in `resolve`."""
+    """The subject of rules that `resolve` would make of `written`."""
     config = copy.deepcopy(written)
     derive(config, [])
-    return Subject(config=config, written=written, world_size=world_size)
+    return Subject.from_config(config, written=written, world_size=world_size)

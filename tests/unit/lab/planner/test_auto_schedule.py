@@ -38,7 +38,7 @@ def gib(each: Plan) -> float:
 
 def test_left_out_it_is_megatrons_and_nobody_is_told_of_a_choice() -> None:
     for keys, name in (({}, "1f1b"), (dict(virtual_pipeline_model_parallel_size=2), "interleaved")):
-        settled = auto_schedule.settle(of(schedule=None, **keys))
+        settled = auto_schedule.choose_schedule(of(schedule=None, **keys))
         assert settled.layout.schedule == name
         assert not any("schedule auto" in note for note in settled.notes)
 
@@ -52,7 +52,7 @@ def test_it_is_the_fastest_of_those_that_fit_at_any_limit(keys) -> None:
     chosen = []
     limits = sorted({gib(each) * 1.001 for each in every.values()})
     for limit in limits if not keys else (limits[0], limits[-1]):
-        settled = auto_schedule.settle(of(memory_gib=limit, **keys))
+        settled = auto_schedule.choose_schedule(of(memory_gib=limit, **keys))
         fitting = [name for name in names if gib(every[name]) <= limit]
         assert settled.layout.schedule == min(fitting, key=seconds.__getitem__)
         assert settled.layout.vpp == (entry(settled.layout.schedule).chunks or 2)
@@ -67,15 +67,15 @@ def test_it_is_the_fastest_of_those_that_fit_at_any_limit(keys) -> None:
 
 
 def test_the_memory_of_the_device_is_a_limit_too() -> None:
-    plain, tight = (auto_schedule.settle(of(), size) for size in (80 * GIB, None))
+    plain, tight = (auto_schedule.choose_schedule(of(), size) for size in (80 * GIB, None))
     assert plain.layout == tight.layout
     with pytest.raises(ConfigError, match="no schedule fits"):
-        auto_schedule.settle(of(), 0.1 * GIB)
+        auto_schedule.choose_schedule(of(), 0.1 * GIB)
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(ConfigError) as error:
-        auto_schedule.settle(of(memory_gib=0.1))
+        auto_schedule.choose_schedule(of(memory_gib=0.1))
     text = str(error.value)
     for name in PLANNED:
         assert re.search(rf"\b{name} needs \d+\.\d+ MiB on pipeline rank \d, of 102\.40 MiB", text)
@@ -86,18 +86,18 @@ def test_nothing_fits() -> None:
 def test_what_is_given_bounds_the_choice() -> None:
     chunks = {2: {"interleaved", "zbv", "dualpipev"}, 1: {"1f1b", "gpipe", "zb-h1"}}
     for vpp, names in chunks.items():
-        settled = auto_schedule.settle(of(virtual_pipeline_model_parallel_size=vpp))
+        settled = auto_schedule.choose_schedule(of(virtual_pipeline_model_parallel_size=vpp))
         shown = settled.notes[-1]
         assert settled.layout.vpp == vpp
         assert {name for name in PLANNED if re.search(rf"[\s(]{name}\b", shown)} - {"1f1b"} == names - {"1f1b"}
     fused = dict(backend="megatron", reduce_bucket_size=None, gradient_accumulation_fusion=True)
-    settled = auto_schedule.settle(of(**fused, virtual_pipeline_model_parallel_size=1))
+    settled = auto_schedule.choose_schedule(of(**fused, virtual_pipeline_model_parallel_size=1))
     assert settled.layout.schedule == "1f1b"
     assert settled.notes[-1] == "schedule auto: 1f1b, the fastest predicted, and what Megatron takes without the key."
 
 
 def test_without_a_pipeline_there_is_none() -> None:
-    settled = auto_schedule.settle(of(pipeline_model_parallel_size=1))
+    settled = auto_schedule.choose_schedule(of(pipeline_model_parallel_size=1))
     assert settled.layout.schedule == "none"
     assert not auto_schedule.is_open(settled)
 
@@ -105,7 +105,7 @@ def test_without_a_pipeline_there_is_none() -> None:
 def test_the_micro_batch_is_chosen_with_it() -> None:
     opened = dict(micro_batch_size=None, pp_microbatches=None, global_batch_size=64)
     plans = [of(**opened, virtual_pipeline_model_parallel_size=1, memory_gib=0.3) for _ in range(2)]
-    first, second = map(auto_schedule.settle, plans)
+    first, second = map(auto_schedule.choose_schedule, plans)
     assert first.batch.micro_batch_size > 1
     assert gib(first) <= 0.3
     assert first.digest() == second.digest()  # of two ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner import activations, pipeline
 from megaaccum.lab.planner.activations import Kernels
-from megaaccum.lab.planner.footprint import StateBytes
+from megaaccum.lab.planner.footprint import StateBytes, most_waiting, sums_of_runs
 from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
-from megaaccum.lab.planner.memory import KINDS, MemoryModel, Usage
-from megaaccum.lab.planner.partial_sums import Passes
+from megaaccum.lab.planner.memory import KINDS, MemoryModel, PipelineRank, Usage
 from megaaccum.lab.planner.workload import Workload, make_workload
-from megaaccum.model import param_count
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import param_count
 from tests.support.configs import plan
 
 SEQ, MICRO, HIDDEN, HEADS = 2048, 4, 1024, 16
@@ -118,7 +116,6 @@ def test_micro_batches_in_flight_of_the_papers() -> None:
     assert [held("1f1b", pp=4, rank=r, m=8)[0] for r in range(4)] == [4, 3, 2, 1]
     assert held("1f1b", pp=4, rank=0, m=2) == [2]
     assert held("zb-h1", pp=4, rank=3, m=8) == [4]
-    assert held("zb-h2", pp=4, rank=0, m=8) == [7]
     assert sum(held("zbv", pp=4, rank=0, m=16, vpp=2)) == 2 * 4
     assert sum(held("dualpipev", pp=4, rank=0, m=16, vpp=2)) == 2 * 4 + 1
 
@@ -137,16 +134,13 @@ def test_interleaving_never_holds_more_than_there_is() -> None:
 def test_bubbles_of_the_papers() -> None:
     """arXiv 2104.04473, section 2.2; arXiv 2401.10241, table 2; with F = I = W = 1."""
     seconds = {
-        (name, vpp): float(
-            pipeline.fill_seconds(name, pp=4, vpp=vpp, forward=1.0, input_grad=1.0, weight_grad=1.0, p2p=0.0, m=8)
-        )
-        for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1))
+        (name, vpp): float(pipeline.fill_seconds(name, pipeline.Work(1.0, 1.0, 1.0), pp=4, vpp=vpp, m=8))
+        for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1))
     }
     assert seconds == {
         ("1f1b", 1): 9.0,
         ("interleaved", 3): 3.0,
         ("zb-h1", 1): 3.0,
-        ("zb-h2", 1): 0.0,
     }
 
 
@@ -230,8 +224,31 @@ def test_inputs_that_are_gathered_until_w_count_whole() -> None:
     chunks = [of_te.stages(4, 1)[1]]
     part = activations.tokens(of_te.model, at) * of_te.model.hidden_size * 2 / 4
     assert owed[0] >= 1
-    passes = Passes(schedule="zb-h1", pp=4, vpp=1, rank=1)
-    kept = of_te._gathered_until_w(at, passes, chunks)
+    here = PipelineRank("zb-h1", pp=4, vpp=1, rank=1)
+    kept = of_te._gathered_until_w(at, here, chunks)
     assert kept == pytest.approx(owed * chunks[0].layers * 2 * 3 * part)
-    assert local._gathered_until_w(at, passes, chunks) == 0.0
-    assert np.all(of_te._gathered_until_w(at, replace(passes, schedule="1f1b"), chunks) == 0.0)
+    assert local._gathered_until_w(at, here, chunks) == 0.0
+    assert np.all(of_te._gathered_until_w(at, here._replace(name="1f1b"), chunks) == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("each", "ranks", "sums"),
+    [(4, 1, (1,)), (4, 4, (1, 1, 1, 1)), (4, 3, (2, 3, 2)), (16, 3, (3, 5, 3)), (4, 6, (2, 3, 2, 2, 3, 2))],
+)
+def test_sums_of_a_run(each: int, ranks: int, sums: tuple[int, ...]) -> None:
+    """One if ranks are a power of two; both halves of six ranks are like three."""
+    assert sums_of_runs(each, ranks) == sums
+
+
+def test_the_most_sums_that_wait() -> None:
+    """Of four micro-batches 2, of eight 3; one of three ranks has 3; in turns, a round adds up."""
+    assert [most_waiting(each, 1, in_turns=False) for each in (1, 2, 4, 8)] == [0, 1, 2, 3]
+    assert most_waiting(4, 3, in_turns=False) == 3
+    assert [most_waiting(each, 4, in_turns=True) for each in (1, 2, 4)] == [0, 1, 2]
+
+
+def test_finished_sums_that_stay_count_if_they_are_more() -> None:
+    """Of 10 elements, 2 waiting sums of a byte each; a finished one is 4 bytes, and up to `waiting_totals` stay."""
+    for totals, size in ((0.0, 20), (5.0, 30), (np.inf, 40)):
+        per = StateBytes(waiting=1.0, waiting_totals=totals)
+        assert per.partial_sums(np.array([10.0]), 2, 1)[0] == size

@@ -27,7 +27,7 @@ def held(made) -> float:
 
 
 def test_without_a_limit_it_is_one_sequence_and_the_note_says_why() -> None:
-    settled = micro_batch.settle(of())
+    settled = micro_batch.choose_micro_batch(of())
     assert settled.batch.micro_batch_size == 1
     assert "micro_batch_size 1: none is given, and no limit of memory is known" in settled.notes[-1]
 
@@ -38,40 +38,40 @@ def test_it_is_the_fastest_of_those_that_fit(layout) -> None:
     plans = {size: of(micro_batch_size=size, **layout) for size in sizes if size * 2 * 2 <= 64 or not layout}
     seconds = {size: micro_batch._seconds(each, None) for size, each in plans.items()}
     for limit in (1.01 * held(plans[1]), 1.01 * held(plans[4]), 100.0):
-        settled = micro_batch.settle(of(memory_gib=limit, **layout))
+        settled = micro_batch.choose_micro_batch(of(memory_gib=limit, **layout))
         fitting = [size for size, each in plans.items() if held(each) <= limit]
         assert settled.batch.micro_batch_size == min(fitting, key=seconds.__getitem__)
         assert settled.batch.global_batch_size == 64
         assert held(settled) <= limit
         assert f"of those that fit, {', '.join(map(str, fitting))}" in settled.notes[-1]
-    tight = micro_batch.settle(of(memory_gib=1.01 * held(plans[4]), **layout))
+    tight = micro_batch.choose_micro_batch(of(memory_gib=1.01 * held(plans[4]), **layout))
     assert tight.batch.micro_batch_size <= 4
     assert "8 would not fit" in tight.notes[-1]
     assert "Seconds are those on a100_80, whichever GPU runs it: set micro_batch_size where" in tight.notes[-1]
 
 
 def test_the_memory_of_the_device_is_a_limit_too() -> None:
-    assert micro_batch.settle(of(), 80 * GIB).batch.micro_batch_size > 1
+    assert micro_batch.choose_micro_batch(of(), 80 * GIB).batch.micro_batch_size > 1
 
 
 def test_what_is_given_stays() -> None:
     given = [dict(micro_batch_size=1), dict(device_batch_size=4, pp_microbatches=2), dict(reproducible="layout")]
     for keys in given:
         before = of(memory_gib=100.0, **keys)
-        assert micro_batch.settle(before).batch == before.batch
+        assert micro_batch.choose_micro_batch(before).batch == before.batch
 
 
 def test_the_batches_of_a_ramp_stay() -> None:
     """Those of 6 and 10 sequences on 2 ranks leave a micro-batch of 1."""
     ramped = of(memory_gib=100.0, global_batch_size=30, rampup_batch_size=[6, 4, 600])
-    settled = micro_batch.settle(ramped)
+    settled = micro_batch.choose_micro_batch(ramped)
     assert settled.ramp.intervals == ramped.ramp.intervals
     assert settled.batch.micro_batch_size == 1
 
 
 def test_where_not_even_one_fits_the_error_is_that_of_the_sync_mode() -> None:
     with pytest.raises(ConfigError, match="lower micro_batch_size"):
-        micro_batch.settle(of(memory_gib=0.001))
+        micro_batch.choose_micro_batch(of(memory_gib=0.001))
 
 
 def test_check_prints_it() -> None:

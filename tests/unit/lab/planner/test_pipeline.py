@@ -45,7 +45,7 @@ def test_filling_takes_what_the_simulator_says(
 
     chunks = vpp
     simulation = simulate(made(name, pp, vpp, m), Costs.per_rank(f, i, w, chunks=chunks))
-    planned = pipeline.fill_seconds(name, pp=pp, vpp=vpp, forward=f, input_grad=i, weight_grad=w, p2p=0.0, m=m)
+    planned = pipeline.fill_seconds(name, pipeline.Work(f, i, w), pp=pp, vpp=vpp, m=m)
     assert m * (f + i + w) + planned == pytest.approx(simulation.makespan, rel=0.03)
 
 
@@ -59,6 +59,5 @@ def test_without_a_barrier_it_takes_what_consecutive_flushes_take(pp: int, f: fl
 
     m = 2 * pp
     simulated = seconds_without_barrier(made("zbv", pp, 2, m), Costs.per_rank(f, i, w, chunks=2))
-    passes = dict(forward=f, input_grad=i, weight_grad=w)
-    planned = pipeline.fill_seconds("zbv", pp=pp, vpp=2, p2p=0.0, m=m, barrier=False, **passes)
+    planned = pipeline.fill_seconds("zbv", pipeline.Work(f, i, w), pp=pp, vpp=2, m=m, barrier=False)
     assert m * (f + i + w) + planned == pytest.approx(simulated, rel=0.01)

@@ -13,10 +13,10 @@ import pytest
 
 from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import emit
+from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner.candidates import AXES, Limits
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
 from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
-from megaaccum.lab.planner.space import AXES, Limits
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import Workload, make_workload
 from megaaccum.pretrain.interop.load import load
@@ -61,7 +61,7 @@ def test_every_emitted_plan_passes_check(name: str) -> None:
     found = search(WORKLOADS[name]())
     for index in np.unique(np.linspace(0, len(found) - 1, 60).astype(int)):
         at = found.name_of(int(index))
-        plan = emit.checked(found.workload, at)
+        plan = layout_config.checked(found.workload, at)
         layout, batch = plan.layout, plan.batch
         assert (layout.tp, layout.cp, layout.pp, layout.vpp, layout.dp) == tuple(
             at[axis] for axis in ("tp", "cp", "pp", "vpp", "dp")
@@ -73,16 +73,16 @@ def test_every_emitted_plan_passes_check(name: str) -> None:
 
 def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:
     path = tmp_path / "configs" / "out.yaml"
-    emit.write(ranked.workload, ranked.name_of(3), path, comment="the fourth")
+    layout_config.write(ranked.workload, ranked.name_of(3), path, comment="the fourth")
     settled = resolve(load(path), world_size=64)
-    assert settled.digest() == emit.checked(ranked.workload, ranked.name_of(3)).digest()
+    assert settled.digest() == layout_config.checked(ranked.workload, ranked.name_of(3)).digest()
     assert path.read_text(encoding="utf-8").startswith("# world_size: 64\n")
 
 
 def test_what_the_file_said_of_the_layout_is_set_aside() -> None:
     found = search(workload(tensor_model_parallel_size=2, recompute_granularity="full", pp_microbatches=4))
     assert {found.name_of(i)["tp"] for i in range(len(found))} > {1, 2}
-    plan = emit.checked(found.workload, found.name_of(0))
+    plan = layout_config.checked(found.workload, found.name_of(0))
     assert plan.config.model.recompute_granularity is None
 
 
@@ -218,7 +218,7 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
 def test_a_plan_needs_no_learning_rate_but_a_run_does() -> None:
     found = search(workload(lr=None, train_iters=None), Limits(fixed=dict(tp=1, pp=1, cp=1)))
     with pytest.raises(ConfigError, match="lr is required"):
-        emit.checked(found.workload, found.name_of(0))
+        layout_config.checked(found.workload, found.name_of(0))
 
 
 def test_what_is_missing_to_plan_is_told_at_once() -> None:

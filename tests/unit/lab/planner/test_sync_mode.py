@@ -29,11 +29,11 @@ def held(of, **keys: object) -> float:
 
 
 def settled(memory_gib: float, **keys: object):
-    return sync_mode.settle(small(memory_gib=memory_gib, **keys))
+    return sync_mode.choose_sync_mode(small(memory_gib=memory_gib, **keys))
 
 
 def test_without_a_limit_parameters_are_resident() -> None:
-    settled = sync_mode.settle(small())
+    settled = sync_mode.choose_sync_mode(small())
     assert settled.config.sharding.sync == "resident"
     assert "no limit of memory is known" in settled.notes[-1]
 
@@ -74,10 +74,10 @@ def test_the_device_is_the_limit_where_no_key_is() -> None:
         plan = small(sync=sync)
         needed = sync_mode.Forecast(plan, 1000, usage=usage).of(footprint.chosen(plan)).held
         assert needed > (held(plan) + 4) * GIB
-        assert sync_mode.settle(small(), needed + 1).config.sharding.sync == chosen
+        assert sync_mode.choose_sync_mode(small(), needed + 1).config.sharding.sync == chosen
     with pytest.raises(ConfigError, match=r"runtime 4\.25 GiB"):
-        sync_mode.settle(small(), 1.01 * held(plan) * GIB)
-    assert sync_mode.settle(small(memory_gib=100.0), 1.0).config.sharding.sync == "resident"
+        sync_mode.choose_sync_mode(small(), 1.01 * held(plan) * GIB)
+    assert sync_mode.choose_sync_mode(small(memory_gib=100.0), 1.0).config.sharding.sync == "resident"
 
 
 def test_nothing_fits() -> None:
@@ -96,7 +96,7 @@ def test_a_named_policy_that_does_not_fit_names_one_that_does() -> None:
         settled(limit, sync="resident")
     asked = dict(re.findall(r"(\w+) to (\w+)", str(error.value).rpartition("set ")[2]))
     keys = {key: int(value) if value.isdecimal() else value for key, value in asked.items()}
-    assert sync_mode.settle(small(memory_gib=limit, **keys)).config.sharding.sync == asked["sync"]
+    assert sync_mode.choose_sync_mode(small(memory_gib=limit, **keys)).config.sharding.sync == asked["sync"]
 
 
 def test_a_schedule_that_no_streaming_follows_has_one_choice() -> None:

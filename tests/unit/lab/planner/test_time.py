@@ -15,8 +15,8 @@ from megaaccum.lab.planner.compute import Gemm
 from megaaccum.lab.planner.hardware import load_hardware, names
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.memory import MemoryModel
-from megaaccum.lab.planner.stages import V_SHAPED
 from megaaccum.lab.planner.time import Software, TimeModel
+from megaaccum.schedule.build import BUILT_IN, is_v_shaped
 from megaaccum.units import GIB
 from tests.support.configs import plan
 
@@ -153,8 +153,8 @@ def step_of(name: str) -> float:
 
 def test_a_layout_of_every_schedule_has_a_time() -> None:
     rows = [
-        PIPELINE | dict(schedule=SCHEDULES.index(name), vpp=2 if name == "interleaved" or name in V_SHAPED else 1)
-        for name in SCHEDULES[1:]
+        PIPELINE | dict(schedule=SCHEDULES.index(name), vpp=2 if name == "interleaved" or is_v_shaped(name) else 1)
+        for name in BUILT_IN
     ]
     time = time_model().step(from_rows(rows))
     assert (time.total > 0).all()

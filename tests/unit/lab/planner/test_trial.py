@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config import resolve
-from megaaccum.lab.planner import emit
+from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner.fallbacks import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, UNSTEADY, Candidate
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.lab.planner.ladder import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, UNSTEADY, Candidate
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.trial import Trials
 from megaaccum.lab.planner.workload import make_workload
@@ -87,7 +87,7 @@ def test_all_steps_of_a_run_that_warms_its_batch_up_have_the_batch_that_was_pric
     written = trials.config(candidate, tmp_path)
     assert written.batch.rampup_batch_size is None
     assert resolve(written, world_size=2).ramp.is_constant
-    planned = emit.planned_config(trials.workload, dict(candidate.axes))
+    planned = layout_config.planned_config(trials.workload, dict(candidate.axes))
     assert planned.batch.rampup_batch_size == [4, 4, 16]  # the winner's configuration keeps it
 
 

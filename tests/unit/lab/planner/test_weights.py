@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megaaccum.config import Layout, Plan, resolve
+from megaaccum.config import Plan, RankLayout, resolve
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, layout_text, rank_kinds, split_layers, stages_of
-from megaaccum.lab.planner.weights import rank_parameters, with_input_grad
-from megaaccum.model.param_count import count_parameters
+from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics.param_count import count_parameters
 from tests.support.configs import plan
 
 CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
@@ -79,26 +79,6 @@ def test_every_rank_of_a_small_model_has_megatrons_parameters(name: str) -> None
     compare(plan(at_least * keys.get("expert_model_parallel_size", 1), **keys), VOCAB_SIZE)
 
 
-@pytest.mark.usefixtures("_world")
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        dict(swiglu=True, qk_layernorm=True, normalization="RMSNorm", add_bias_linear=False, add_qkv_bias=True),
-        dict(num_experts=4, moe_layer_freq=2, moe_shared_expert_intermediate_size=32, add_bias_linear=False),
-    ],
-)
-def test_gradients_that_come_with_an_input_gradient_are_those_of_what_is_not_put_off(keys: dict[str, Any]) -> None:
-    from megaaccum.executor import wgrad
-
-    settled = plan(2, pipeline_model_parallel_size=2, **keys)
-    for rank, chunks in rank_kinds(stages_of(settled.config), pp=2, schedule="1f1b").items():
-        (model,) = megatron_chunks(settled, rank, VOCAB_SIZE)
-        wgrad.install(model)
-        here = sum(param.numel() for param in model.parameters() if not wgrad.is_put_off(param))
-        assert with_input_grad(settled.config.model, chunks, VOCAB_SIZE).total == here
-
-
 def compare(settled: Plan, vocab_size: int) -> None:
     """The closed form against the model of every pipeline rank (tp rank 0: all tp ranks hold equal shapes)."""
     layout, stages = settled.layout, stages_of(settled.config)
@@ -141,10 +121,12 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
         get_gpt_decoder_layer_specs,
         get_gpt_mtp_block_spec,
     )
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megaaccum.model.flops import padded_vocab_size
     from megaaccum.model.gpt import transformer_config
-    from megaaccum.model.local_norm import with_own_norms
+    from megaaccum.model.layer_specs import replaced
+    from megaaccum.model.local_norm import Norm
+    from megaaccum.model.sizes import padded_vocab_size
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.
@@ -155,7 +137,8 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     chunks = []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
-        spec = with_own_norms(get_gpt_decoder_block_spec(config, False, vp_stage=vp_stage, pp_rank=rank))
+        block = get_gpt_decoder_block_spec(config, False, vp_stage=vp_stage, pp_rank=rank)
+        spec = replaced(block, WrappedTorchNorm, Norm)
         if model.multi_latent_attention:
             # Megatron's local attention kernel does not construct under MLA; it has no parameters to count.
             for layer in spec.layer_specs:
@@ -186,7 +169,7 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     return chunks
 
 
-def collection(layout: Layout, rank: int) -> Any:
+def collection(layout: RankLayout, rank: int) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     one = Group(0, 1)

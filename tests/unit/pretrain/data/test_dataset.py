@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from megaaccum.config.batch import BatchPlan
+from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.data.loader import MicrobatchLoader
@@ -216,9 +218,9 @@ def short_documents(tmp_path) -> str:
 def first_batch(plan) -> dict:
     data = build_datasets(plan)
     end = data.vocabulary.eod if plan.config.data.reset_attention_mask else None
-    with MicrobatchLoader(
-        data.train, micro_batch_size=2, dp_rank=0, dp_size=1, global_batch_size=4, document_end=end
-    ) as loader:
+    sizes = BatchConfig(micro_batch_size=2, global_batch_size=4)
+    batch = BatchPlan.solve(sizes, data_parallel_size=1, seq_length=plan.batch.seq_length)
+    with MicrobatchLoader(data.train, batch, dp_rank=0, document_end=end) as loader:
         return loader.next_step()[0]
 
 
@@ -303,7 +305,7 @@ def test_a_share_that_is_empty_everywhere_does_not_hang(tmp_path, corpus):
 
 
 def test_training_paths_without_validation_paths(tmp_path, corpus):
-    with pytest.raises(ConfigError, match="eval_interval is 5, but train_data_path comes without valid_data_path"):
+    with pytest.raises(ConfigError, match="eval_interval is 5, but train_data_path has no valid_data_path beside it"):
         build_datasets(make_plan(tmp_path / "run", train_data_path=[corpus], vocab_size=TOKENS))
 
 

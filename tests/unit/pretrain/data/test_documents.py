@@ -104,7 +104,7 @@ def test_a_folder_in_place_of_a_file(tmp_path):
     [
         ("{not json", r"line 3: not JSON \(.*\): \{not json"),
         ('{"text": "cut', r"line 3: not JSON"),
-        ('["text"]', r"line 3: a line has to be a JSON object, not \[\"text\"\]"),
+        ('["text"]', r"line 3: a line must be a JSON object, not \[\"text\"\]"),
         ('{"body": "x", "id": 1}', r"line 3: no key 'text'; the line has \['body', 'id'\]. Set --json-key"),
         ('{"text": 5}', r"line 3: 'text' has to be a string, not 5"),
         ('{"text": null}', r"line 3: 'text' has to be a string, not null"),

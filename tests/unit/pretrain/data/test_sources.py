@@ -12,7 +12,7 @@ from megaaccum.errors import ConfigError, DataError
 from megaaccum.pretrain.data.corpus import EMBEDDED_VOCAB_SIZE, chapters, embedded_prefix
 from megaaccum.pretrain.data.indexed import check_tables, open_pair
 from megaaccum.pretrain.data.shares import check_ranges, epoch_samples, split_ranges
-from megaaccum.pretrain.data.sources import Blend, Sources, data_folder, read_sources, vocab_size
+from megaaccum.pretrain.data.sources import Blend, Sources, check_files, data_folder, read_sources, vocab_size
 from megaaccum.pretrain.data.tokenizer import read_tokenizer, train_tokenizer
 from tests.support.configs import make
 from tests.support.data_samples import counting_pair, sentences, write_pair
@@ -44,25 +44,26 @@ def test_blends_are_read_as_megatron_reads_them(words):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["0.3", "a", "b"], "data_path 0.3 a b mixes weights and prefixes"),
-        (["a", "0.3", "b", "0.7"], "mixes weights and prefixes"),
-        (["0.3", "a", "b", "c"], "mixes weights and prefixes"),
-        (["0.3", "0.7"], "mixes weights and prefixes"),
-        (["0", "a", "1", "b"], "weight 0 is not positive"),
-        (["-1", "a", "1", "b"], "weight -1 is not positive"),
-        (["inf", "a", "1", "b"], "weight inf is not positive"),
+        (["0.3", "a", "b"], "data_path 0.3 a b: a blend alternates weights and prefixes"),
+        (["a", "0.3", "b", "0.7"], "alternates weights and prefixes"),
+        (["0.3", "a", "b", "c"], "alternates weights and prefixes"),
+        (["0.3", "0.7"], "alternates weights and prefixes"),
+        (["0.3"], "alternates weights and prefixes"),
+        (["0", "a", "1", "b"], "weights must be more than 0"),
+        (["-1", "a", "1", "b"], "weights must be more than 0"),
+        (["inf", "a", "1", "b"], "weights must be more than 0"),
         ([], "data_path is empty"),
     ],
 )
 def test_blends_that_make_no_sense(words, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
-        read_sources(DataConfig(data_path=words))
+        check_files(make(data_path=words))
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,1,1", "0,1,1", "nan,1", "969;30;1"])
 def test_splits_that_make_no_sense(split):
-    with pytest.raises(ConfigError, match="has to be shares of train, valid and test"):
-        read_sources(DataConfig(split=split))
+    with pytest.raises(ConfigError, match="must be shares of train, valid and test"):
+        check_files(make(split=split))
 
 
 def test_a_path_per_split():
@@ -73,10 +74,10 @@ def test_a_path_per_split():
 
 def test_every_contradiction_at_once():
     with pytest.raises(ConfigError) as caught:
-        read_sources(DataConfig(data_path=["x"], train_data_path=["0", "a", "1", "b"]))
+        check_files(make(data_path=["x"], train_data_path=["0", "a", "1", "b"]))
     assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match="valid_data_path is given without train_data_path"):
-        read_sources(DataConfig(valid_data_path=["v"]))
+    with pytest.raises(ConfigError, match="valid_data_path needs train_data_path beside it"):
+        check_files(make(valid_data_path=["v"]))
 
 
 def test_ranges_are_megatrons(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from megaaccum import cli
 from megaaccum.cli import convert
-from megaaccum.cli.arguments import asked, split_command
+from megaaccum.cli.arguments import Source, pop_option, read_source
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop import launch_script
@@ -144,12 +144,18 @@ def test_launchers_say_how_many_ranks():
 
 
 def test_the_command_stands_after_two_dashes():
-    assert split_command(["--record", "--lr", "1", "--", "bash", "t.sh", "--record"]) == (
-        ["--lr", "1"], ["bash", "t.sh", "--record"], True
-    )  # fmt: skip
-    assert split_command(["run.yaml", "--bf16"]) == (["run.yaml", "--bf16"], [], True)
+    command = ["bash", "t.sh", "--record"]
+    assert read_source(["--record", "--lr", "1", "--", *command]) == Source(None, ["--lr", "1"], command)
+    assert read_source(["run.yaml", "--bf16"]) == Source("run.yaml", ["--bf16"])
+    assert read_source(["--bf16", "--config", "run.yaml"]) == Source("run.yaml", ["--bf16"])
     with pytest.raises(ConfigError, match="-- bash"):
-        split_command(["--record", "bash", "t.sh"])
+        read_source(["--record", "bash", "t.sh"])
+
+
+def test_an_option_is_read_before_two_dashes_alone():
+    assert pop_option(["--port=1", "a", "--", "b", "--port", "2"], "--port") == (["a", "--", "b", "--port", "2"], "1")
+    with pytest.raises(ConfigError, match="--port needs a value"):
+        pop_option(["a", "--port", "--", "b"], "--port")
 
 
 WHOLE = (
@@ -180,9 +186,9 @@ def test_every_command_takes_a_recorded_script(script, capsys, command, words):
 def test_a_recorded_script_and_its_conversion_make_the_same_plan(script, tmp_path):
     with script(WHOLE):
         pass
-    with asked(None, ["--lr", "2e-3"], ["bash", "train.sh"]) as found:
-        first = resolve(found.checked(), world_size=4)
-        text = convert.as_yaml(found.config, found.name)
+    with Source(None, ["--lr", "2e-3"], ["bash", "train.sh"]).load() as loaded:
+        first = resolve(loaded.checked(), world_size=4)
+        text = convert.as_yaml(loaded.config, loaded.name)
     assert (first.config.optimizer.lr, first.config.run.train_iters) == (2e-3, 10)
     assert "# --train-samples 170: train_iters 10, whole batches of 16 samples." in text
     (tmp_path / "run.yaml").write_text(text)

@@ -28,10 +28,10 @@ def test_phases_add_up_to_the_time_that_passed_whatever_interrupts_them():
         watch.enter(phase)
         clock.now += seconds
         passed += seconds + 0.125
-    seen = watch.take()
+    seen = watch.pop()
     assert sum(seen.values()) == passed
     assert seen["between"] == 0.25 + 4 * 0.125
-    assert watch.take() == {"between": 0.0}
+    assert watch.pop() == {"between": 0.0}
 
 
 def test_the_log_has_every_second_under_its_own_phases():

@@ -5,7 +5,7 @@ durations of a stage's passes. `enter(s)`, the sum of F of the stages before s (
 start; `back(s)` the earliest that its input gradient can; `leave(s)` the least that has to follow a pass of s.
 
     work    The rank has m (F + I + W) of each of its stages to do.
-    fill    Up to a time t only passes whose inputs can be there can run. Where they are less than t, the rest is idle.
+    fill    Up to a time t only passes whose inputs can be there can run. If they are less than t, the rest is idle.
             Before back(s) for all of its stages a rank with limited memory does only as many forwards as it can hold.
     drain   In the last t seconds only passes can run after which less than t has to follow; weight gradients of those
             only as many as the rank can hold.
@@ -22,10 +22,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
+from megaaccum.schedule.orders import Problem, earliest_starts
 from megaaccum.schedule.simulate import Costs
 
 
@@ -67,40 +67,30 @@ class Bound:
     @cached_property
     def durations(self) -> tuple[list[float], list[float], list[float]]:
         """F, I, W of each stage."""
-        return self.costs.by_stage(len(self._owner))
+        return self.costs.by_stage(sum(map(len, self.stages)))
 
     @cached_property
-    def _owner(self) -> list[int]:
-        owners = {stage: rank for rank, held in enumerate(self.stages) for stage in held}
-        return [owners[stage] for stage in range(len(owners))]
+    def _starts(self) -> tuple[list[float], list[float], list[float]]:
+        return earliest_starts(self.stages, self.costs)
 
-    @cached_property
+    @property
     def _hop(self) -> list[float]:
         """Seconds from stage s to s + 1."""
-        pairs = zip(self._owner, self._owner[1:], strict=False)
-        return [self.costs.p2p if here != there else 0.0 for here, there in pairs] + [0.0]
+        return self._starts[0]
 
-    @cached_property
+    @property
     def enter(self) -> list[float]:
         """When a stage's first forward can start."""
-        forward = self.durations[0]
-        return [0.0, *accumulate(f + hop for f, hop in zip(forward, self._hop, strict=True))][:-1]
+        return self._starts[1]
 
-    @cached_property
-    def _down(self) -> list[float]:
-        """From the start of the head's input gradient until a stage's own can start."""
-        steps = [i + hop for i, hop in zip(self.durations[1][1:], self._hop[:-1], strict=True)]
-        return [*accumulate(reversed(steps), initial=0.0)][::-1]
-
-    @cached_property
+    @property
     def back(self) -> list[float]:
         """When a stage's first input gradient can start."""
-        head = self.enter[-1] + self.durations[0][-1]
-        return [head + down for down in self._down]
+        return self._starts[2]
 
     @cached_property
     def leave(self) -> list[float]:
-        """From the end of a stage's input gradient to the end of the flush, at least: it goes on to the first stage,
+        """From the end of a stage's input gradient to the end of the flush, at least: it travels on to the first stage,
         and every stage on the way has its weight gradient to do."""
         _, input_grad, weight_grad = self.durations
         after = [weight_grad[0]]
@@ -227,6 +217,14 @@ def bound(schedule: Schedule, costs: Costs, *, memory: Memory | None = None, lim
     limits = None if limit is None else (limit,) * schedule.pp
     return Bound(
         stages=schedule.stages, num_microbatches=schedule.num_microbatches, costs=costs, memory=memory, limit=limits
+    )
+
+
+def bound_of(problem: Problem) -> Bound:
+    """The bound of all orders of a search's problem."""
+    limits = None if problem.limit is None else (problem.limit,) * problem.pp
+    return Bound(
+        stages=problem.stages, num_microbatches=problem.m, costs=problem.costs, memory=problem.memory, limit=limits
     )
 
 

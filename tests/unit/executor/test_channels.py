@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaaccum.distributed.groups import in_turn
+from megaaccum.executor.p2p import in_turn
 from megaaccum.schedule.build import build
 from megaaccum.schedule.validate import sends
 

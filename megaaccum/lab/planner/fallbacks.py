@@ -65,14 +65,14 @@ class Outcome:
     runs: list[float] = field(default_factory=list)
 
     def then(self, again: Outcome) -> Outcome:
-        """That of one run more."""
+        """Merge the outcome of another run: seconds become the median of all runs."""
         if self.seconds is None or again.seconds is None:
             return again
         runs = [*(self.runs or [self.seconds]), again.seconds]
         return replace(again, seconds=statistics.median(runs), runs=runs)
 
 
-class Ladder:
+class Fallbacks:
     """The candidates of one tuning run, and what came of those that were tried."""
 
     def __init__(self, candidates: Sequence[Candidate], *, top: int):
@@ -83,7 +83,7 @@ class Ladder:
         self.notes: list[str] = []
 
     def run(self, measure: Callable[[Candidate], Outcome], knobs: Sequence[str] = ()) -> Candidate | None:
-        """Try candidates by the rules, each once. Returns the best one, or None where none could be measured. Raises
+        """Try candidates by the rules, each once. Returns the best one, or None if none could be measured. Raises
         ConfigError for an unknown knob, before anything is run."""
         for knob in knobs:
             if knob not in KNOBS:
@@ -127,7 +127,7 @@ class Ladder:
 
     @property
     def measured(self) -> list[Candidate]:
-        """Those of them that were measured."""
+        """The candidates that were measured."""
         return [each for each in self._tried if self.outcomes[each.name].verdict == MEASURED]
 
     def _try(self, candidate: Candidate, measure: Callable[[Candidate], Outcome]) -> None:

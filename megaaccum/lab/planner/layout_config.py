@@ -14,9 +14,10 @@ from megaaccum.config import Plan, resolve
 from megaaccum.config.keys import SECTIONS, all_keys, names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner.stages import V_SHAPED, layout_text, split_layers
+from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.model.layers import on_a_gpu
+from megaaccum.schedule.build import is_v_shaped
 
 
 def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +53,10 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     if at.get("stages"):
         return dict(pipeline_model_parallel_layout=at["stages"])
     layers = split_layers(model.num_layers, stages)
-    assert layers is not None, "space.py plans only layers that have a split"
+    assert layers is not None, "candidates.py plans only layers that have a split"
     if len(set(layers)) > 1:
         return dict(pipeline_model_parallel_layout=layout_text(layers, model.mtp_num_layers or 0))
-    has_chunks = at["vpp"] > 1 and at["schedule"] not in V_SHAPED
+    has_chunks = at["vpp"] > 1 and not is_v_shaped(at["schedule"])
     return dict(virtual_pipeline_model_parallel_size=at["vpp"]) if has_chunks else {}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from megaaccum.schedule.actions import Item, place
+from megaaccum.schedule.actions import Item, stage_map
 from megaaccum.schedule.orders import Problem, Wave, justified, waves
 from megaaccum.schedule.simulate import Costs
 
@@ -21,7 +21,7 @@ def v_half_limit(pp: int) -> int:
 
 
 def v_min_limit(pp: int) -> int:
-    """The same of V-Min."""
+    """Passes through a chunk that V-Min holds, until their weight gradients."""
     return 2 * (pp // 3 + 1 + (pp % 3 == 2))
 
 
@@ -56,6 +56,6 @@ def _fastest_waves(pp: int, num_microbatches: int, limit: int) -> tuple[Wave, ..
 
 def _problem(pp: int, num_microbatches: int, limit: int) -> Problem:
     return Problem(
-        Costs(forward=1, input_grad=1, weight_grad=1), stages=place("v", pp=pp, chunks=2),
+        Costs(forward=1, input_grad=1, weight_grad=1), stages=stage_map("v", pp=pp, chunks=2),
         num_microbatches=num_microbatches, limit=limit,
     )  # fmt: skip

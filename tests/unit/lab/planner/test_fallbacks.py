@@ -7,7 +7,16 @@ from collections.abc import Mapping
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner.ladder import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, Candidate, Ladder, Outcome
+from megaaccum.lab.planner.fallbacks import (
+    FAILED,
+    HANGS,
+    MEASURED,
+    NOT_FINITE,
+    OUT_OF_MEMORY,
+    Candidate,
+    Fallbacks,
+    Outcome,
+)
 
 AXES = dict(
     tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, dp=4, mbs=2, dbs=4, ga=2, recompute="none", schedule="none", sync="resident",
@@ -32,8 +41,8 @@ class Runs:
 
 
 def test_the_planners_order_and_the_fastest_wins() -> None:
-    ladder, runs = Ladder([candidate(row) for row in range(1, 6)], top=3), Runs({1: 3.0, 2: 1.0, 3: 2.0})
-    best = ladder.run(runs)
+    fallbacks, runs = Fallbacks([candidate(row) for row in range(1, 6)], top=3), Runs({1: 3.0, 2: 1.0, 3: 2.0})
+    best = fallbacks.run(runs)
     assert runs.rows == [1, 2, 3]
     assert best is not None
     assert best.row == 2
@@ -46,38 +55,38 @@ def test_out_of_memory_keeps_the_recompute_setting() -> None:
         candidate(3, size=9, recompute="full"),
         candidate(4, size=8),
     ]
-    ladder, runs = Ladder(rows, top=1), Runs({1: OUT_OF_MEMORY})
-    ladder.run(runs)
+    fallbacks, runs = Fallbacks(rows, top=1), Runs({1: OUT_OF_MEMORY})
+    fallbacks.run(runs)
     assert runs.rows == [1, 4]
-    assert ladder.notes == []
+    assert fallbacks.notes == []
 
 
 def test_recompute_moves_where_nothing_else_is_smaller_and_is_reported() -> None:
     rows = [candidate(1, size=10), candidate(2, size=12), candidate(3, size=5, recompute="full", mbs=4, ga=1)]
-    ladder, runs = Ladder(rows, top=1), Runs({1: OUT_OF_MEMORY})
-    ladder.run(runs)
+    fallbacks, runs = Fallbacks(rows, top=1), Runs({1: OUT_OF_MEMORY})
+    fallbacks.run(runs)
     assert runs.rows == [1, 3]
-    assert "recompute none -> full, mbs 2 -> 4, ga 2 -> 1 move together" in ladder.notes[0]
+    assert "recompute none -> full, mbs 2 -> 4, ga 2 -> 1 move together" in fallbacks.notes[0]
 
 
 def test_nothing_smaller_ends_it() -> None:
-    ladder, runs = Ladder([candidate(1, size=10), candidate(2, size=10)], top=2), Runs({1: OUT_OF_MEMORY})
-    assert ladder.run(runs) is None
+    fallbacks, runs = Fallbacks([candidate(1, size=10), candidate(2, size=10)], top=2), Runs({1: OUT_OF_MEMORY})
+    assert fallbacks.run(runs) is None
     assert runs.rows == [1]
 
 
 @pytest.mark.parametrize("verdict", [NOT_FINITE, HANGS, FAILED])
 def test_other_faults_go_down_the_ranking(verdict: str) -> None:
-    ladder, runs = Ladder([candidate(row) for row in range(1, 6)], top=2), Runs({1: verdict, 3: verdict})
-    ladder.run(runs)
+    fallbacks, runs = Fallbacks([candidate(row) for row in range(1, 6)], top=2), Runs({1: verdict, 3: verdict})
+    fallbacks.run(runs)
     assert runs.rows == [1, 2, 3, 4]
-    assert [each.row for each in ladder.measured] == [2, 4]
+    assert [each.row for each in fallbacks.measured] == [2, 4]
 
 
 def test_a_device_batch_of_one_is_a_fallback() -> None:
     rows = [candidate(1, dbs=1, mbs=1), candidate(2), candidate(3)]
-    ladder, runs = Ladder(rows, top=3), Runs({})
-    ladder.run(runs)
+    fallbacks, runs = Fallbacks(rows, top=3), Runs({})
+    fallbacks.run(runs)
     assert runs.rows == [2, 3, 1]
 
 
@@ -89,8 +98,8 @@ def test_one_knob_at_a_time_from_the_best() -> None:
         candidate(4, pp=2, mbs=4, dbs=8, ga=1),
         candidate(5, pp=1, recompute="full"),
     ]
-    ladder, runs = Ladder(rows, top=1), Runs({1: 2.0, 2: 1.0, 3: 3.0})
-    best = ladder.run(runs, ["mbs", "recompute"])
+    fallbacks, runs = Fallbacks(rows, top=1), Runs({1: 2.0, 2: 1.0, 3: 3.0})
+    best = fallbacks.run(runs, ["mbs", "recompute"])
     assert runs.rows == [1, 2, 3]
     assert best is not None
     assert best.row == 2
@@ -98,26 +107,26 @@ def test_one_knob_at_a_time_from_the_best() -> None:
 
 def test_layouts_near_the_best_run_again_in_turns() -> None:
     """The first is fastest when it runs alone, and slower than the second in all further runs."""
-    ladder, runs = Ladder([candidate(row) for row in (1, 2, 3)], top=3), Runs({1: 1.0, 2: 1.08, 3: 1.2})
-    ladder.run(runs)
+    fallbacks, runs = Fallbacks([candidate(row) for row in (1, 2, 3)], top=3), Runs({1: 1.0, 2: 1.08, 3: 1.2})
+    fallbacks.run(runs)
     again: list[tuple[int, int]] = []
 
     def measure(at: Candidate, number: int) -> Outcome:
         again.append((at.row, number))
-        before = ladder.outcomes[at.name]
+        before = fallbacks.outcomes[at.name]
         return before.then(Outcome(verdict=MEASURED, seconds=1.3 if at.row == 1 else 1.1))
 
-    best = ladder.run_again(measure, 3)
+    best = fallbacks.run_again(measure, 3)
     assert again == [(1, 2), (2, 2), (1, 3), (2, 3)]
     assert best is not None
-    assert (best.row, ladder.seconds_of(best)) == (2, 1.1)
-    assert [ladder.seconds_of(each) for each in ladder.measured] == [1.3, 1.1, 1.2]
-    assert ladder.run_again(measure, 1) is best
+    assert (best.row, fallbacks.seconds_of(best)) == (2, 1.1)
+    assert [fallbacks.seconds_of(each) for each in fallbacks.measured] == [1.3, 1.1, 1.2]
+    assert fallbacks.run_again(measure, 1) is best
     assert len(again) == 4
 
 
 def test_an_unknown_knob_is_refused_before_anything_runs() -> None:
-    ladder, runs = Ladder([candidate(1)], top=1), Runs({})
+    fallbacks, runs = Fallbacks([candidate(1)], top=1), Runs({})
     with pytest.raises(ConfigError, match=r"--knob recompte \(did you mean recompute\?\)"):
-        ladder.run(runs, ["recompte"])
+        fallbacks.run(runs, ["recompte"])
     assert runs.rows == []

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaaccum.config.schema import Config, ModelConfig
-from megaaccum.model.flops import padded_vocab_size
+from megaaccum.model.sizes import padded_vocab_size
+from megaaccum.pretrain.metrics.flops import attention_weights, expert_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,15 +17,15 @@ class ParameterCount:
     """Parameters of the whole model, over all ranks. Padded rows of the vocabulary count: they are stored."""
 
     embedding: int
-    """Word table, and the position table where there is one."""
+    """Word table, and the position table if there is one."""
     layers: tuple[int, ...]
     """Each transformer layer, in model order."""
     active_layers: tuple[int, ...]
-    """The same, counting of the routed experts only those that one token visits."""
+    """Each transformer layer, with only those of the routed experts that one token visits."""
     prediction: int
     """Multi-token-prediction layers."""
     active_prediction: int
-    """The same for one token."""
+    """Multi-token-prediction layers, with only those of the routed experts that one token visits."""
     head: int
     """Final norm, and the output matrix unless it is the word table."""
 
@@ -58,15 +59,6 @@ def count_parameters(config: Config, vocab_size: int) -> ParameterCount:
     )
 
 
-def expert_layers(model: ModelConfig) -> list[bool]:
-    """For each layer whether it holds experts: every n-th from the first, or as moe_layer_freq lists."""
-    if model.num_experts is None:
-        return [False] * model.num_layers
-    if isinstance(model.moe_layer_freq, int):
-        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
-    return [entry == 1 for entry in model.moe_layer_freq]
-
-
 def layer_parameters(model: ModelConfig, *, moe: bool) -> int:
     """Parameters of one transformer layer, over all ranks; of one with experts if `moe`, all of them counted."""
     return _layer(model, moe, model.num_experts)
@@ -88,26 +80,18 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 
 def _attention(model: ModelConfig) -> int:
-    """Grouped-query attention: one QKV matrix, one output matrix, their biases, norms on queries and keys."""
+    """Grouped-query attention: its matrices, their biases, norms on queries and keys."""
     channels = model.kv_channels or 0
-    queries = model.num_attention_heads * channels
-    qkv = queries + 2 * (model.num_query_groups or 0) * channels
+    qkv = (model.num_attention_heads + 2 * (model.num_query_groups or 0)) * channels
     biases = qkv * (model.add_bias_linear or model.add_qkv_bias) + model.hidden_size * model.add_bias_linear
-    norms = 2 * _norm(model, channels) if model.qk_layernorm else 0
-    return model.hidden_size * (qkv + queries) + biases + norms
+    return attention_weights(model) + biases + (2 * _norm(model, channels) if model.qk_layernorm else 0)
 
 
 def _latent_attention(model: ModelConfig) -> int:
-    """Multi-latent attention: queries (through their latent, if any), the joint key/value latent, the output matrix."""
-    hidden, heads, rotated = model.hidden_size, model.num_attention_heads, model.qk_pos_emb_head_dim
-    query_width = heads * (model.qk_head_dim + rotated)
-    query_rank = model.q_lora_rank
-    queries = hidden * query_width if query_rank is None else query_rank * (hidden + query_width)
-    key_values = hidden * (model.kv_lora_rank + rotated)
-    key_values += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
-    output = heads * model.v_head_dim * hidden + hidden * model.add_bias_linear
-    norms = _norm(model, model.kv_lora_rank) + (0 if query_rank is None else _norm(model, query_rank))
-    return queries + key_values + output + (norms if model.qk_layernorm else 0)
+    """Multi-latent attention: its matrices, the output's bias, norms on the latents."""
+    latents = model.kv_lora_rank + (model.q_lora_rank or 0)
+    bias = model.hidden_size * model.add_bias_linear
+    return attention_weights(model) + bias + (_norm(model, latents) if model.qk_layernorm else 0)
 
 
 def _mlp(model: ModelConfig, width: int) -> int:
@@ -116,14 +100,11 @@ def _mlp(model: ModelConfig, width: int) -> int:
 
 
 def _experts(model: ModelConfig, count: int) -> int:
-    """`count` of the routed experts, the router, which is there for all of them, and the shared experts."""
+    """`count` of the routed experts, the router of all of them, and the shared experts."""
     shared = _mlp(model, model.moe_shared_expert_intermediate_size or 0)
     router = model.hidden_size * (model.num_experts or 0)
-    return (
-        count * _mlp(model, model.moe_ffn_hidden_size or 0)
-        + router
-        + (shared if model.moe_shared_expert_intermediate_size else 0)
-    )
+    visited = count * _mlp(model, model.moe_ffn_hidden_size or 0)
+    return visited + router + (shared if model.moe_shared_expert_intermediate_size else 0)
 
 
 def _prediction_extra(model: ModelConfig) -> int:

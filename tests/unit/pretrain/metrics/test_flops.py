@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import pytest
 
 from megaaccum.config.schema import Config, ModelConfig, ParallelConfig
-from megaaccum.model.flops import PEAKS, padded_vocab_size, peak_flops, step_flops
+from megaaccum.model.sizes import padded_vocab_size
+from megaaccum.pretrain.metrics.flops import PEAKS, peak_flops, step_flops
 
 VOCAB = 1000
 

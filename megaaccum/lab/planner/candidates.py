@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from megaaccum.config.schema import ModelConfig, ParallelConfig, ShardingConfig
+from megaaccum.config.schema import ModelConfig, ShardingConfig
 from megaaccum.errors import ConfigError, either, nearest_multiples
-from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SIMULATED, SYNC_MODES, Layouts, from_rows
-from megaaccum.lab.planner.stages import V_SHAPED, split_layers
-from megaaccum.schedule.build import interleaved_problems
+from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
+from megaaccum.lab.planner.pipeline import is_simulated
+from megaaccum.lab.planner.stages import split_layers
+from megaaccum.schedule.build import BUILT_IN, interleaved_problems, is_v_shaped
 
 LARGEST_MICRO_BATCH = 64
 """Sequences of a micro-batch beyond which no layout is looked at."""
 AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
-"""What --fix and --why-not may name."""
+"""Axes that --fix and --why-not may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class Candidates:
     """A model, its batch and the GPUs: what the layouts divide."""
 
     model: ModelConfig
@@ -91,7 +92,7 @@ class Space:
                     yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
 
     def _recomputes(self) -> tuple[str, ...]:
-        """Recomputing only the scores saves nothing where attention is fused and keeps none."""
+        """Recomputing only the scores saves nothing if attention is fused and keeps none."""
         modules = set(self.model.recompute_modules or ["core_attn"])
         return ("none", "full") if self.fused_attention and modules == {"core_attn"} else RECOMPUTE
 
@@ -215,9 +216,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @cache
 def schedules() -> tuple[str, ...]:
-    """The planner's schedules that a configuration can name and a search looks at."""
-    legal = _named(get_type_hints(ParallelConfig)["schedule"]) - SIMULATED
-    return tuple(name for name in SCHEDULES if name in legal)
+    """The built-in schedules that a search looks at: simulating one for every layout would take too long."""
+    return ("none", *(name for name in BUILT_IN if not is_simulated(name)))
 
 
 @cache
@@ -239,7 +239,7 @@ def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:
         return [1] if name == "none" else []
     if name == "none":
         return []
-    if name in V_SHAPED:
+    if is_v_shaped(name):
         # Embedding and head are on one rank here, so that shorter ends do not balance the ranks.
         return [2] if num_layers % (2 * pp) == 0 else []
     if name != "interleaved":

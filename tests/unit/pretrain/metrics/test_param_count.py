@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.config import Config, resolve
-from megaaccum.model.param_count import count_parameters, expert_layers
+from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.param_count import count_parameters
 
 BASE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32)
 VOCAB_SIZE = 250
@@ -96,7 +97,7 @@ def _megatron_model(config: Config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megaaccum.model.flops import padded_vocab_size
+    from megaaccum.model.sizes import padded_vocab_size
 
     model = config.model
     settings = _transformer_config(config)

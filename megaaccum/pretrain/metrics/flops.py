@@ -1,4 +1,4 @@
-"""Floating-point operations: what a step costs on paper, and what a device can do per second at best.
+"""Floating-point operations of a step on paper, and the peak of a device per second.
 
 Model FLOPs are those of the mathematics alone: recomputed activations do not count, so the utilisation that follows is
 MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplication of an m x n by an n x k matrix counts
@@ -8,9 +8,10 @@ MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplicatio
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import Protocol
 
 from megaaccum.config.schema import Config, ModelConfig
+from megaaccum.model.sizes import padded_vocab_size
 
 FLOPS_PER_MAC = 2
 """A multiplication and an addition."""
@@ -50,7 +51,7 @@ PEAKS: tuple[tuple[frozenset[str], float], ...] = (
 
 
 class Batch(Protocol):
-    """The part of a BatchPlan that is needed here."""
+    """Fields of a BatchPlan that are used here."""
 
     @property
     def global_batch_size(self) -> int: ...
@@ -68,7 +69,10 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     (3) of arXiv 2104.04473 less the recomputed forward pass and the masked half of the scores.
     """
     model = config.model
-    projections, scores_per_key = _mla_macs(model) if model.multi_latent_attention else _attention_macs(model)
+    assert model.kv_channels is not None and model.num_query_groups is not None, "the config is not resolved"
+    projections, scores_per_key = attention_weights(model), _score_macs(model)
+    if model.multi_latent_attention:  # Megatron counts a multiply-add for each element of a normed latent
+        projections += model.kv_lora_rank + (model.q_lora_rank or 0)
     num_extra = model.mtp_num_layers or 0
     num_layers = model.num_layers + num_extra
     per_token = (
@@ -82,20 +86,8 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     return float(PASSES * FLOPS_PER_MAC * (per_token * tokens + scores))
 
 
-def padded_vocab_size(config: Config, vocab_size: int) -> int:
-    """Rows of the embedding under the configuration's tp."""
-    return padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
-
-
-def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:
-    """Rows of the embedding: `vocab_size` up to a multiple of make_vocab_size_divisible_by * tp, as in Megatron. tp: a
-    number, or a NumPy column of them."""
-    multiple = model.make_vocab_size_divisible_by * tp
-    return -(-vocab_size // multiple) * multiple
-
-
 def peak_flops(device_name: str | None, dtype: str) -> float | None:
-    """FLOP/s that a device reaches at best on dense matrices, or None where no datasheet figure is known.
+    """Peak FLOP/s of a device on dense matrices, or None if no datasheet figure is known.
 
     `device_name` is what `torch.cuda.get_device_name()` says, None for a CPU. `dtype` is "bf16" or "fp16", which are
     equally fast on every device listed. FP32 has no figure, as it depends on whether TF32 is allowed; nor has a MIG
@@ -109,52 +101,47 @@ def peak_flops(device_name: str | None, dtype: str) -> float | None:
     return next((peak for needed, peak in PEAKS if needed <= words), None)
 
 
-def _attention_macs(model: ModelConfig) -> tuple[int, int]:
-    """Multiply-adds of one grouped-query attention: of its projections per token; of its scores per token and key."""
-    assert model.kv_channels is not None, "the config is not resolved"
-    assert model.num_query_groups is not None, "the config is not resolved"
-    query_width = model.kv_channels * model.num_attention_heads
-    key_value_width = 2 * model.kv_channels * model.num_query_groups
-    return model.hidden_size * (query_width + key_value_width) + query_width * model.hidden_size, 2 * query_width
+def attention_weights(model: ModelConfig) -> int:
+    """Elements of one layer's attention matrices, over all ranks; as many multiply-adds per token."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if not model.multi_latent_attention:
+        channels = model.kv_channels or 0
+        return 2 * hidden * channels * (heads + (model.num_query_groups or 0))
+    query_width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    queries = hidden * query_width if model.q_lora_rank is None else model.q_lora_rank * (hidden + query_width)
+    key_values = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim))
+    return queries + key_values + hidden * model.qk_pos_emb_head_dim + heads * model.v_head_dim * hidden
 
 
-def _mla_macs(model: ModelConfig) -> tuple[int, int]:
-    """The same of one multi-latent attention. The 1 is the norm on a latent, which Megatron counts."""
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    query_head = model.qk_head_dim + model.qk_pos_emb_head_dim
-    if model.q_lora_rank is None:
-        query = hidden * heads * query_head
-    else:
-        query = model.q_lora_rank * (hidden + heads * query_head + 1)
-    key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
-    rotated_key = hidden * model.qk_pos_emb_head_dim
-    output = heads * model.v_head_dim * hidden
-    return query + key_value + rotated_key + output, heads * (query_head + model.v_head_dim)
+def _score_macs(model: ModelConfig) -> int:
+    """Multiply-adds of one layer's attention scores and of the values that they weigh, per token and key."""
+    if model.multi_latent_attention:
+        return model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim)
+    return 2 * model.num_attention_heads * (model.kv_channels or 0)
 
 
 def _mlp_macs(model: ModelConfig) -> int:
     """Multiply-adds per token of the MLPs of all layers, those of multi-token prediction included."""
     assert model.ffn_hidden_size is not None, "the config is not resolved"
     num_matrices = 3 if model.swiglu else 2
-    is_moe = _moe_pattern(model)
+    layers = expert_layers(model)
+    layers += layers[-1:] * (model.mtp_num_layers or 0)  # built like the last one
     dense = model.ffn_hidden_size
     visited = (model.moe_ffn_hidden_size or model.ffn_hidden_size) * model.moe_router_topk
     sparse = visited + (model.moe_shared_expert_intermediate_size or 0)
-    return num_matrices * model.hidden_size * sum(sparse if moe else dense for moe in is_moe)
+    return num_matrices * model.hidden_size * sum(sparse if moe else dense for moe in layers)
 
 
-def _moe_pattern(model: ModelConfig) -> list[bool]:
-    """For every layer whether it is an MoE layer; layers of multi-token prediction are built like the last one."""
+def expert_layers(model: ModelConfig) -> list[bool]:
+    """For each layer whether it holds experts: every n-th from the first, or as moe_layer_freq lists."""
     if model.num_experts is None:
-        pattern = [False] * model.num_layers
-    elif isinstance(model.moe_layer_freq, int):
-        pattern = [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
-    else:
-        pattern = [bool(entry) for entry in model.moe_layer_freq]
-    assert len(pattern) == model.num_layers, "moe_layer_freq lists one entry per layer"
-    return pattern + pattern[-1:] * (model.mtp_num_layers or 0)
+        return [False] * model.num_layers
+    if isinstance(model.moe_layer_freq, int):
+        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
+    return [entry == 1 for entry in model.moe_layer_freq]
 
 
 def _mtp_projection_macs(model: ModelConfig) -> int:
-    """Multiply-adds per token of what joins two embeddings before a multi-token-prediction layer, with its norms."""
+    """Multiply-adds per token of the projection that joins two embeddings before a multi-token-prediction layer, with
+    its norms."""
     return 2 * model.hidden_size * model.hidden_size + 3 * model.hidden_size

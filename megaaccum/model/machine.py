@@ -1,0 +1,91 @@
+"""Layers of which this machine can build a configuration's model, and what it lacks for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.config.rules.model import cannot_pack
+from megaaccum.errors import ConfigError
+from megaaccum.model import fp8, layers, recompute
+from megaaccum.model.layers import Layers
+from megaaccum.platform import cpu
+from megaaccum.upstream import megatron
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+
+def layer_kind(plan: Plan) -> Layers:
+    """Kind of the layers of which this machine builds the model."""
+    on_gpu = cpu.has_accelerator()
+    has_te = on_gpu and megatron.has_transformer_engine()
+    return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
+
+
+def check_machine(plan: Plan) -> None:
+    """Raise ConfigError, naming each problem, if this machine cannot compute the model as configured. Megatron itself
+    would fail while the model is built or first run."""
+    specific = _without_te(plan) if layer_kind(plan).local else _with_te(plan)
+    if problems := [*_fp8(plan), *specific, *_dispatcher(plan)]:
+        raise ConfigError(problems)
+
+
+def _fp8(plan: Plan) -> Iterator[str]:
+    keys = plan.config.quantization
+    if keys.fp8_format is None:
+        return
+    capability = torch.cuda.get_device_capability() if cpu.has_accelerator() else None
+    if problem := fp8.device_problem(keys.fp8_recipe, capability, torch.version.cuda):
+        yield problem
+    elif layer_kind(plan).local:
+        yield (
+            f"fp8_format {keys.fp8_format} needs Transformer Engine, which is not installed (`megaaccum doctor` lists"
+            " what is): install it (pip install 'megaaccum[te]'), or leave fp8_format out."
+        )
+
+
+def _with_te(plan: Plan) -> Iterator[str]:
+    if megatron.has_transformer_engine():
+        yield from cannot_pack(plan.config)
+    else:
+        yield (
+            "transformer_impl is transformer_engine, which needs a GPU and Transformer Engine, but one is missing here"
+            " (`megaaccum doctor` says which): set transformer_impl to auto."
+        )
+
+
+def _without_te(plan: Plan) -> Iterator[str]:
+    """Problems of Megatron-core 0.19's own layers."""
+    model = plan.config.model
+    here = "layers here are Megatron's local ones (no GPU, or no Transformer Engine: `megaaccum doctor` says which)"
+    if model.num_experts and model.add_bias_linear:
+        yield (
+            f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, but {here}. Set "
+            "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
+        )
+    for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
+        if getattr(model, name):
+            yield f"{name} is a kernel of Transformer Engine's layers, but {here}. Leave it out."
+    if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
+        yield f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, but {here}."
+    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
+    if model.recompute_granularity == "selective" and recomputed:
+        yield (
+            f"recompute_modules names {', '.join(sorted(recomputed))}, which needs Transformer Engine's layers, but"
+            f" {here}. Leave it out: core_attn and mlp are recomputed by any layers."
+        )
+
+
+def _dispatcher(plan: Plan) -> Iterator[str]:
+    """The problem of the flex dispatcher, which is another library, for GPUs."""
+    if plan.config.model.moe_token_dispatcher_type != "flex":
+        return
+    backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
+    needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
+    if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
+        text = f"moe_token_dispatcher_type flex needs GPUs and the module {needed}, of which one is missing"
+        yield f"{text}: set moe_token_dispatcher_type to alltoall."
