@@ -58,11 +58,11 @@ def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManag
 def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[str, Any], *, strict: bool) -> None:
     """Load whole weights of `chunk`, named as in its state_dict: parameters into the backend's masters, everything else
     into the chunk. Raises CheckpointError if a parameter is missing."""
-    param_names = [name for name, _ in chunk.named_parameters()]
-    if strict and (missing := [name for name in param_names if name not in state]):
+    own = [name for name, _ in chunk.named_parameters()]
+    if strict and (missing := [name for name in own if name not in state]):
         raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
-    _copy_in(backend, {names.global_name(chunk, name): state[name] for name in param_names if name in state})
-    chunk.load_state_dict({name: each for name, each in state.items() if name not in param_names}, strict=False)
+    _copy_in(backend, {names.global_name(chunk, name): state[name] for name in own if name in state})
+    chunk.load_state_dict({name: each for name, each in state.items() if name not in own}, strict=False)
 
 
 def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders that have to exist, or be on the disk, before a run continues."""
+"""Files and folders that have to exist, or to be on the disk, before a run continues."""
 
 from __future__ import annotations
 

@@ -148,10 +148,10 @@ class DdpBackend(UnshardedBackend):
         assert not self._waiting, "a chunk was not reduced"
         self._reduced = True
 
-    def _show_and_reduce(self, place: Any, bucket: Any) -> Any:
+    def _show_and_reduce(self, place, bucket):  # type: ignore[no-untyped-def]
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
         the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
-        Without its types as annotations: torch reads them and takes no strings."""
+        Without annotations: torch reads them and takes no strings."""
         number, group = place
         self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
