@@ -24,7 +24,7 @@ def loaded_after(code):
     [
         "import megaaccum",
         "from megaaccum import Batch, Layout, Optimizer, Plan, Quantization, Run, Sharding, Step",
-        "import megaaccum.pretrain.launch.launch, megaaccum.distributed.preload, megaaccum.lab.verification.testing",
+        "import megaaccum.pretrain.launch.local, megaaccum.distributed.preload, megaaccum.lab.verification.testing",
         "from megaaccum.cli import main; assert main(['--help']) == 0",
         "from megaaccum.cli import main; assert main(['--version']) == 0",
         "from megaaccum.cli import main; assert main(['nonsense']) == 2; import sys; sys.stderr.write('\\r')",

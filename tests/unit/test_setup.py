@@ -93,7 +93,7 @@ def test_constraints_are_exact_versions_only():
 def test_everything_that_is_asked_for_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["dev"], *extras["search"]]
+    wanted = [*project["dependencies"], *extras["dev"]]
     names = {re.match(r"[A-Za-z0-9._-]+", text)[0].lower() for text in wanted}
     assert names - {project["name"]} <= set(pins())
 

@@ -47,8 +47,8 @@ class RunLog:
     ):
         """Open the files of a run that continues after step `start_step` (0: a fresh one).
 
-        `flops_per_step` comes from `model.flops.step_flops`, `peak_flops` (FLOP/s of one device, None if unknown) from
-        `model.flops.peak_flops`; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
+        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device, None if unknown) from
+        `flops.peak_flops`; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
         seconds, `now` seconds since 1970. Raises MegaaccumError if a file cannot be written or the journal of an
         earlier start is damaged, and ConfigError as `check` does.
         """

@@ -312,7 +312,7 @@ _SAMPLES = {
 
 
 def _batch_ramp(reading: Reading) -> BatchRamp | None:
-    """The batch of each step by the flags; None if they give none, or one that `resolve` will refuse."""
+    """The batch of each step by the flags, before rounding; None without one, or if `resolve` is going to refuse it."""
     values: dict[str, Any] = reading.values
     size, seq_length = values.get("global_batch_size"), values.get("seq_length") or 1
     ramp, steps = values.get("rampup_batch_size"), values.get("step_batch_size_schedule")
