@@ -121,7 +121,7 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
 
 
 def _fastest_first(rows: list[Row], limit: float | None, refused: list[str], *, barrier: bool) -> list[Row]:
-    """Those within the limit, fastest first. Raises ScheduleError if none is."""
+    """The rows within the limit, fastest first. Raises ScheduleError if none is."""
     fitting = [row for row in rows if limit is None or row.peak <= limit * (1 + TINY)]
     if not fitting:
         least = min(rows, key=lambda row: row.peak, default=None)

@@ -412,9 +412,9 @@ def _dualpipev_drain(at: _VRank, below: int, rank: int) -> None:
 
 
 _BUILT_IN_ENTRIES = (
-    Entry(name="gpipe", title="GPipe", build=gpipe),  # Huang et al., arXiv 1811.06965
     Entry(name="1f1b", title="1F1B", build=one_forward_one_backward, by_megatron=True),  # arXiv 2104.04473
     Entry(name="interleaved", title="interleaved 1F1B", chunks=None, by_megatron=True),  # the same, section 2.2
+    Entry(name="gpipe", title="GPipe", build=gpipe),  # Huang et al., arXiv 1811.06965
     Entry(name="zb-h1", title="ZB-H1", build=zb_h1, splits=True),  # Qi et al., arXiv 2401.10241
     Entry(
         name="zbv", title="ZB-V", chunks=2, placement="v", build=zbv, splits=True, least=lambda pp: 2 * pp - 1

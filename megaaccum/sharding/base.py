@@ -76,7 +76,7 @@ class ShardingBackend(Protocol):
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
     sums: AnyOrder
-    """Sums of micro-batches' gradients; those in one order are told which micro-batch runs and keep what waits."""
+    """Sums of the micro-batches' gradients; those in one order follow which micro-batch runs and keep what waits."""
 
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""

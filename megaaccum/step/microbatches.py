@@ -107,24 +107,20 @@ def read_batch(
     data: Any,
     plan: BatchPlan,
     *,
-    varies: bool,
     first: int,
     count: int | None = None,
     weights: Sequence[float] | None = None,
     expected: float | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Microbatches:
-    """`data` as a step of `plan` takes it; the other fields as in Microbatches. What is known of the micro-batches in
-    advance is asked of the forward step function where it has `weights` and `token_weights`. varies: whether their
-    lengths do. Raises ConfigError."""
+    """`data` as a step of `plan` takes it; the other fields as in Microbatches. If the forward step function has
+    `weights` and `token_weights`, they say what is known of the micro-batches in advance. Raises ConfigError."""
     if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
         raise ConfigError("data comes from an iterator: give num_microbatches with it")
     listed = isinstance(data, Sequence) and count is None
     count = len(data) if listed else count
     assert count is not None
     shapes = shapes_of(data) if listed else []
-    if varies and lengths is None:
-        lengths = [length for _, length in shapes] or None
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]
     if weights is None and listed and hasattr(function, "weights"):

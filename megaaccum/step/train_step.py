@@ -39,7 +39,7 @@ from megaaccum.step.loss import (
     spread_over_batch,
     sums_over_ranks,
 )
-from megaaccum.step.microbatches import Microbatches, read_batch
+from megaaccum.step.microbatches import Microbatches, read_batch, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery
 from megaaccum.step.result import StepResult
 from megaaccum.step.seeds import SampleSeeds
@@ -505,8 +505,9 @@ class TrainStep:
         if function is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         first = 0 if self.opened is None else self.opened.num_microbatches
-        varies = self.plan.config.batch.variable_seq_lengths
-        return read_batch(function, data, self.batch, varies=varies, first=first, **known)
+        if self.plan.config.batch.variable_seq_lengths and known.get("lengths") is None and isinstance(data, Sequence):
+            known["lengths"] = [length for _, length in shapes_of(data)] or None
+        return read_batch(function, data, self.batch, first=first, **known)
 
     def _agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:
         """All ranks make the same call, after as many of forward_backward, or all raise. Raises a `problem` of any rank

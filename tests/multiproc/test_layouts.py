@@ -66,8 +66,7 @@ THREE = [
 
 def ranks_one_by_one() -> Iterator[None]:
     """What ranks have is added in rank order."""
-    from megaaccum.sharding.reduction import in_rank_order
-    from megaaccum.sharding.sum_tree import Runs
+    from megaaccum.sharding.sum_tree import Runs, in_rank_order
 
     with patch.object(Runs, "add", lambda self, rows, dtype: in_rank_order(rows, dtype)):
         yield
@@ -77,7 +76,7 @@ def averages() -> Iterator[None]:
     """torch DDP's hook averages; the step takes the division back."""
     from megaaccum.sharding import ddp
 
-    summed, init = ddp.all_reduce_hook, ddp.DdpBackend.__init__
+    summed, init = ddp.all_reduce_in_one_order, ddp.DdpBackend.__init__
 
     def average(order, sums, group, bucket):
         return summed(order, sums, group, bucket).then(lambda done: done.value() / group.size())
@@ -86,7 +85,7 @@ def averages() -> Iterator[None]:
         init(self, *args, **keys)
         self.reduction_divisor = self._groups.dp_cp.size()
 
-    with patch.object(ddp, "all_reduce_hook", average), patch.object(ddp.DdpBackend, "__init__", divided):
+    with patch.object(ddp, "all_reduce_in_one_order", average), patch.object(ddp.DdpBackend, "__init__", divided):
         yield
 
 

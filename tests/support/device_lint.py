@@ -111,7 +111,8 @@ def sums_of_offloaded_gradients() -> tuple[float, list[float]]:
 
 def partitions_in_host_memory(deterministic: bool) -> list[float]:
     """A partition of [1, 2, 3, 4] * (rank + 1) summed over two ranks, accumulated in host memory."""
-    from megaaccum.sharding.reduction import Order, PartitionReducer, in_rank_order
+    from megaaccum.sharding.reduction import PartitionReducer
+    from megaaccum.sharding.sum_tree import Order, in_rank_order
 
     param, partition = torch.nn.Parameter(torch.zeros(4)), torch.zeros(2)
     param.grad = on_gpu(torch.arange(1.0, 5.0) * (dist.get_rank() + 1))

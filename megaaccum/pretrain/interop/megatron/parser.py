@@ -57,7 +57,7 @@ class ParsedFlags:
         return any(name in self.written for name in names)
 
     def shown(self, *names: str) -> str:
-        """Those of the destinations `names` that were given, as written."""
+        """The given flags among the destinations `names`, as written."""
         return ", ".join(self.written[name] for name in names if name in self.written)
 
 
