@@ -112,9 +112,9 @@ def rate_does_not_move(plan: Plan) -> Iterator[None]:
     base="FP16", axes="overflow", parameter=r".*",
 )  # fmt: skip
 def rate_moves_on_a_skip(plan: Plan) -> Iterator[None]:
-    def commit(original: Any, self: Transaction, result: Any, *, lr: float) -> Any:
-        done = original(self, result, lr=lr)
-        if result.skipped and self._lr_schedule is not None:
+    def commit(original: Any, self: Transaction, *args: Any) -> Any:
+        done = original(self, *args)
+        if done.skipped and self._lr_schedule is not None:
             self._lr_schedule.step()
         return done
 
@@ -148,8 +148,8 @@ def scale_halved_every_step(plan: Plan) -> Iterator[None]:
     base="FP16", axes="overflow", parameter=FIRST,
 )  # fmt: skip
 def zeros_instead_of_a_skip(plan: Plan) -> Iterator[None]:
-    def step(original: Any, self: Recovery, step: int, attempt: Any, again: Any) -> Any:
-        verdict = original(self, step, attempt, again)
+    def step(original: Any, self: Recovery, *args: Any, **keys: Any) -> Any:
+        verdict = original(self, *args, **keys)
         return replace(verdict, skip=False) if verdict.overflow else verdict
 
     def update(original: Any, self: DeepSpeedBackend) -> None:
@@ -216,8 +216,8 @@ def frozen_parameter_decays(plan: Plan) -> Iterator[None]:
     base="FP16", axes="pp, loss scale, overflow", parameter=FIRST,
 )  # fmt: skip
 def one_stage_does_not_skip(plan: Plan) -> Iterator[None]:
-    def judge(original: Any, self: Recovery, step: int, attempt: Any, again: Any) -> Any:
-        verdict = original(self, step, attempt, again)
+    def judge(original: Any, self: Recovery, *args: Any, **keys: Any) -> Any:
+        verdict = original(self, *args, **keys)
         return replace(verdict, skip=False) if verdict.overflow and is_first() else verdict
 
     def update(original: Any, self: DeepSpeedBackend) -> None:
