@@ -334,13 +334,13 @@ def replicas_forgotten(case: Case):
     from megaaccum.sharding.fsdp2 import Fsdp2Backend
     from tests.support.parity import gradient
 
-    expect = Fsdp2Backend._expect_last_backward
+    expect = Fsdp2Backend.expect_last_backward
 
     def without(self, root):
         expect(self, root)
         root.set_requires_all_reduce(False)
 
-    Fsdp2Backend._expect_last_backward = without
+    Fsdp2Backend.expect_last_backward = without
     return gradient(case)
 
 
@@ -360,7 +360,7 @@ def dropped_too_early(case: Case):
     from megaaccum.sharding.streaming import StreamingBackend
     from tests.support.parity import gradient
 
-    StreamingBackend._before_backward = lambda self, unit: setattr(self, "_in_backward", None)
+    StreamingBackend.before_unit_backward = lambda self, unit: setattr(self, "_in_backward", None)
     return gradient(case)
 
 
