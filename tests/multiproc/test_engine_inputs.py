@@ -122,7 +122,7 @@ def wrong_models() -> dict[str, str]:
 
 MODELS = {
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
-    "other stage": "is stage 0 of 2, and it was built with pre_process=False: it is a chunk of another stage",
+    "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
     "hook": "no_sync_func of the chunks' configuration is set already",
@@ -195,6 +195,17 @@ def test_loss_functions_that_give_something_else():
             assert (second, same) == ("", "True"), (case, seen)
 
 
+def dying(*args, **keys):
+    """An optimizer whose update fails."""
+    import torch
+
+    class Dying(torch.optim.AdamW):
+        def step(self, closure=None):
+            raise RuntimeError("a kernel died")
+
+    return Dying(*args, **keys)
+
+
 def wrong_calls() -> dict[str, str]:
     import torch
 
@@ -212,8 +223,9 @@ def wrong_calls() -> dict[str, str]:
     seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
     made = engine(forward_step_func=None)
     seen["no function"] = said(lambda: made.forward_backward(batches(2)))
-    made = engine()
-    made._failed = RuntimeError("a kernel died")
+    made = engine(optimizer=dying)
+    with pytest.raises(RuntimeError, match="a kernel died"):
+        made.train_step(batches())
     seen["after"] = said(lambda: made.train_step(batches()))
     return seen
 
@@ -226,7 +238,7 @@ CALLS = {
     "totals": "ranks disagree about total_weight",
     "iterator": "data comes from an iterator: give num_microbatches with it",
     "no function": "no forward_step_func: give one to initialize, or with the call",
-    "after": "the engine failed before (RuntimeError: a kernel died) and cannot go on",
+    "after": "the engine failed before (RuntimeError: a kernel died) and cannot continue",
 }
 
 
