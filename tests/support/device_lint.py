@@ -79,10 +79,13 @@ class _Devices(TorchFunctionMode):
 class Offloaded:
     """As much of a sharding backend as sums and norms ask for; its gradients lie in host memory."""
 
-    replica, sums = 0, None
+    replica = 0
 
     def __init__(self, names: list[str]):
         from megaaccum.sharding import GradShard
+        from megaaccum.sharding.sum_tree import AnyOrder
+
+        self.sums = AnyOrder()
 
         self._shards = []
         for name in names:
