@@ -263,7 +263,7 @@ class Engine:
             lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no
                 dicts with `tokens` or `input_ids`; needed on one stage of each pipeline.
 
-        A call that brings the step's micro-batches to those of `engine.batch` reduces inside its last backward.
+        The call that completes the `engine.batch` micro-batches of a step reduces gradients inside its last backward.
         """
         with self._guarded():
             batch = self.train_steps.batch_of(

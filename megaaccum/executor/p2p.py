@@ -42,8 +42,8 @@ QUEUES_BY_DEFAULT = 8
 def queues_needed(schedule: Schedule) -> int:
     """Hardware queues that a rank of `schedule` needs over NCCL: one for compute and one for each stream of messages.
 
-    An NCCL receive is a kernel that waits on the device for its sender. Where its stream shares a queue, it can hold up
-    what that sender, or the sender's own sender, waits for; NCCL promises nothing about two streams side by side.
+    An NCCL receive is a kernel that waits on the device for its sender. If its stream shares a queue, it can block
+    a kernel that this sender, or the sender's own sender, waits for; NCCL does not guarantee progress of two streams.
     """
     streams: set[tuple[int, frozenset[int], str, bool]] = set()
     for rank in range(schedule.pp):

@@ -66,7 +66,7 @@ class Call:
     iterators: Sequence[Iterator[Any] | None] = field(init=False)
     config: Any = field(init=False)
     reports: list[Any] = field(default_factory=list, init=False)
-    """What loss functions report, in the order of the forwards."""
+    """Reports of the loss functions, in the order of the forwards."""
 
     def __post_init__(self) -> None:
         self.chunks = [self.model] if isinstance(self.model, torch.nn.Module) else list(self.model)
@@ -123,7 +123,7 @@ class Backward:
 
 
 Forwarded = tuple[Saved, torch.Tensor | None]
-"""What a forward leaves, and its number of tokens, which only the last stage counts."""
+"""The tensors that a forward saves for its backward, and its number of tokens, which only the last stage counts."""
 
 
 class Passes(Protocol):

@@ -4,7 +4,7 @@ Megatron-core's local linear layers compute input and weight gradient in one aut
 by autograd alone computes both of them twice. Here the backward computes the input gradient, and what the weight
 gradient needs (the layer's input and its output's gradient) is put aside until `WeightGrads.compute`. The mathematics
 and the collectives are those of megatron.core.tensor_parallel.layers (0.19). Biases and norms, whose gradients are
-cheap, are not split: they come with the input gradient.
+cheap, are not split: they are computed with the input gradient.
 
 Transformer Engine's layers split their backward themselves where Megatron's delay_wgrad_compute is set; what theirs
 leave for later is put aside in the same place.
@@ -107,7 +107,7 @@ class WeightGrads:
 
 
 _receiver: WeightGrads | None = None
-"""Where backwards that run now put their weight gradients. A mode of the process, like torch's grad mode, because
+"""Receiver of the weight gradients of backwards that run now. A mode of the process, like torch's grad mode, because
 autograd calls a layer's backward without arguments. Not thread-local: autograd has threads for GPUs."""
 
 

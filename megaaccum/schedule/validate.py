@@ -44,7 +44,7 @@ def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
 
 
 _AFTER = {"F": (0, 1), "I": (1, 2), "B": (1, 3), "W": (2, 3)}
-"""What state a micro-batch has to be in (0 untouched, 1 forward done, 2 input gradient done, 3 all) and comes into."""
+"""The state a micro-batch must be in before each pass (0 untouched, 1 F done, 2 I done, 3 all), and the state after."""
 
 
 def _check_rank(schedule: Schedule, rank: int) -> tuple[int, int]:

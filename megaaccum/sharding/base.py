@@ -70,7 +70,8 @@ class ShardingBackend(Protocol):
     """By how much the reduction divides the sum over ranks (data-parallel averaging); step/loss.py takes it back."""
 
     replica: int
-    """Of the data-parallel ranks that hold the same part of the reduced gradient, which one this is; 0 counts it."""
+    """Index of this rank among the data-parallel ranks that hold the same part of the reduced gradient; the norm counts
+    that part on index 0."""
 
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
@@ -126,11 +127,11 @@ class ShardingBackend(Protocol):
     flush of every call of `forward_backward` is a last one, and reductions add up."""
 
     def resume_accumulation(self) -> None:
-        """After a flush that was the last: the step goes on all the same, and later flushes add to it."""
+        """Reopen a step after its last flush; later flushes add to its gradients."""
 
     def finish_reduction(self) -> None:
-        """After the step's flushes: reduce what no last backward has reduced, then the sums over tp and over the two
-        copies of a tied embedding."""
+        """After the step's flushes, reduce the gradients that no last backward has reduced, then sum over tp and over
+        the two copies of a tied embedding."""
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's parts of the reduced gradient, after `finish_reduction`."""

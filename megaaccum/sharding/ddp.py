@@ -42,7 +42,7 @@ class DdpBackend(UnshardedBackend):
         self._optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}
-        """Of each 16-bit parameter that is trained."""
+        """FP32 master weight of each 16-bit parameter that is trained."""
         named = names.named_parameters(chunks)
         self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
         self._names = {id(param): name for name, param in self._parameters}

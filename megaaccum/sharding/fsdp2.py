@@ -61,7 +61,7 @@ class Fsdp2Backend:
         self.reduction_divisor = 1 if self.sums.in_one_order else groups.dp_cp.size()
         self._trees: list[StreamedReduceScatter] = []
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
-        """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
+        """Gradients that an I has computed and its W reduces, by chunk and micro-batch, if other passes lie between."""
         self._is_w = False
         for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)

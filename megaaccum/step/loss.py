@@ -36,7 +36,7 @@ Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
 
 LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]]
-"""Of a model's output: (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)."""
+"""`loss_func(output) -> (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)`."""
 
 
 ForwardStepFunc = Callable[[Any, torch.nn.Module], tuple[torch.Tensor, LossFunc]]

@@ -24,7 +24,7 @@ class Microbatches:
     loops have them. count: their number. first: index of the first in the step. tokens: per micro-batch, the tokens
     that a stage computes, masked ones included. weights: of each, where they are known before the forward.
     token_weights: what a token's loss is multiplied by inside the micro-batch's sum (1, or 1 / tokens for a mean).
-    expected: a weight to expect where none is known. dummies: indices in this call of those that stand for none.
+    expected: a weight to expect if none is known. dummies: indices in this call of micro-batches that only pad it.
     lengths: tokens per sequence of each, where they differ.
     """
 

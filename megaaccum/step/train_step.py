@@ -1,7 +1,7 @@
 """One optimizer step: the accumulated batch, from this rank's micro-batches to the committed weights.
 
 `TrainStep.train` is the whole of it and reads downwards. `forward_backward` and `optim_step` are its first and second
-half, for loops that bring the micro-batches of a step in several calls; `begin_flush` and `end_flush` are for loops
+half, for loops that pass the micro-batches of a step in several calls; `begin_flush` and `end_flush` are for loops
 that run the schedule themselves.
 """
 

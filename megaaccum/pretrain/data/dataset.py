@@ -56,7 +56,7 @@ class Datasets:
     digits; independent of paths and of evaluation. Equal on two ranks, or before and after a restart, when they train
     on the same data."""
     facts: dict[str, str]
-    """What the digest is of, for readers."""
+    """The values under the digest, for readers."""
     rebuilt: Callable[[list[Span]], Order]
     """The training samples in other spans."""
 
@@ -416,7 +416,7 @@ class _MegatronTokenizer:
 
 
 def _require_index_builder() -> None:
-    """megatron-core's wheels bring the C++ index builder compiled; an installation from source compiles it then."""
+    """Raise DataError if megatron-core's C++ index builder is missing. Wheels have it; from source it is compiled."""
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError as error:

@@ -32,8 +32,8 @@ class SharedLoader:
 
     The first rank of the group reads. Each stage is sent one message a step: counts of tokens, and what the stage
     reads of the micro-batches, tokens and positions on the first, labels and masks on the last; there it goes over cp
-    and tp. The reader does not wait for it to arrive. Where the group is one rank, nothing is sent. Made and used by
-    all ranks of the group alike: making it and `try_next_step` are collective over it.
+    and tp. The reader does not wait for it to arrive. If the group is one rank, nothing is sent. The constructor and
+    `try_next_step` are collective over the group.
     """
 
     def __init__(

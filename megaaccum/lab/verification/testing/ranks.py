@@ -278,7 +278,7 @@ def _environment() -> Iterator[None]:
 
 def _become_rank(rank: Rank, call: bytes, env: dict[str, str]) -> None:
     """Runs in the fork; never returns."""
-    # Ranks hold the pipe by whose end the server sees that the test process is gone; it would never see it.
+    # The server detects the end of the test process by the closing of this pipe, which ranks would keep open.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     processes.become_rank(
         partial(_body, rank, call), parent=os.getppid(), env=env, output=rank.file("output"), error=rank.file("error")
