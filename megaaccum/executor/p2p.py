@@ -235,7 +235,7 @@ class Mail:
 
 
 class _Outbox:
-    """Holds what is on its way out, and lets go of it when it has left.
+    """Holds tensors that are being sent, and releases each when its send has completed.
 
     NCCL says without waiting whether a message has left. gloo only says so to one who waits, so a thread does; it is
     woken when more than SMALL bytes have come together.

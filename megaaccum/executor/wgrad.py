@@ -68,12 +68,12 @@ class WeightGrads:
         self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
     def add_left(self, module: Any, left: queue.Queue[Any]) -> None:
-        """Owe what a layer that splits its own backward has left."""
+        """Defer the weight gradient of a layer that splits its own backward."""
         self._left.append((module, left))
 
     def compute(self, add: AddWeightGrad | None = None) -> None:
-        """Compute them, layer by layer, and `add` them to the parameters (None: by autograd); what they needed is let
-        go on the way. A weight that several layers share is added once."""
+        """Compute the deferred weight gradients, layer by layer, and `add` them to the parameters (None: by autograd).
+        Their inputs are released on the way. The gradient of a weight that several layers share is added once."""
         add = add or pytorch.add_by_autograd
         sums: dict[int, torch.Tensor] = {}
         self._begin_next()
@@ -246,7 +246,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work | None]:
-    """The input's gradient over the tp ranks, and what to wait for before it is used."""
+    """The input's gradient, reduced over the tp ranks, and the handle to wait for before it is used."""
     if at.sequence_parallel:
         assert at.tp is not None
         part = grad.new_empty(grad.shape[0] // at.tp.size(), *grad.shape[1:])

@@ -232,7 +232,7 @@ class ZeroNonFinite:
 
 
 def describe(zero: ZeroNonFinite) -> str:
-    """A text on what was replaced where on all ranks, the same text on each; collective over the world."""
+    """A text that lists the replaced elements of all ranks, the same on each; collective over the world."""
     everyone: list[dict[str, int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, zero.names())
     places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in (names or {}).items()]

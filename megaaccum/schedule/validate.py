@@ -26,9 +26,9 @@ class Footprint:
 
 
 def validate(schedule: Schedule) -> Footprint:
-    """Prove that `schedule` runs to its end on ranks that do their actions in order; returns what they hold.
+    """Prove that `schedule` runs to its end on ranks that do their actions in order; returns their footprint.
 
-    Held are: every micro-batch has on every chunk one F and then either one B or one I and later one W; forwards of a
+    The rules: every micro-batch has on every chunk one F and then either one B or one I and later one W; forwards of a
     chunk are in micro-batch order (Megatron's data iterators only go on); and no rank waits for an action that waits
     for it. Sends do not wait, and messages between two ranks may be asked for in another order than they are sent.
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Fsdp2Backend:
-    """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, what is left another.
+    """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, the rest is another.
 
     optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.
     """
@@ -220,7 +220,7 @@ class Fsdp2Backend:
         sum_tied_copies(self, self._groups)
 
     def resume_accumulation(self) -> None:
-        """Keep what is reduced in the shards' gradients; further reductions add to it."""
+        """Keep the reduced gradients in the shards; further reductions add to them."""
         self._waiting = list(self._roots)
         for root in self._roots:
             fsdp2.drop_unreduced(root)  # of flushes that were not to be reduced

@@ -270,7 +270,7 @@ class StreamingBackend(DeepSpeedBackend):
             self._ahead = then, self._gather(then)
 
     def _gather(self, unit: Unit) -> Any:
-        """Start to gather what is missing of a unit; what it returns waits for it."""
+        """Start to gather the unit's missing parameters. Returns a function that waits for them."""
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1

@@ -1,4 +1,4 @@
-"""The micro-batches of one call, as the step sees them: where they come from, and what is known of them in advance."""
+"""The micro-batches of one call: their source, and their number, lengths and weights as far as known in advance."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Datasets:
         return {"digest": self.digest, "facts": self.facts} | self.train.state(consumed)
 
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
-        """The facts in which these samples are others than those of `state`, with both sides, and what to set back."""
+        """The facts in which these samples differ from those of `state`, with both values, and the keys to set back."""
         if state.get("digest") == self.digest:
             return {}
         then = state.get("facts", {})

@@ -181,7 +181,7 @@ class Rank:
             os.kill(self.process.pid, signum)
 
     def end(self) -> None:
-        """Ends the rank and what it started, if it still runs."""
+        """End the rank and its children, if it still runs."""
         if self.process is None or not self.running:
             return
         assert self.process.pid is not None
