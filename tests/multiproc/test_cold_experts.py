@@ -78,7 +78,7 @@ def send(chunks, *, avoid: bool) -> None:
 
 
 def both(cases: list[tuple[Case, str]]) -> list[tuple[list[Step], list[Step]]]:
-    """Of each case the steps without and with the key."""
+    """For each case, the steps without and with the key."""
     return [(trained(case), trained(offloading(case, keys))) for case, keys in cases]
 
 

@@ -58,7 +58,7 @@ class State:
     rng: dict[str, torch.Tensor]
 
     def differences(self, other: State) -> list[str]:
-        """What is not equal to the bit."""
+        """Names of tensors and states that are not bit-equal."""
         pairs = [(self.masters, other.masters), (self.weights, other.weights), (self.rng, other.rng)]
         return [name for mine, theirs in pairs for name in differences(mine, theirs)]
 
@@ -70,8 +70,8 @@ def state(rig: Rig) -> State:
 
 
 def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
-    """What this rank has to complain about steps with a fault each, after one without: every one is skipped, changes
-    nothing, and halves the scale once."""
+    """Violations on this rank of: each step with a fault, after one without, is skipped, changes nothing, and halves
+    the scale once."""
     rig = Rig.of(Case(4, layout, FP16))
     size = rig.plan.batch.global_batch_size
     rig.train(step=0)
@@ -111,7 +111,7 @@ def run(case: Case, steps: list[Fault | None]) -> State:
 
 
 def with_and_without(cases: list[Case], fault: Fault) -> list[str]:
-    """What differs after a run in which `fault` made a step be skipped from one that never saw that step."""
+    """Differences between a run in which `fault` caused a skipped step and a run without that step."""
     return [
         f"{case}: {what}"
         for case in cases

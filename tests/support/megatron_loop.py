@@ -26,7 +26,7 @@ class Loop:
 
 
 def globals_of(plan) -> None:
-    """What Megatron's train_step reads of its globals."""
+    """Set the globals that Megatron's train_step reads."""
     from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.training import global_vars
 
