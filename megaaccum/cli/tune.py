@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
     folder = Path(args.output or Path(config.run.output_dir) / "tune")
     trials = Trials(
-        workload=workload, folder=folder, command=_start(args), time_limit=args.time_limit,
+        workload=workload, folder=folder, command=launch_command(args), time_limit=args.time_limit,
         steps=max(STEPS, args.settle), band=args.band,
     )  # fmt: skip
     results = Results(folder / "results.json", _identity(config, world_size, trials))
@@ -124,7 +124,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return load_hardware(name or "h100", file=args.hardware)
 
 
-def _start(args: argparse.Namespace) -> list[str]:
+def launch_command(args: argparse.Namespace) -> list[str]:
     """The command that starts a run, without its configuration."""
     if args.hostfile is None:
         return [sys.executable, "-m", "megaaccum", "train"]

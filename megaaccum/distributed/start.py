@@ -60,8 +60,8 @@ def start_process_group(plan: Plan) -> None:
             "port is in use, give the launcher another --master_port"
         ) from error
     if not cpu.has_accelerator():
-        # gloo's threads outlive a program that ends without leaving its group, and abort it at times. NCCL's do not, and
-        # leaving would wait for ranks that failed.
+        # gloo's threads outlive a program that ends without leaving its group, and abort it at times. NCCL's do not,
+        # and leaving would wait for ranks that failed.
         atexit.register(_leave)
 
 

@@ -39,7 +39,7 @@ class _Product:
     def begin(self) -> None:
         """Start to gather the input: one product before its own, under which it travels."""
         if self.gather is not None and self.coming is None:
-            self.coming = _start_gather(self.input, self.gather)
+            self.coming = start_gather(self.input, self.gather)
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
@@ -259,12 +259,12 @@ def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work
 def _gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole sequence of `part` [sequence / tp, ...]."""
     assert tp is not None
-    whole, work = _start_gather(part, tp)
+    whole, work = start_gather(part, tp)
     work.wait()
     return whole
 
 
-def _start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
     whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
     work = dist.all_gather_into_tensor(whole, part.contiguous(), group=tp, async_op=True)
     assert work is not None

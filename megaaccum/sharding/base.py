@@ -203,7 +203,7 @@ class ReducedSoFar:
 class UnshardedBackend:
     """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
 
-    A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
+    A backend brings `_groups`, `begin_accumulation`, and `_reduce`: all that no last backward has reduced.
     """
 
     grad_sync_func: GradSync = None
@@ -221,7 +221,8 @@ class UnshardedBackend:
     def _reduce(self) -> None:
         raise NotImplementedError
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
+        """Empty the gradients for the next flushes."""
         raise NotImplementedError
 
     def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -244,12 +245,12 @@ class UnshardedBackend:
 
     def begin_step(self) -> None:
         self._kept.clear()
-        self._begin_accumulation()
+        self.begin_accumulation()
 
     def resume_accumulation(self) -> None:
         self._reduce()
         self._kept.add(self)  # type: ignore[arg-type]
-        self._begin_accumulation()
+        self.begin_accumulation()
 
     def copy_gradients(self) -> Callable[[], None]:
         return copied_gradients(self)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ class DdpBackend(UnshardedBackend):
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
         if plan.layout.splits_backward:
-            self.grad_sync_func = self._reduce_chunk
+            self.grad_sync_func = self.reduce_chunk
         else:
             for ddp in self._ddp:
                 for param in _trainable(ddp):
@@ -111,7 +111,7 @@ class DdpBackend(UnshardedBackend):
         if not self.sums.accept(param) and self._syncing:
             self.sums.give_back(param)
 
-    def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
+    def reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
         """All-reduce a chunk whose gradients are all there.
 
         Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
@@ -160,7 +160,7 @@ class DdpBackend(UnshardedBackend):
                     self.before_reduce(self._names[id(param)], each)
         return self._reduce_bucket(group, bucket)
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
         self.sums.clear()

@@ -168,7 +168,7 @@ class Fsdp2Backend:
             yield
         finally:
             if self._last_flush and self._waiting and not self._splits:
-                self._expect_last_backward(self._waiting.pop())
+                self.expect_last_backward(self._waiting.pop())
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -186,7 +186,7 @@ class Fsdp2Backend:
         root, final = self._roots[chunk], last and self._last_flush
         if final:
             self._waiting.remove(root)
-            self._expect_last_backward(root)
+            self.expect_last_backward(root)
         elif self._streaming:
             root.set_requires_gradient_sync(True)
         self._in_w, self._is_w = self._weight_grads[chunk], True
@@ -229,7 +229,8 @@ class Fsdp2Backend:
             root.set_requires_gradient_sync(self._streaming and not self._splits)
             root.set_requires_all_reduce(False)
 
-    def _expect_last_backward(self, root: FSDPModule) -> None:
+    def expect_last_backward(self, root: FSDPModule) -> None:
+        """Have a chunk's next backward reduce its gradients, over replicas too."""
         root.set_is_last_backward(True)
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)

@@ -154,13 +154,14 @@ class StreamingBackend(DeepSpeedBackend):
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
             microbatch = self.sums.microbatch
-            tensor.register_hook(lambda grad: self._before_backward(unit, microbatch))
+            tensor.register_hook(lambda grad: self.before_unit_backward(unit, microbatch))
         if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
         else:
             self._release(unit)
 
-    def _before_backward(self, unit: Unit, microbatch: int) -> None:
+    def before_unit_backward(self, unit: Unit, microbatch: int) -> None:
+        """Gather the unit for its backward, and end the backward of the one before."""
         self._end_backward()
         self._microbatch = microbatch
         if self._recomputed is unit:

@@ -57,7 +57,7 @@ class ForwardStep:
             end(*at, output)
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda _grad: self._begins(at))
-        return output, self._scaled(index, at, loss_func)
+        return output, self.scaled_loss(index, at, loss_func)
 
     def _begins(self, at: tuple[int, int]) -> None:
         """Announce the backward of a micro-batch through a chunk: it begins at the loss on the last stage, and
@@ -67,7 +67,7 @@ class ForwardStep:
             for begin in self._begin_backward:
                 begin(*at)
 
-    def _scaled(self, index: int, at: tuple[int, int], loss_func: LossFunc) -> Callable[..., Any]:
+    def scaled_loss(self, index: int, at: tuple[int, int], loss_func: LossFunc) -> Callable[..., Any]:
         """`loss_func` as Megatron calls it on the last stage: the sum times 1 / N to differentiate, no tokens to divide
         by, and nothing to report, since the tally has it."""
 

@@ -96,7 +96,7 @@ def both_chunks_when_one_is_done(case: Case):
             self._waiting.pop(each).close()
             each.start_grad_sync()
 
-    MegatronBackend._reduce_chunk = reduce_all
+    MegatronBackend.reduce_chunk = reduce_all
     return gradient(case)
 
 

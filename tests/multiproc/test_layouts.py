@@ -152,7 +152,7 @@ def norm_of_shards() -> Iterator[None]:
     """Squares are added shard by shard, then over the ranks."""
     from megaaccum.step import grad_norm
 
-    with patch.object(grad_norm, "_square_in_any_order", grad_norm._square):
+    with patch.object(grad_norm, "exact_square", grad_norm._square):
         yield
 
 
@@ -160,7 +160,7 @@ def one_weight_for_two_uses() -> Iterator[None]:
     """The gradients of embedding and head are added in each micro-batch, where one stage has both."""
     from megaaccum.model import gpt
 
-    with patch.object(gpt, "_copy_for_head", lambda chunk: None):
+    with patch.object(gpt, "copy_for_head", lambda chunk: None):
         yield
 
 

@@ -108,8 +108,11 @@ def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
     from megaaccum.step.side_losses import SideLosses
 
-    scalar = SideLosses._scalar
-    with patch.object(SideLosses, "_scalar", lambda self, value, device: scalar(self, factor * value, device)):
+    balance, prediction = SideLosses.balance_scale, SideLosses.prediction_scale
+    with (
+        patch.object(SideLosses, "balance_scale", lambda *args: factor * balance(*args)),
+        patch.object(SideLosses, "prediction_scale", lambda *args: factor * prediction(*args)),
+    ):
         return gradients(cases)
 
 

@@ -89,7 +89,7 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
         return found
 
     seen, following = Run(), batch(1)
-    end, undo_of = SpeculativeTrainStep._end_early, speculation._undo
+    end, undo_of = SpeculativeTrainStep.end_early, speculation._undo
 
     def ended(self, *args, **more):
         seen.early += 1
@@ -104,7 +104,7 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
 
         return restored
 
-    with patch.object(SpeculativeTrainStep, "_end_early", ended), patch.object(speculation, "_undo", counted):
+    with patch.object(SpeculativeTrainStep, "end_early", ended), patch.object(speculation, "_undo", counted):
         for step in range(1, STEPS + 1):
             now, following = following, batch(step + 1)
             arguments: dict[str, Any] = {"microbatches": now, "upcoming": following if step < STEPS else None}
@@ -179,7 +179,7 @@ def mutated(name: str) -> str:
 
     mistakes = {
         "the update stays": patch("megaaccum.step.speculation._state", lambda backend: []),
-        "clipping is missed": patch.object(SpeculativeTrainStep, "_is_free", lambda self, norm: True),
+        "clipping is missed": patch.object(SpeculativeTrainStep, "is_unclipped", lambda self, norm: True),
     }
     with mistakes[name]:
         try:

@@ -108,7 +108,7 @@ def in_one_flat_run(cases: list[Case]) -> list[tuple[Gradient, int, list[Held]]]
     """The same with the copies among the other parameters, where ZeRO-3 cuts them alike all the same."""
     from megaaccum.sharding import deepspeed
 
-    with patch.object(deepspeed, "_set_tied_apart", lambda optimizer: None):
+    with patch.object(deepspeed, "separate_tied_copies", lambda optimizer: None):
         return after_steps(cases)
 
 

@@ -46,9 +46,9 @@ def counted(flags: str, folder: Path) -> int:
     from megaaccum.step.speculation import SpeculativeTrainStep
 
     ended = []
-    end = SpeculativeTrainStep._end_early
+    end = SpeculativeTrainStep.end_early
     with patch.object(
-        SpeculativeTrainStep, "_end_early", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)
+        SpeculativeTrainStep, "end_early", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)
     ):
         train(flags, folder)
     return len(ended)

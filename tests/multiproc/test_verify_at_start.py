@@ -73,13 +73,13 @@ def made(name: str, case: Case) -> Iterator[None]:
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):
             yield
     elif name == "flushes divide":
-        divided = ForwardStep._scaled
+        divided = ForwardStep.scaled_loss
 
         def again(self: Any, index: int, at: Any, loss_func: Any) -> Any:
             by = divided(self, index, at, loss_func)
             return lambda output: (by(output)[0] / len(self._batch), *by(output)[1:])
 
-        with patch.object(ForwardStep, "_scaled", again):
+        with patch.object(ForwardStep, "scaled_loss", again):
             yield
     else:
         with entries.made(name, case.plan()):
