@@ -122,7 +122,7 @@ def wrong_models() -> dict[str, str]:
 
 MODELS = {
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
-    "other stage": "is stage 0 of 2, and it was built with pre_process=False: it is a chunk of another stage",
+    "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
     "hook": "no_sync_func of the chunks' configuration is set already",
@@ -226,7 +226,7 @@ CALLS = {
     "totals": "ranks disagree about total_weight",
     "iterator": "data comes from an iterator: give num_microbatches with it",
     "no function": "no forward_step_func: give one to initialize, or with the call",
-    "after": "the engine failed before (RuntimeError: a kernel died) and cannot go on",
+    "after": "the engine failed before (RuntimeError: a kernel died) and cannot continue",
 }
 
 
