@@ -64,7 +64,7 @@ def measure(microbatches: int) -> dict:
         plan = plan_of(keys.split(), microbatches)
         counted, calls, elements = run_ranks(ours, RANKS, keys.split(), microbatches, timeout=240)[0]
         mode = footprint.chosen(plan)
-        predicted = sync_mode.Forecast(plan, VOCABULARY).of(mode).moved.total
+        predicted = sync_mode.Forecast(plan, VOCABULARY).predict(mode).moved.total
         live = f", {mode.live:,} live" if mode.live else ""
         rows.append({"sync": f"{mode}{live}", "keys": keys, "counted": counted, "calls": calls, "predicted": predicted})
         bound = (RANKS - 1) / RANKS * elements * 4 * 2

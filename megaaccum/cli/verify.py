@@ -102,7 +102,7 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     large = too_many or parameters > shrink.MOST_PARAMETERS
     if "--whole" in options and too_many:
         raise ConfigError(f"--whole: {world_size} ranks do not start on one machine: at most {shrink.MOST_RANKS}")
-    shrunk = shrink.settle(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
+    shrunk = shrink.as_case(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
     if not any(given(config, name) for name in ("data_path", "train_data_path", "mock_data")) or not is_first():
         return shrunk
     from megaaccum.lab.verification.first_samples import with_first_samples

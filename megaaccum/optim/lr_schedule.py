@@ -61,7 +61,7 @@ class LrSchedule:
         self._ramp = self._laid_out_by = ramp
         self._differing = differing
         self._factor_of, self._factor = factor_of, 1.0
-        self.follow(ramp.size_at(0))
+        self.scale_to_batch(ramp.size_at(0))
 
     @property
     def lr(self) -> float:
@@ -83,7 +83,7 @@ class LrSchedule:
         group. `num_samples` is that step's global batch, default what the ramp has after as many samples."""
         self._scheduler.step(increment=self._ramp.size_at(self.num_samples) if num_samples is None else num_samples)
 
-    def follow(self, batch_size: int) -> None:
+    def scale_to_batch(self, batch_size: int) -> None:
         """The next step takes `batch_size` sequences: where the learning rate follows the batch of the step
         (lr_scaling_follows_rampup), set every group's."""
         factor = self._factor_of(batch_size)

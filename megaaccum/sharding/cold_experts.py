@@ -86,18 +86,18 @@ class Departures:
         is_any = torch.empty((), dtype=torch.bool, pin_memory=True)
         is_any.copy_(grad.any(), non_blocking=True)
         self._looked_at.append((key, grad, is_any, torch.cuda.current_stream().record_event()))
-        self._settle(_AHEAD)
+        self._finish_copies(_AHEAD)
 
     def finish(self) -> None:
         """Wait for all of them."""
-        self._settle(0)
+        self._finish_copies(0)
 
     def drop(self) -> None:
         """Forget them. torch keeps the memory of copies that still run from others until they are done."""
         self._looked_at.clear()
         self._copied.clear()
 
-    def _settle(self, ahead: int) -> None:
+    def _finish_copies(self, ahead: int) -> None:
         while len(self._looked_at) > ahead:
             key, grad, is_any, seen = self._looked_at.popleft()
             seen.synchronize()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megaaccum.step.train_step import OpenStep, TrainStep
 
 
-def look(steps: TrainStep, opened: OpenStep) -> Findings | None:
+def find_nonfinite(steps: TrainStep, opened: OpenStep) -> Findings | None:
     """Run the micro-batches of `opened` unreduced, from the random states of before it, and look at each; leaves no
     gradient. None if they cannot be run again. Collective over the world."""
     if not opened.calls or not all(batch.can_run_again for batch in opened.calls):
@@ -32,7 +32,7 @@ def look(steps: TrainStep, opened: OpenStep) -> Findings | None:
     return findings
 
 
-def without(steps: TrainStep, opened: OpenStep, findings: Findings) -> Attempt:
+def without_nonfinite(steps: TrainStep, opened: OpenStep, findings: Findings) -> Attempt:
     """The gradient of the micro-batches that `findings` does not name, divided by their weight. Collective over the
     world."""
     bad = findings.bad_microbatches()

@@ -319,7 +319,7 @@ class TrainStep:
 
     def judge(self, opened: OpenStep, attempt: Attempt) -> Attempt:
         """The verdict on the step, the same on every rank; nothing fails on one rank alone after it."""
-        look, without = partial(retry.look, self, opened), partial(retry.without, self, opened)
+        look, without = partial(retry.find_nonfinite, self, opened), partial(retry.without_nonfinite, self, opened)
         return self.recovery.judge(opened.step, attempt, look=look, without=without)
 
     def update(self, norm: float, factor: float) -> None:

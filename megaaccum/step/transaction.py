@@ -65,13 +65,13 @@ class Transaction:
         if advanced:
             self.step += 1
             self.consumed_samples += num_samples
-        self._follow()
+        self._scale_lr()
         return replace(result, lr=lr, advanced=advanced)
 
-    def _follow(self) -> None:
+    def _scale_lr(self) -> None:
         """The learning rate may follow the batch of the next step."""
         if self._lr_schedule is not None:
-            self._lr_schedule.follow(self._ramp.size_at(self.consumed_samples))
+            self._lr_schedule.scale_to_batch(self._ramp.size_at(self.consumed_samples))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -82,4 +82,4 @@ class Transaction:
         self.step, self.consumed_samples = step, consumed_samples
         self.num_updates = int(state.get("num_updates", step))
         self.skipped_steps = int(state.get("skipped_steps", 0))
-        self._follow()
+        self._scale_lr()

@@ -353,7 +353,7 @@ def memory(*, size: str, sync: str, dry: bool) -> Found:
     rig, batch = _large(f"--sync {sync}", size, dry=dry)
     for _ in range(2):
         result = rig.train_step.train(batch, step=1)
-    predicted = Forecast(rig.plan, 61, layers=machine.layer_kind(rig.plan)).of(footprint.chosen(rig.plan))
+    predicted = Forecast(rig.plan, 61, layers=machine.layer_kind(rig.plan)).predict(footprint.chosen(rig.plan))
     seen = _allocated()
     near = dry or abs(seen["allocated"] / predicted.held - 1) < 0.15
     return {"ok": near, "predicted": predicted.held, "by kind": predicted.memory, "measured": result.memory} | seen

@@ -63,5 +63,5 @@ def between_streaming_and_resident(words: list[str]) -> float:
     plan = config.resolve(load(None, words), world_size=2)
     made_of = choose(plan.config, has_te=False, on_gpu=False)
     forecast, resident = sync_mode.Forecast(plan, VOCAB, made_of), footprint.chosen(plan)
-    rows = [forecast.of(replace(resident, sync=sync)) for sync in ("resident", "streaming")]
+    rows = [forecast.predict(replace(resident, sync=sync)) for sync in ("resident", "streaming")]
     return sum(row.held for row in rows) / 2 / GIB

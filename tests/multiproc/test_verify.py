@@ -16,7 +16,7 @@ from megaaccum.lab.planner import auto_schedule
 from megaaccum.lab.verification import borders
 from megaaccum.lab.verification.case import UserModel
 from megaaccum.lab.verification.relations import CLOSE
-from megaaccum.lab.verification.shrink import settle
+from megaaccum.lab.verification.shrink import as_case
 from megaaccum.lab.verification.user_model import case_of
 from megaaccum.lab.verification.verdict import CANNOT, PASSED, Verifier
 from megaaccum.pretrain.interop.load import load
@@ -96,7 +96,7 @@ def test_experts_with_latent_attention_and_prediction(layout):
         moe_aux_loss_coeff=0.01, mtp_num_layers=1, add_bias_linear=False,
     )  # fmt: skip
     config = make(**keys | layout)
-    verdict = Verifier().verify(settle(config, resolve(config, world_size=2), shrink=False).case)
+    verdict = Verifier().verify(as_case(config, resolve(config, world_size=2), shrink=False).case)
     assert verdict.ok, verdict
     assert {"fp64", "fp32"} == {each.lane for each in verdict.comparisons}
     assert any("kv_up_proj" in row.name for row in verdict.comparisons[0].rows)
@@ -105,7 +105,7 @@ def test_experts_with_latent_attention_and_prediction(layout):
 def test_the_schedule_that_auto_takes():
     """The case is of the plan that `megaaccum train` settles, and not of the one that the key is first read as."""
     plan = auto_schedule.choose_schedule(resolve(make(**SMALL | dict(schedule="auto")), world_size=2))
-    case = settle(plan.written, plan, shrink=False).case
+    case = as_case(plan.written, plan, shrink=False).case
     assert case.plan().layout == plan.layout
     assert plan.layout.schedule not in ("none", "1f1b")
     verdict = Verifier().verify(case)
@@ -134,7 +134,7 @@ def test_the_schedule_that_auto_takes():
 )
 def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
     config = make(**SMALL | dict(backend="ddp") | layout)
-    case = settle(config, resolve(config, world_size=ranks), shrink=False).case.in_lane("fp64")
+    case = as_case(config, resolve(config, world_size=ranks), shrink=False).case.in_lane("fp64")
     verifier = Verifier(steps=1)
     reference = verifier.references(case, ["fp64"], keep_parts=True)["fp64"]
     if mistake:
@@ -146,7 +146,7 @@ def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
 def test_the_shipped_llama_in_its_layout():
     """8 B parameters on 128 ranks, shrunk to 8 ranks with the same axes."""
     config, seen = load("configs/llama3_8b.yaml"), []
-    shrunk = settle(config, resolve(config, world_size=128), shrink=True)
+    shrunk = as_case(config, resolve(config, world_size=128), shrink=True)
     verdict = Verifier(progress=seen.append).verify(shrunk.case)
     assert verdict.ok, verdict
     assert verdict.comparisons[0].largest < 1e-12

@@ -64,9 +64,9 @@ class Forecast:
 
     def every(self) -> list[Predicted]:
         """Every sync mode, the one that the plan names among them."""
-        return [self.of(mode) for mode in footprint.every(self.plan)]
+        return [self.predict(mode) for mode in footprint.every(self.plan)]
 
-    def of(self, mode: ShardingMode) -> Predicted:
+    def predict(self, mode: ShardingMode) -> Predicted:
         """The cost of `mode`."""
         at = self.plan.layout
         ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
@@ -142,7 +142,7 @@ def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: L
         why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
         return replace(plan, notes=[*plan.notes, why])
     forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
-    tried = [(each, replace(forecast, plan=each).of(footprint.chosen(each))) for each in _options(forecast, limit)]
+    tried = [(each, replace(forecast, plan=each).predict(footprint.chosen(each))) for each in _options(forecast, limit)]
     for option, row in tried:
         if row.held <= limit.num_bytes:
             return replace(option, notes=[*option.notes, *_reason(tried, row, limit, is_auto)])
@@ -180,7 +180,7 @@ def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
         streaming = _with(plan, sync="streaming")
     except ConfigError:
         return
-    left = limit.num_bytes - replace(forecast, plan=streaming).of(footprint.chosen(streaming)).held
+    left = limit.num_bytes - replace(forecast, plan=streaming).predict(footprint.chosen(streaming)).held
     live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
     if plan.config.sharding.backend == "deepspeed" and live > 0:
         yield _with(plan, sync="streaming", max_live_parameters=live)

@@ -27,9 +27,9 @@ def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
     seen = Observed(torch.distributed.get_rank(), run.place(), run.model())
     watching: AbstractContextManager[list[Crossing]] = run.watching() if at_borders else nullcontext([])
     with watching as seen.crossings:
-        seen.steps.append(run.take(0))
+        seen.steps.append(run.step(0))
     for number in range(1, steps):
-        seen.steps.append(run.take(number))
+        seen.steps.append(run.step(number))
     if case.user_model is None:
         states = b"".join(bytes(state.tolist()) for _, state in sorted(rng.snapshot().items()))
         seen.random = hashlib.sha256(states).hexdigest()
@@ -67,7 +67,7 @@ class Run:
 
         return borders.watching(self.plan, self.groups, self.chunks, scale)
 
-    def take(self, number: int) -> Step:
+    def step(self, number: int) -> Step:
         """Take a step and read everything that it changed."""
         self._gradient = []
         result = self.engine.train_step(self._microbatches(number))

@@ -50,7 +50,7 @@ class Shrunk:
     notes: list[str] = field(default_factory=list)
 
 
-def settle(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -> Shrunk:
+def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -> Shrunk:
     """Make the case of a configuration whose real layout is `plan`. shrink: reduce depth, width and, above MOST_RANKS,
     ranks; else change only what makes a step comparable."""
     keys = {

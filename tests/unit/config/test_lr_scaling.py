@@ -47,7 +47,7 @@ def test_under_a_ramp_the_rate_follows_the_batch_of_the_step_if_asked() -> None:
             size = settled.ramp.size_at(consumed)
             schedule.step(size)
             consumed += size
-            schedule.follow(settled.ramp.size_at(consumed))
+            schedule.scale_to_batch(settled.ramp.size_at(consumed))
         assert rates == pytest.approx([1e-3 * each for each in expected], rel=1e-12)
 
 

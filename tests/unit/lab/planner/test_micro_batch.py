@@ -23,7 +23,7 @@ def of(world_size: int = 2, **keys: object):
 
 def held(made) -> float:
     """GiB."""
-    return sync_mode.Forecast(made, 1000).of(footprint.chosen(made)).held / GIB
+    return sync_mode.Forecast(made, 1000).predict(footprint.chosen(made)).held / GIB
 
 
 def test_without_a_limit_it_is_one_sequence_and_the_note_says_why() -> None:

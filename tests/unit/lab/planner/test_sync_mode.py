@@ -25,7 +25,7 @@ def small(world_size: int = 8, **keys: object):
 def held(of, **keys: object) -> float:
     """GiB that `of` holds with these keys of its sharding instead."""
     mode = replace(footprint.chosen(of), **keys)
-    return sync_mode.Forecast(of, 1000).of(mode).held / GIB
+    return sync_mode.Forecast(of, 1000).predict(mode).held / GIB
 
 
 def settled(memory_gib: float, **keys: object):
@@ -57,7 +57,7 @@ def test_the_memory_that_is_left_keeps_parameters_gathered() -> None:
     assert between.config.sharding.max_live_parameters > 0
     forecast = sync_mode.Forecast(between, 1000)
     without = replace(footprint.chosen(between), live=0)
-    assert forecast.of(footprint.chosen(between)).moved.total < forecast.of(without).moved.total
+    assert forecast.predict(footprint.chosen(between)).moved.total < forecast.predict(without).moved.total
     assert held(between) <= between.config.sharding.memory_gib
 
 
@@ -72,7 +72,7 @@ def test_the_device_is_the_limit_where_no_key_is() -> None:
     assert usage.runtime_bytes > GIB
     for sync, chosen in (("resident", "resident"), ("streaming", "streaming")):
         plan = small(sync=sync)
-        needed = sync_mode.Forecast(plan, 1000, usage=usage).of(footprint.chosen(plan)).held
+        needed = sync_mode.Forecast(plan, 1000, usage=usage).predict(footprint.chosen(plan)).held
         assert needed > (held(plan) + 4) * GIB
         assert sync_mode.choose_sync_mode(small(), needed + 1).config.sharding.sync == chosen
     with pytest.raises(ConfigError, match=r"runtime 4\.25 GiB"):
@@ -122,7 +122,7 @@ def test_experts_are_held_and_moved_by_their_own_ranks() -> None:
     """Spread over all ranks, an expert is on one rank and no bytes of it cross data-parallel ranks."""
     keys = dict(num_experts=4, add_bias_linear=False, pipeline_model_parallel_size=1, num_layers=4)
     spread, dense = small(4, expert_model_parallel_size=4, **keys), small(4, **keys)
-    apart, together = (sync_mode.Forecast(each, 1000).of(footprint.chosen(each)) for each in (spread, dense))
+    apart, together = (sync_mode.Forecast(each, 1000).predict(footprint.chosen(each)) for each in (spread, dense))
     assert apart.moved.total < 0.5 * together.moved.total
     shared = sync_mode.Forecast(spread, 1000).elements(0)
     assert apart.memory["optimizer"] == pytest.approx(12 * (shared.plain / 4 + shared.expert))

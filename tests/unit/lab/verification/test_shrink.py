@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaaccum.config import Plan, resolve
-from megaaccum.lab.verification.shrink import MOST_RANKS, settle
+from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
 from megaaccum.lab.verification.verdict import lanes_of
 from megaaccum.pretrain.interop.load import load
 from tests.support.configs import make, plan
@@ -27,7 +27,7 @@ def test_a_shipped_configuration_keeps_its_axes(path):
     assert match is not None
     config = load(path)
     real = resolve(config, world_size=int(match[1]))
-    shrunk = settle(config, real, shrink=True)
+    shrunk = as_case(config, real, shrink=True)
     small = shrunk.case.plan()
     assert small.layout.world_size <= MOST_RANKS
     assert axes(small) == axes(real)
@@ -39,21 +39,21 @@ def test_a_shipped_configuration_keeps_its_axes(path):
 def test_an_axis_without_room_is_named():
     keys = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2, zero_stage=1)
     config = make(**keys)
-    shrunk = settle(config, resolve(config, world_size=16), shrink=True)
+    shrunk = as_case(config, resolve(config, world_size=16), shrink=True)
     assert shrunk.case.plan().layout.dp == 1
     assert any("data parallelism is left out" in note for note in shrunk.notes)
 
 
 def test_dropout_is_left_out_and_said():
     config = make(hidden_dropout=0.1)
-    shrunk = settle(config, resolve(config, world_size=1), shrink=False)
+    shrunk = as_case(config, resolve(config, world_size=1), shrink=False)
     assert shrunk.case.plan().config.model.hidden_dropout == 0
     assert any("dropout is 0" in note for note in shrunk.notes)
 
 
 def test_the_configured_batch_is_kept_where_nothing_is_shrunk():
     config = make()
-    case = settle(config, resolve(config, world_size=1), shrink=False).case
+    case = as_case(config, resolve(config, world_size=1), shrink=False).case
     assert case.plan().batch.num_microbatches == plan().batch.num_microbatches
 
 
@@ -70,4 +70,4 @@ def test_the_configured_batch_is_kept_where_nothing_is_shrunk():
 def test_precisions_that_are_compared(keys, lanes):
     """Experts in 16 bits are left out: rounding changes which expert a token goes to."""
     config = make(**keys)
-    assert lanes_of(settle(config, resolve(config, world_size=1), shrink=True).case) == lanes
+    assert lanes_of(as_case(config, resolve(config, world_size=1), shrink=True).case) == lanes

@@ -1,0 +1,89 @@
+"""Sizes that a reader feels: lines of the core and the package, parameters, classes of the step, one backend, one
+schedule."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import megaaccum
+from megaaccum.schedule.build import BUILT_IN, entry
+
+ROOT = Path(megaaccum.__file__).parent
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
+ABOVE_THE_CORE = ("pretrain", "lab", "cli", "train.py", "__main__.py")
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def code_lines(source: str) -> int:
+    """Lines without blank ones, comments and texts that stand alone (docstrings)."""
+    texts: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - texts)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Named parameters, without the first of a method."""
+    args = function.args
+    return len([each for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if each.arg not in ("self", "cls")])
+
+
+def test_lines_are_counted() -> None:
+    assert code_lines('"""Text."""\n\n# comment\nx = (\n    1,\n)\n') == 3
+
+
+def test_the_core_and_the_package_stay_small() -> None:
+    lines = {path: code_lines(path.read_text(encoding="utf-8")) for path in TREES}
+    core = [path for path in lines if path.relative_to(ROOT).parts[0] not in ABOVE_THE_CORE]
+    assert sum(lines[path] for path in core) <= 14_000
+    assert sum(lines.values()) <= 28_500
+
+
+def test_functions_have_at_most_eight_parameters() -> None:
+    functions = [
+        (path.name, node)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len(functions) > 1000
+    assert [f"{name}: {node.name}" for name, node in functions if parameters(node) > 8] == []
+
+
+def test_the_step_has_at_most_fourteen_classes() -> None:
+    classes = [
+        n for p, tree in TREES.items() if p.parent.name == "step" for n in tree.body if isinstance(n, ast.ClassDef)
+    ]
+    assert 10 <= len(classes) <= 14
+
+
+def test_the_step_is_one_method_of_at_most_sixty_lines() -> None:
+    from megaaccum.step.train_step import TrainStep
+
+    source = inspect.getsource(TrainStep.train)
+    assert len(source.splitlines()) <= 60
+    order = ["agree", "open", "flush", "reduce_and_measure", "judge", "roll_back", "update", "commit"]
+    places = [source.index(f"self.{name}(") for name in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "deepspeed", "fsdp2", "megatron", "streaming"])
+def test_a_backend_is_one_file_of_at_most_400_lines(backend: str) -> None:
+    assert len((ROOT / "sharding" / f"{backend}.py").read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_schedule_takes_at_most_60_lines_of_one_file(name: str) -> None:
+    builder = entry(name).build
+    assert builder is None or len(inspect.getsource(builder).splitlines()) <= 60
