@@ -192,3 +192,13 @@ def test_the_quickstart_shows_the_plan_as_it_is():
     plan = check.run(ROOT / "configs" / "tiny_cpu.yaml", world_size=4)
     batch = plan[plan.index("Batch\n") :].split("\n\n")[0]
     assert f"```\n{batch}\n```" in (ROOT / "docs" / "start" / "quickstart.md").read_text()
+
+
+def test_the_import_paths_of_the_changelog_lead_to_modules():
+    table = re.findall(r"^  \| `([\w.]+)` \| `([\w.]+)`.* \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(table) > 40
+    package = ROOT / "megaaccum"
+    missing = [
+        new for _, new in table if not any(package.glob(new.replace(".", "/") + end) for end in (".py", "/__init__.py"))
+    ]
+    assert missing == [] and len(dict(table)) == len(table)
