@@ -57,7 +57,9 @@ quick-rest: setup
 
 # Every test, in parts, two at a time: one alone leaves a core idle wherever a rank waits or there is one rank only.
 # Each part reports at its end. `python -m pytest` is the same in one process.
-PARTS := e-l s-z m-r a-d rest
+PARTS := e-l s-z m-r rest a-d
+
+test-rest test-%: export OMP_NUM_THREADS = 1
 
 test: setup te
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync $(PARTS:%=test-%)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
 saving, evaluation and metrics off; a layout's time is the median of steps 1 to 3. Layouts that run out of memory, hang,
-or whose gradient is not finite are dropped, and the next one is chosen by rule. Started again, it goes on where it
-was."""
+or whose gradient is not finite are dropped, and the next one is chosen by rule. Started again, it resumes after the
+last layout that was run."""
 
 
 def main(argv: Sequence[str]) -> int:

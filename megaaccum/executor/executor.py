@@ -78,7 +78,7 @@ class Flush:
         self._left = self._items()
 
     def run(self, items: int | None = None) -> None:
-        """Do what is left of the rank's actions, in order, or the next `items` of them (a pair counts once). Raises
+        """Run the rank's remaining actions in order, or the next `items` of them (a pair counts once). Raises
         FlushError, from the cause, naming rank, action and micro-batch."""
         has_backwards = items is None and not self.call.forward_only
         if has_backwards:

@@ -279,6 +279,6 @@ def _is_qk_norm(name: str) -> bool:
 
 
 def never_decays(name: str, param: torch.nn.Parameter) -> bool:
-    # ZeRO-3 leaves an empty one-dimensional tensor in place of a partitioned parameter; ds_shape is what it stands for.
+    # ZeRO-3 leaves an empty one-dimensional tensor in place of a partitioned parameter; ds_shape is the whole shape.
     shape = getattr(param, "ds_shape", param.shape)
     return name.endswith(".bias") or len(shape) == 1

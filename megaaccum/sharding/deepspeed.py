@@ -242,7 +242,7 @@ class DeepSpeedBackend:
         self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.driver.params]
 
     def _sum_the_rest(self) -> None:
-        """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`separate_tied_copies`)."""
+        """Sum gradients over tp and over tied copies. The tied copies are cut alike (`separate_tied_copies`)."""
         sum_over_tp(self, self._groups)
         if any(names.is_tied(param) for param in self._all_params):
             sum_tied_copies(self, self._groups)

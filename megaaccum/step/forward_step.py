@@ -74,7 +74,7 @@ class ForwardStep:
         def scaled(output: torch.Tensor, non_loss_data: bool = False) -> tuple[torch.Tensor, ...]:
             try:
                 total, weight, reports = read_triple(loss_func(output))
-            except StepError as error:  # other stages wait for this one: the flush goes on, and all raise after it
+            except StepError as error:  # other stages wait for this one: the flush continues, and all raise after it
                 self._tally.problem = self._tally.problem or error
                 total, weight, reports = _nothing(output)
             loss = total.detach()

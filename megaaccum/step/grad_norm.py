@@ -129,8 +129,8 @@ def counts_in_norm(shard: GradShard, backend: ShardingBackend, groups: Groups) -
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """By what a gradient of that norm is multiplied to have `max_norm`; it is clipped where this is below 1. A max_norm
-    of 0 does not clip."""
+    """The factor that scales a gradient of norm `norm` to `max_norm`. The gradient is clipped if the factor is below 1;
+    a max_norm of 0 does not clip."""
     return max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
 
 

@@ -186,8 +186,8 @@ class SpeculativeTrainStep(TrainStep):
 
 
 def _undo(backend: ShardingBackend, num_updates: int) -> Callable[[], None]:
-    """Copy what an update changes on this rank: master weights, moments, and the gradient that it reads. Returns a
-    function that goes back to the copy; collective over the data-parallel ranks."""
+    """Copy the tensors that an update changes on this rank: master weights, moments, and the gradient that it reads.
+    Returns a function that restores the copy; collective over the data-parallel ranks."""
     copies = [tensor.clone() for tensor in _state(backend)]
     give_gradients = backend.copy_gradients()
 

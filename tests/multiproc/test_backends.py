@@ -245,8 +245,8 @@ def test_the_number_of_threads_changes_sums_unless_they_are_to_repeat():
 
 
 def most_held(cases: list[Case]) -> list[tuple[int, int, int]]:
-    """Of a step of each case on this rank: most elements of whole parameters at once, most elements of whole gradients,
-    and elements of the two largest neighbouring units."""
+    """For a step of each case on this rank: peak elements of whole parameters, peak elements of whole gradients, and
+    elements of the two largest neighbouring units."""
     results = []
     for case in cases:
         rig = Rig.of(case)

@@ -69,7 +69,7 @@ def test_megatron(case, parity):
 
 
 def last_weight_gradients_forgotten(case: Case):
-    """What is left of a W when its last gradient has come is not reduced."""
+    """Gradients that a W has left after its last one are not reduced."""
     from megaaccum.sharding.streaming import StreamingBackend
     from tests.support.parity import gradient
 

@@ -1,4 +1,4 @@
-"""What an engine is given by mistake: one clear error on every rank, no hang, and nothing lost."""
+"""Wrong inputs to an engine: one clear error on every rank, no hang, and nothing lost."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def returning(values):
 
 
 def wrong_losses() -> dict[str, list[str]]:
-    """What a step with a bad loss function raises, and the step with a good one after it."""
+    """The error of a step with a bad loss function, and the step with a good one after it."""
     import torch
 
     functions = {

@@ -65,7 +65,7 @@ THREE = [
 
 
 def ranks_one_by_one() -> Iterator[None]:
-    """What ranks have is added in rank order."""
+    """Ranks' sums are added in rank order."""
     from megaaccum.sharding.sum_tree import Runs, in_rank_order
 
     with patch.object(Runs, "add", lambda self, rows, dtype: in_rank_order(rows, dtype)):
@@ -104,7 +104,7 @@ def as_they_come() -> Iterator[None]:
 
 
 def rounded_once() -> Iterator[None]:
-    """What a rank has is rounded on its way alone."""
+    """A rank's sum is rounded for its message only."""
     from megaaccum.sharding.sum_tree import MicrobatchSums
 
     def unrounded(cls, plan, groups):
@@ -175,7 +175,7 @@ def run(case: Case, mistake=None, steps: int = STEPS) -> Outcome:
 
 @cache
 def one_process(model: str) -> Outcome:
-    """Of one process with the same micro-batches."""
+    """The outcome of one process with the same micro-batches."""
     return run_ranks(run, 1, row(1, f"--pp_microbatches {12 if TWELVE in model else 16} ", model.removeprefix(MODEL)))[
         0
     ]

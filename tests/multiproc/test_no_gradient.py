@@ -20,7 +20,7 @@ SPLIT, PLAIN = "--pp_microbatches 4 --pipeline_model_parallel_size 2 --schedule 
 
 
 def check(change: no_gradient.Change, cases: list[Case]) -> None:
-    """As distance.check, of a changed model."""
+    """Run distance.check on a changed model."""
     found = []
     by_rank = run_ranks(no_gradient.gradients, 4, cases, change, timeout=60 + 15 * len(cases))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -58,7 +58,7 @@ def test_a_rank_that_trains_nothing_ends_all_with_one_message():
 
 
 def test_other_ways_of_the_backward():
-    """Where a last backward, or a whole one, brings what under the other schedule I and W bring."""
+    """A last backward, or an unsplit one, computes the gradients that I and W compute under the other schedule."""
     check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
 
 

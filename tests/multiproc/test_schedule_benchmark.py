@@ -75,7 +75,7 @@ def test_steps_in_a_row_end_before_their_verdict_on_stages_of_either_kind(stages
 
 
 def ended_early(setup: Setup) -> tuple[list[bool], list[float]]:
-    """Of each step that ended before its verdict, whether its update stayed; and the norm of every step."""
+    """For each step that ended before its verdict, whether its update was kept; and the norm of every step."""
     engine, kept = delays.engine(setup, speculative_step=True), []
     speculation: Any = engine.train_steps
     end = speculation.end_early

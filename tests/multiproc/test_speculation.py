@@ -54,8 +54,8 @@ def poisoned(groups: Any, loss_norm: str):
 
 @dataclass
 class Run:
-    """Of each step: what it reports, and this rank's state after it; at the end the process' random states. early:
-    steps that ended before their verdict. restored: updates that this rank took back."""
+    """Reports of each step and this rank's state after it; at the end, the random states of the process. early: steps
+    that ended before their verdict. restored: updates that this rank took back."""
 
     reports: list[tuple] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -157,7 +157,7 @@ def test_without_clipping_every_step_but_the_first_and_the_last_ends_early():
 
 
 def otherwise(engine, step: int, now: list, following: list) -> dict[str, Any]:
-    """What a loop may do between a step that has begun and its call, and what may become of the next one."""
+    """Actions that a loop may take between the early start of a step and its call, and outcomes of the next step."""
     rank = torch.distributed.get_rank()
     if step == 3:
         engine.evaluate(now)
@@ -174,7 +174,7 @@ def test_whatever_comes_between_ends_the_step_that_has_begun():
 
 
 def mutated(name: str) -> str:
-    """What `compared` says where a rule is broken."""
+    """The result of `compared` if a rule is broken."""
     from megaaccum.step.speculation import SpeculativeTrainStep
 
     mistakes = {

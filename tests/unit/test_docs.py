@@ -1,4 +1,4 @@
-"""What the README and docs/ say exists: files, commands, flags of the configuration, the picture."""
+"""Files, commands, flags of the configuration and the picture that the README and docs/ name exist."""
 
 import re
 import runpy
@@ -67,7 +67,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What the headings of a page are linked by."""
+    """The anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
@@ -79,7 +79,7 @@ def shell_lines(text: str) -> list[str]:
 
 
 def problems(line: str) -> list[str]:
-    """What of a shown command does not exist; empty for a line that is no command of this repository."""
+    """Parts of a shown command that do not exist; empty for a line that is no command of this repository."""
     words = line.split()
     if line.startswith("make "):
         return [] if re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else [line]
@@ -192,3 +192,13 @@ def test_the_quickstart_shows_the_plan_as_it_is():
     plan = check.run(ROOT / "configs" / "tiny_cpu.yaml", world_size=4)
     batch = plan[plan.index("Batch\n") :].split("\n\n")[0]
     assert f"```\n{batch}\n```" in (ROOT / "docs" / "start" / "quickstart.md").read_text()
+
+
+def test_the_import_paths_of_the_changelog_lead_to_modules():
+    table = re.findall(r"^  \| `([\w.]+)` \| `([\w.]+)`.* \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(table) > 40
+    package = ROOT / "megaaccum"
+    missing = [
+        new for _, new in table if not any(package.glob(new.replace(".", "/") + end) for end in (".py", "/__init__.py"))
+    ]
+    assert missing == [] and len(dict(table)) == len(table)
