@@ -17,7 +17,7 @@ PORT = "29533"
 
 
 def why_not() -> str:
-    """What this machine lacks, or nothing."""
+    """The requirement that this machine lacks, or an empty text."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
     missing = [tool for tool in ("ip", "tc") if _find(tool) is None]
@@ -60,7 +60,7 @@ def _delete() -> None:
 
 
 def run_on_both(code: str, arguments: Sequence[str], ranks: int, timeout: float) -> str:
-    """What rank 0 prints when `python -c code arguments` runs as `ranks` ranks, the first half on the first host.
+    """Run `python -c code arguments` as `ranks` ranks, the first half on the first host; returns rank 0's output.
 
     Raises RuntimeError with the end of a failed rank's output, or after `timeout` seconds.
     """

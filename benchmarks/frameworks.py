@@ -139,7 +139,7 @@ def states_of(row: Row) -> StateBytes:
 
 
 def kernels_of(row: Row) -> Kernels:
-    """What the framework's layers keep."""
+    """The kernels of the framework's layers, which decide what a layer keeps for its backward."""
     torch_loss = row.text("framework").startswith(("torchtitan", "llm-foundry"))
     compiled_loss = torch_loss and row.source.startswith("torchtitan_h200")  # torchtitan compiles its loss since 2025
     modules = [m for m in ("core_attn", "mlp", "layernorm") if m in row.text("recompute")]
@@ -172,7 +172,7 @@ def has_short_ends(row: Row) -> bool:
 
 
 def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
-    """What the planner needs to predict a row's memory, with the constants of its hardware."""
+    """The planner's memory model and layouts of a row, with the constants of its hardware."""
     model, vocab_size = model_of(row)
     layout = layout_of(row)
     if row.text("precision") == "" and row.source.startswith("zero_bubble"):
@@ -200,7 +200,7 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
 
 
 def software_of(row: Row) -> Software:
-    """What decides a row's step time beside its layout."""
+    """The software that, besides its layout, decides a row's step time."""
     framework, source = row.text("framework"), row.source
     compiled = "compile" in framework
     modern = framework.startswith(("Megatron-Core", "Megatron-Bridge", "NeMo", "MegaScale"))

@@ -223,7 +223,7 @@ class _Run:
             self.step.forward_backward(batch, step=step + 1, last=start + size == len(mine), total=total)
             if cell.evaluate and start == 0:
                 self.step.forward(self.step.batch_of(self.microbatches(STEPS)))
-        return self.step.optim_step(step=step + 1)
+        return self.step.optim_step()
 
     def _total_weight(self, step: int) -> float:
         """N over all ranks."""

@@ -82,7 +82,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a run came to. state: a digest of weights and moments."""
+    """The result of a run. state: a digest of weights and moments."""
 
     precision: str
     num_microbatches: int

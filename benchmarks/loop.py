@@ -175,11 +175,11 @@ def in_turns(
 
 
 Phases = list[tuple[dict[str, float], float, int, int]]
-"""Of each step: seconds by phase, of the whole step, its counted collectives and their bytes."""
+"""For each step: seconds by phase, seconds of the whole step, its counted collectives and their bytes."""
 
 
 def phases(path: str, overrides: list[str], steps: int, by_default: bool = False) -> tuple[Phases, float]:
-    """What each step of the loop says of itself on this rank, and seconds that counting adds to one collective."""
+    """Phases of each step of the loop on this rank, and the seconds that counting adds to one collective."""
     step, seen = loop_arm(_plan(path, overrides, by_default=by_default), lambda result: result), []
     for _ in range(steps):
         start = time.perf_counter()
@@ -208,7 +208,7 @@ def cost_of_counting(calls: int = 10_000) -> float:
 
 
 class _PairOfRanks:
-    """What the meter asks of a group."""
+    """A process group, as far as the meter reads one."""
 
     group_name = "dp"
 
@@ -217,7 +217,7 @@ class _PairOfRanks:
 
 
 def moved_bytes(by_rank: list[tuple[Phases, float]]) -> float:
-    """Of the last step on all ranks together."""
+    """Bytes that all ranks together moved in the last step."""
     return sum(seen[-1][3] for seen, _ in by_rank)
 
 

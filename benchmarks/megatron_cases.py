@@ -78,7 +78,7 @@ class Score:
 
 
 def score(cases: list[dict]) -> Score:
-    """Of cases as FILE has them."""
+    """The score of cases in the format of FILE."""
     found = Score()
     for case in cases:
         problems, notes = check(case)

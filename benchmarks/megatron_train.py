@@ -77,7 +77,7 @@ NOT_MEGATRONS = set(
     " fine-grained-activation-offloading offload-modules expert-tensor-parallel-size moe-flex-dispatcher-backend"
     " use-transformer-engine-op-fuser exit-signal-handler ddp-average-in-collective".split()
 )
-"""What the reference does without: its DDP and distributed optimizer, on a CPU, shard and overlap their own way."""
+"""Flags that the reference does not get: its DDP and distributed optimizer shard and overlap in their own way."""
 
 REFERENCE = (
     "--use-distributed-optimizer --distributed-backend gloo --num-workers 0 --rerun-mode disabled"

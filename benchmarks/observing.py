@@ -1,4 +1,4 @@
-"""What a run's observers take of a step: receipts, log, seconds by phase, counted bytes and memory, looks at all ranks.
+"""The cost of a run's observers per step: receipts, log, seconds by phase, counted bytes and memory, checks of ranks.
 
     python -m benchmarks observing [--config C] [--blocks N] [--steps N] [--json F] [--key value ...]
 
@@ -164,7 +164,7 @@ def _nothing_is_noted() -> Iterator[None]:
 
 
 class _NoObserver:
-    """What a step calls of its observer (metrics/observer.py), doing nothing."""
+    """An observer that does nothing."""
 
     def __init__(self, trace: Any):
         self.trace, self.stopwatch = trace, self

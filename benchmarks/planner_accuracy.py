@@ -142,7 +142,7 @@ def _is_larger_and_takes_less(other: Row, row: Row) -> bool:
 
 
 def statistics(errors: np.ndarray) -> dict[str, float]:
-    """Of relative errors: how many, and median, mean, 90th percentile and largest absolute one, and the mean."""
+    """Statistics of relative errors: count; median, mean, 90th percentile and maximum of absolute values; mean."""
     size = np.abs(errors)
     return {
         "rows": len(errors),

@@ -156,7 +156,7 @@ def _vocabulary(row: Row) -> int:
 
 
 def _heads(hidden: int) -> int:
-    """Where the number of heads is not told: the power of two that makes heads of 128 to 255 channels."""
+    """A number of heads if none is published: the power of two that makes heads of 128 to 255 channels."""
     heads = 1
     while hidden / (2 * heads) >= 128 and hidden % (2 * heads) == 0:
         heads *= 2

@@ -3,7 +3,7 @@
     python -m benchmarks restarts [--json F]
 
 And with experts, cut over tensor-parallel ranks or spread. Four ranks, FP32, two AdamW steps before the save. The error
-is that of the whole gradient, relative to one process in float64 that goes on from the same checkpoint; the limit is
+is that of the whole gradient, relative to one process in float64 that resumes from the same checkpoint; the limit is
 twice that of one process in FP32. Then as many moves under `reproducible: layout`, with dropout and clipping: loss,
 norm, gradient, and the weights and moments after the step have to be those of the uninterrupted run to the bit.
 """

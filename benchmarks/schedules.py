@@ -47,7 +47,7 @@ RUNTIMES = {
     "torch": ("1f1b", "interleaved", "zbv", "dualpipev"),
 }
 STAGES = ("host", "device")
-"""What may compute passes: `delays.PROCESSORS`."""
+"""Processors that may compute passes: `delays.PROCESSORS`."""
 WARM_UP = 2
 """Flushes that are not measured: a forked rank copies each page of memory when it first writes to it."""
 
@@ -64,7 +64,7 @@ class Setup:
     repeat: int
 
     stages: str = "host"
-    """What computes them, of `delays.PROCESSORS`."""
+    """The processor that computes the stages: one of `delays.PROCESSORS`."""
 
     by_stage: tuple[tuple[float, float, float], ...] | None = None
     """F, I and W of each stage instead, where these differ."""
@@ -167,7 +167,7 @@ def stages_of(text: str) -> list[str]:
 
 
 def conditions() -> dict:
-    """What a number needs beside it: machine, versions, commit, date."""
+    """The conditions of a measurement: machine, versions, commit, date."""
     import importlib.metadata as metadata
     import os
 
@@ -192,7 +192,7 @@ def line(result: Result) -> str:
 
 
 def share_kept(named: Result, searched: Result) -> float:
-    """Of the simulated gain of the searched order over the named one, what wall time has."""
+    """The share of the searched order's simulated gain over the named one that wall time shows."""
     return (named.wall - searched.wall) / (named.simulated - searched.simulated)
 
 

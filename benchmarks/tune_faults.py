@@ -95,7 +95,7 @@ def _check(rows: list[int], outcomes: dict[int, dict[str, Any]], ranked: dict[in
 def start(words: list[str]) -> int:
     """`megaaccum tune` whose runs are `run`s."""
     code = "import sys; from benchmarks import tune_faults as it; sys.exit(it.run(sys.argv[1]))"
-    tune._start = lambda args: [sys.executable, "-c", code]
+    tune.launch_command = lambda args: [sys.executable, "-c", code]
     return cli.main(["tune", *words])
 
 
@@ -127,13 +127,13 @@ def begins_slowly(argv: list[str]) -> int:
 def is_not_finite(argv: list[str]) -> int:
     from megaaccum.model.gpt_forward import GptForwardStep
 
-    loss = GptForwardStep._loss
+    loss = GptForwardStep.loss
 
     def spoiled(*args: Any) -> Any:
         total, *rest = loss(*args)
         return total * float("nan"), *rest
 
-    GptForwardStep._loss = spoiled
+    GptForwardStep.loss = spoiled
     return _train(argv, lambda: None)
 
 

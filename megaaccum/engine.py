@@ -77,7 +77,7 @@ def initialize(
             returns (sum of the losses, weight of that sum, reports). Each call may bring another one.
         groups: Megatron's ProcessGroupCollection of the layout; default: those of `parallel_state` where it is
             initialised, else they are built from the plan.
-        optimizer: a torch optimizer, or what makes one of a list of parameters; default: AdamW by the plan's
+        optimizer: a torch optimizer, or a function that builds one from parameters; default: AdamW by the plan's
             `optimizer` section, which then needs `lr`.
         reports: how each report of the loss functions is reduced: `sum`, `mean` (the default: by weight; of Megatron's
             pair [sum, count] the quotient of sums), or `microbatch` (as it is, on ranks of the last stage).
@@ -217,7 +217,7 @@ class Engine:
         """One optimizer step on this rank's micro-batches of it: `engine.batch.num_microbatches`.
 
         Args:
-            microbatches: a list; each is what one `next(data_iterator)` of the forward step function gives.
+            microbatches: a list; one `next(data_iterator)` of the forward step function returns one element.
             stop: this rank asks to stop after the step; every rank's result then says so.
             problem: why this rank cannot take the step, raised on every rank before any begins.
             upcoming: with `speculative_step`, the list that the next call will be given, or None, on every rank alike.
@@ -231,9 +231,9 @@ class Engine:
             return self.train_steps.train(microbatches, stop=stop, problem=problem, upcoming=upcoming)
 
     def gather_ahead(self) -> None:
-        """Begin the gather of parameters that the next step begins with (ZeRO-3, `sync: resident`), beside what comes
-        before it: reading data, a log. Until that step, an evaluation, `save` or `load`, nothing else is to read or
-        write the chunks' parameters. On every rank alike, or on none."""
+        """Start the next step's gather of parameters (ZeRO-3, `sync: resident`) early, so that it overlaps reading data
+        or logging. Until that step, an evaluation, `save` or `load`, nothing else may read or write the chunks'
+        parameters. Call it on every rank or on none."""
         with self._guarded():
             self.train_steps.gather_ahead()
 
@@ -258,12 +258,12 @@ class Engine:
             weights: of each micro-batch, where known before the forward.
             total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
                 the backward, which is exact for side losses too. Else gradients are sums until `optim_step`.
-            expected_tokens: the weight that a micro-batch is expected to have: what a balancing loss of experts counts
-                by while N is not known. Default: its `weights`, else all its tokens.
+            expected_tokens: the expected weight of a micro-batch, by which a balancing loss of experts is weighed while
+                N is not known. Default: its `weights`, else all its tokens.
             lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no
                 dicts with `tokens` or `input_ids`; needed on one stage of each pipeline.
 
-        A call that brings the step's micro-batches to those of `engine.batch` reduces inside its last backward.
+        The call that completes the `engine.batch` micro-batches of a step reduces gradients inside its last backward.
         """
         with self._guarded():
             batch = self.train_steps.batch_of(
@@ -329,7 +329,7 @@ class Engine:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Refuse what a failed engine is asked for, and note an error that makes it one."""
+        """Raise if the engine has failed before; record an error inside that makes it a failed engine."""
         if self._failed is not None:
             raise StepError(
                 f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot continue: start"

@@ -56,8 +56,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def resume_candidates(folder: str | os.PathLike[str]) -> tuple[list[Path], str]:
-    """(checkpoints of `folder` in the order in which a resume tries them, what is wrong with the file `latest`). The
-    current checkpoint is first, then those of earlier steps, newest first."""
+    """(checkpoints of `folder` in the order in which a resume tries them, problems of the file `latest`). The current
+    checkpoint is first, then those of earlier steps, newest first."""
     whole = sorted(Path(folder).glob("step_*/state.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     newest = [state.parent for state in whole if state.parent.suffix != ".tmp"]
     pointer = Path(folder) / "latest"
@@ -133,7 +133,7 @@ class Files:
         _on_rank0(self._publish, f"cannot make {self.target} current")
 
     def abandon(self, error: BaseException) -> CheckpointError:
-        """Remove what the failed save wrote, and return the error to raise on every rank."""
+        """Remove the files of the failed save, and return the error to raise on every rank."""
         if dist.get_rank() == 0:
             shutil.rmtree(self.aside, ignore_errors=True)
         current = latest(self._folder)

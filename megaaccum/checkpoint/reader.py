@@ -86,7 +86,7 @@ def _unreadable(path: Path, error: OSError) -> DamagedCheckpoint:
 
 
 def _read_metadata(path: Path, sha256: str) -> Metadata:
-    """The list of a checkpoint's tensors. Raises what CheckpointReader raises."""
+    """The list of a checkpoint's tensors. Raises the errors of CheckpointReader."""
     try:
         content = path.read_bytes()
     except OSError as error:

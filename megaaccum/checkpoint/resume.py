@@ -1,4 +1,4 @@
-"""Choosing the checkpoint that a run resumes from, and what in it may differ from the configuration."""
+"""Choice of the checkpoint from which a run resumes, and its permitted differences from the configuration."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def first_good[Loaded](
 def check_differences(
     checkpoint: Path, differing: Mapping[str, Mapping[str, str]], override: Collection[str]
 ) -> list[str]:
-    """Describe what differs between a checkpoint and the configuration, all of it permitted by `override`. differing:
-    {name for `override`: {difference: remedy}}. Raises CheckpointError, naming everything that is not permitted."""
+    """Describe the differences of a checkpoint from the configuration, all of which `override` permits. differing:
+    {name for `override`: {difference: remedy}}. Raises CheckpointError, naming all that it does not permit."""
     refused = [name for name, texts in differing.items() if texts and name not in override]
     if refused:
         texts = [f"{text}; {remedy}" for name in refused for text, remedy in differing[name].items()]

@@ -55,8 +55,8 @@ _PADDED = "padded vocab_size"
 
 
 Buffers = dict[str, torch.Tensor]
-"""{name in the whole model: tensor} of what training changes beside parameters; the same on all ranks of a stage. Names
-that begin with fp8/ are those of amax histories and scales, which a checkpoint of a run without FP8 does not have."""
+"""{name in the whole model: tensor} of trained state that is no parameter; the same on all ranks of a stage. Names that
+begin with fp8/ are amax histories and scales, which a checkpoint of a run without FP8 does not have."""
 
 
 def save(

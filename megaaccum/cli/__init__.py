@@ -26,7 +26,7 @@ class Command:
 COMMANDS = (
     Command(("train",), "megaaccum.cli.train", "train the model of a config; starts the ranks of this machine itself"),
     Command(("check",), "megaaccum.cli.check", "resolve a config and print its plan, or every error in it at once"),
-    Command(("verify",), "megaaccum.cli.verify", "prove that the accumulated step of a config is the big batch's step"),
+    Command(("verify",), "megaaccum.cli.verify", "prove that the accumulated step of a config equals the full batch's"),
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
     Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),

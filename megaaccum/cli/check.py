@@ -341,7 +341,7 @@ def _sharding(plan: Plan) -> _Section:
 
 
 def _precisions(sharding: ShardingConfig) -> str:
-    """In what the backend adds gradients of micro-batches, reduces them over ranks, and steps."""
+    """The dtypes in which the backend accumulates gradients, reduces them over ranks, and updates weights."""
     params = sharding.params_dtype
     added, reduced, stepped = sharding.grad_accum_dtype, sharding.grad_reduce_dtype, sharding.optimizer_dtype
     if params == "fp64":

@@ -1,4 +1,4 @@
-"""`megaaccum doctor`: what is installed, what is missing or half there, and what to do about it.
+"""`megaaccum doctor`: reports missing, incomplete and incompatible installations, and how to mend them.
 
 Nothing is imported that could start CUDA: versions come from package metadata, GPUs from the driver's management
 library.

@@ -100,7 +100,7 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:
-    """Everything that was asked for."""
+    """Print the ranking in the form that the options select, and write the chosen row."""
     for name, row in (("--explain", args.explain), ("--row", args.row)):
         if row is not None and not 1 <= row <= len(ranked):
             raise ConfigError(f"{name} {row}: {len(ranked)} layouts fit; give a number from 1 to {len(ranked)}.")

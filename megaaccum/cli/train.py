@@ -91,7 +91,7 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
 
 
 def _resume_hint(argv: Sequence[str], config: Config) -> str:
-    """How the run of this command line goes on."""
+    """The command that resumes this run, or a sentence that says that there is no checkpoint."""
     pointer = checkpoint_folder(config) / "latest"
     if not pointer.exists():
         return "There is no checkpoint of this run."

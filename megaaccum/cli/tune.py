@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
 saving, evaluation and metrics off; a layout's time is the median of steps 1 to 3. Layouts that run out of memory, hang,
-or whose gradient is not finite are dropped, and the next one is chosen by rule. Started again, it goes on where it
-was."""
+or whose gradient is not finite are dropped, and the next one is chosen by rule. Started again, it resumes after the
+last layout that was run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
     folder = Path(args.output or Path(config.run.output_dir) / "tune")
     trials = Trials(
-        workload=workload, folder=folder, command=_start(args), time_limit=args.time_limit,
+        workload=workload, folder=folder, command=launch_command(args), time_limit=args.time_limit,
         steps=max(STEPS, args.settle), band=args.band,
     )  # fmt: skip
     results = Results(folder / "results.json", _identity(config, world_size, trials))
@@ -124,7 +124,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return load_hardware(name or "h100", file=args.hardware)
 
 
-def _start(args: argparse.Namespace) -> list[str]:
+def launch_command(args: argparse.Namespace) -> list[str]:
     """The command that starts a run, without its configuration."""
     if args.hostfile is None:
         return [sys.executable, "-m", "megaaccum", "train"]

@@ -11,14 +11,14 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class NotOfType(Exception):
-    """A value that cannot be read as the key's type; the text names what was expected."""
+    """A value that cannot be read as the key's type; the text names the expected type."""
 
 
 def coerce(value: object, annotation: object) -> object:
     """Convert `value` to the annotated type. Text is parsed; numbers are never rounded, and booleans are no numbers.
 
     Raises:
-        NotOfType: the value is of another type; its text names what was expected.
+        NotOfType: the value is of another type; its text names the expected type.
     """
     origin = typing.get_origin(annotation)
     if origin is types.UnionType or origin is typing.Union:

@@ -182,7 +182,7 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
     Args:
         config: the configuration that a loader returns; not changed.
         world_size: ranks over all hosts.
-        own_model: the model, its data and its training are the user's own, so their keys are not required.
+        own_model: the user provides the model, its data and its training, so their keys are not required.
 
     `schedule: auto` becomes the first that the rules allow, Megatron's if they do; lab/planner/auto_schedule chooses.
 

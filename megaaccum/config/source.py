@@ -30,7 +30,7 @@ class Unknown:
     value: object
     """The YAML value, or the list of words after a flag."""
     place: str
-    """Where it was written, for error texts: 'run.yaml:12', '--rope-scaling'."""
+    """The file and line, or the flag, for error texts: 'run.yaml:12', '--rope-scaling'."""
     section: str | None = None
     """The section of the file in which it was written, if any."""
 
@@ -62,7 +62,7 @@ class Source:
     values: dict[str, object] = field(default_factory=dict)
     """Values by key."""
     places: dict[str, str] = field(default_factory=dict)
-    """Where each key was written, for error texts: 'run.yaml:12', '--dbs'."""
+    """The file and line, or the flag, of each key, for error texts: 'run.yaml:12', '--dbs'."""
     unknown: list[Unknown] = field(default_factory=list)
     """Names that are no keys. Each is a problem unless a reader removes it from this list."""
     problems: list[str] = field(default_factory=list)

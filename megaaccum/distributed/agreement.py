@@ -1,4 +1,4 @@
-"""Agreement of all ranks on what they are about to do, before the first message that would hang without it."""
+"""Checks that all ranks are about to do the same thing, before the first message that would hang otherwise."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LIBRARIES = (
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.datasets.gpt_dataset",
 )
-"""What every rank imports; five to ten seconds on an ordinary core."""
+"""Modules that every rank imports; importing them takes five to ten seconds on an ordinary core."""
 
 
 def prepare() -> None:

@@ -55,7 +55,7 @@ def seed_streams(key: str, current: str, names: Sequence[str], *, tp_rank: int) 
 
 
 class _Streams(dict[str, Any]):
-    """The states of Megatron's tracker by their names, each made when it is asked for: most layers draw from none."""
+    """The states of Megatron's tracker by their names, each created at its first use: most layers draw from none."""
 
     def __init__(self, names: Sequence[str], key: str, tp_rank: int):
         super().__init__(dict.fromkeys(names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +59,15 @@ def start_process_group(plan: Plan) -> None:
             f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. If the "
             "port is in use, give the launcher another --master_port"
         ) from error
+    if not cpu.has_accelerator():
+        # gloo's threads outlive a program that ends without leaving its group, and abort it at times. NCCL's do not,
+        # and leaving would wait for ranks that failed.
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def end_process_group() -> None:

@@ -66,7 +66,7 @@ class Flush:
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
         self._fused, self._config, self._splitting = fused, call.config, splitting
         self._hooks = Hooks(schedule, rank, call.config, call.chunks, call.backend)
-        self._passes = _passes(call)
+        self._passes = choose_passes(call)
         self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
         self._saved: dict[tuple[int, int], Saved] = {}
         self._owed: dict[tuple[int, int], WeightGrads] = {}
@@ -78,7 +78,7 @@ class Flush:
         self._left = self._items()
 
     def run(self, items: int | None = None) -> None:
-        """Do what is left of the rank's actions, in order, or the next `items` of them (a pair counts once). Raises
+        """Run the rank's remaining actions in order, or the next `items` of them (a pair counts once). Raises
         FlushError, from the cause, naming rank, action and micro-batch."""
         has_backwards = items is None and not self.call.forward_only
         if has_backwards:
@@ -138,7 +138,7 @@ class Flush:
                 self._passes.backward(back)
             self._backward_done(action)
         if action.kind in "WB":
-            self._weight_grad(action)
+            self.weight_grad(action)
         self._note(1)
 
     def _do_interleaved(self, pair: Pair, passes: PlanPasses) -> None:
@@ -149,7 +149,7 @@ class Flush:
             forwarded = passes.pair(at, back)
         self._forward_done(at, forwarded)
         self._backward_done(pair.backward)
-        self._weight_grad(pair.backward)
+        self.weight_grad(pair.backward)
         self._note(2)
 
     def _note(self, actions: int) -> None:
@@ -174,7 +174,7 @@ class Flush:
             received.requires_grad_()
         return Forward(
             chunk=chunk, microbatch=microbatch, received=received, last_stage=stage == self._last,
-            send=lambda output: self._pass_on("F", stage, microbatch, output, to=stage + 1),
+            send=lambda output: self.pass_on("F", stage, microbatch, output, to=stage + 1),
         )  # fmt: skip
 
     def _forward_done(self, at: Forward, forwarded: Forwarded) -> None:
@@ -205,7 +205,7 @@ class Flush:
         self._hooks.before_input_grad(action)
         return Backward(
             saved=self._saved[chunk, microbatch], grad=grad,
-            send=lambda grad_input: self._pass_on("B", stage, microbatch, grad_input, to=stage - 1),
+            send=lambda grad_input: self.pass_on("B", stage, microbatch, grad_input, to=stage - 1),
         )  # fmt: skip
 
     def _backward_done(self, action: Action) -> None:
@@ -215,7 +215,8 @@ class Flush:
             self.record.peak_deferred = max(self.record.peak_deferred, len(self._owed))
         self._hooks.after_input_grad(action)
 
-    def _weight_grad(self, action: Action) -> None:
+    def weight_grad(self, action: Action) -> None:
+        """Compute and add up the weight gradients that the micro-batch's input gradient put off."""
         self._hooks.before_weight_grad(action)
         self._owed.pop((action.chunk, action.microbatch)).compute(self._hooks.add_weight_grad)
         self._hooks.after_weight_grad(action)
@@ -231,7 +232,7 @@ class Flush:
                 self._arrived(message, stage - step, microbatch)
             if 0 <= stage + step <= self._last:
                 nothing = self.mail.new_buffer((stage, microbatch)).zero_()
-                self._pass_on(message, stage, microbatch, nothing, to=stage + step)
+                self.pass_on(message, stage, microbatch, nothing, to=stage + step)
 
     # --- between stages ---
 
@@ -244,7 +245,8 @@ class Flush:
         self._awaited, self._begun = None, time.perf_counter()
         return tensor
 
-    def _pass_on(self, kind: str, stage: int, microbatch: int, tensor: torch.Tensor, *, to: int) -> None:
+    def pass_on(self, kind: str, stage: int, microbatch: int, tensor: torch.Tensor, *, to: int) -> None:
+        """Give the activation (kind F) or gradient (B) that `stage` made to stage `to`, on this rank or another."""
         owner = self.schedule.rank_of_stage[to]
         if owner == self.rank:
             self._passed_on[kind, stage, microbatch] = tensor
@@ -276,7 +278,7 @@ class Flush:
         )
 
 
-def _passes(call: Call) -> ModulePasses | PlanPasses:
+def choose_passes(call: Call) -> ModulePasses | PlanPasses:
     """Schedule plans where Megatron's configuration asks for them; an evaluation has nothing to interleave."""
     overlaps = getattr(call.config, "overlap_moe_expert_parallel_comm", False)
     return PlanPasses(call) if overlaps and not call.forward_only else ModulePasses(call)

@@ -1,8 +1,8 @@
 """Megatron's hooks on parameters and gradients, called at the right actions of a schedule.
 
-Under an I/W split a parameter's gradient of one micro-batch comes with the input gradient (norms, biases, embeddings)
-or later with the weight gradient (matrices). Outside `no_sync_func` every gradient that arrives is final: that is so in
-a chunk's last I (or B) for the former, and in its last W (or B) for the latter, which may lie far apart.
+Under an I/W split, I computes the gradients of norms, biases and embeddings, and W those of matrices. Outside
+`no_sync_func` every gradient that arrives is final: in a chunk's last I (or B) for the former, and in its last W (or B)
+for the latter, which may lie far apart.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ QUEUES_BY_DEFAULT = 8
 def queues_needed(schedule: Schedule) -> int:
     """Hardware queues that a rank of `schedule` needs over NCCL: one for compute and one for each stream of messages.
 
-    An NCCL receive is a kernel that waits on the device for its sender. Where its stream shares a queue, it can hold up
-    what that sender, or the sender's own sender, waits for; NCCL promises nothing about two streams side by side.
+    An NCCL receive is a kernel that waits on the device for its sender. If its stream shares a queue, it can block
+    a kernel that this sender, or the sender's own sender, waits for; NCCL does not guarantee progress of two streams.
     """
     streams: set[tuple[int, frozenset[int], str, bool]] = set()
     for rank in range(schedule.pp):
@@ -235,7 +235,7 @@ class Mail:
 
 
 class _Outbox:
-    """Holds what is on its way out, and lets go of it when it has left.
+    """Holds tensors that are being sent, and releases each when its send has completed.
 
     NCCL says without waiting whether a message has left. gloo only says so to one who waits, so a thread does; it is
     woken when more than SMALL bytes have come together.

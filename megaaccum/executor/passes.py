@@ -36,7 +36,7 @@ Send = Callable[[torch.Tensor], None]
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """The arguments of a forward_backward_func, by Megatron's names, and what the executor takes beside them.
+    """The arguments of a forward_backward_func, by Megatron's names, and the executor's own.
 
     seq_lengths: tokens per sequence of each micro-batch, on every rank of the pipeline, with `variable_seq_lengths`.
     backend: the sharding backend of these chunks; default: that of chunks that carry one (`sharding_backend`).
@@ -66,7 +66,7 @@ class Call:
     iterators: Sequence[Iterator[Any] | None] = field(init=False)
     config: Any = field(init=False)
     reports: list[Any] = field(default_factory=list, init=False)
-    """What loss functions report, in the order of the forwards."""
+    """Reports of the loss functions, in the order of the forwards."""
 
     def __post_init__(self) -> None:
         self.chunks = [self.model] if isinstance(self.model, torch.nn.Module) else list(self.model)
@@ -123,7 +123,7 @@ class Backward:
 
 
 Forwarded = tuple[Saved, torch.Tensor | None]
-"""What a forward leaves, and its number of tokens, which only the last stage counts."""
+"""The tensors that a forward saves for its backward, and its number of tokens, which only the last stage counts."""
 
 
 class Passes(Protocol):
@@ -225,7 +225,7 @@ class PlanPasses:
         return Saved(received=at.received, output=result, plan=plan, loss=node), num_tokens
 
     def _grad(self, at: Backward) -> torch.Tensor:
-        """The gradient of the plan's output: what came, or the loss' own."""
+        """The gradient of the plan's output: the received one, or the loss' own."""
         if at.grad is not None:
             return at.grad
         scale, loss = self._call.config.grad_scale_func, at.saved.output

@@ -4,7 +4,7 @@ Megatron-core's local linear layers compute input and weight gradient in one aut
 by autograd alone computes both of them twice. Here the backward computes the input gradient, and what the weight
 gradient needs (the layer's input and its output's gradient) is put aside until `WeightGrads.compute`. The mathematics
 and the collectives are those of megatron.core.tensor_parallel.layers (0.19). Biases and norms, whose gradients are
-cheap, are not split: they come with the input gradient.
+cheap, are not split: they are computed with the input gradient.
 
 Transformer Engine's layers split their backward themselves where Megatron's delay_wgrad_compute is set; what theirs
 leave for later is put aside in the same place.
@@ -39,7 +39,7 @@ class _Product:
     def begin(self) -> None:
         """Start to gather the input: one product before its own, under which it travels."""
         if self.gather is not None and self.coming is None:
-            self.coming = _start_gather(self.input, self.gather)
+            self.coming = start_gather(self.input, self.gather)
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
@@ -68,12 +68,12 @@ class WeightGrads:
         self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
 
     def add_left(self, module: Any, left: queue.Queue[Any]) -> None:
-        """Owe what a layer that splits its own backward has left."""
+        """Defer the weight gradient of a layer that splits its own backward."""
         self._left.append((module, left))
 
     def compute(self, add: AddWeightGrad | None = None) -> None:
-        """Compute them, layer by layer, and `add` them to the parameters (None: by autograd); what they needed is let
-        go on the way. A weight that several layers share is added once."""
+        """Compute the deferred weight gradients, layer by layer, and `add` them to the parameters (None: by autograd).
+        Their inputs are released on the way. The gradient of a weight that several layers share is added once."""
         add = add or pytorch.add_by_autograd
         sums: dict[int, torch.Tensor] = {}
         self._begin_next()
@@ -107,7 +107,7 @@ class WeightGrads:
 
 
 _receiver: WeightGrads | None = None
-"""Where backwards that run now put their weight gradients. A mode of the process, like torch's grad mode, because
+"""Receiver of the weight gradients of backwards that run now. A mode of the process, like torch's grad mode, because
 autograd calls a layer's backward without arguments. Not thread-local: autograd has threads for GPUs."""
 
 
@@ -246,7 +246,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work | None]:
-    """The input's gradient over the tp ranks, and what to wait for before it is used."""
+    """The input's gradient, reduced over the tp ranks, and the handle to wait for before it is used."""
     if at.sequence_parallel:
         assert at.tp is not None
         part = grad.new_empty(grad.shape[0] // at.tp.size(), *grad.shape[1:])
@@ -259,12 +259,12 @@ def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work
 def _gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole sequence of `part` [sequence / tp, ...]."""
     assert tp is not None
-    whole, work = _start_gather(part, tp)
+    whole, work = start_gather(part, tp)
     work.wait()
     return whole
 
 
-def _start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
     whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
     work = dist.all_gather_into_tensor(whole, part.contiguous(), group=tp, async_op=True)
     assert work is not None

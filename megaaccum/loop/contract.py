@@ -195,6 +195,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         self.force_all_reduce = self.use_forward_hook = self.overlap_param_gather_with_optimizer_step = False
         self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
         self._step, self._number = step, number
+        self.sharding_backend = step.backend  # for megaaccum's executor, which hands it split backwards
         for name in ("dp", "dp_cp", "expt_dp", "tp", "pp", "ep"):  # as Megatron's wrapper has them
             setattr(self, f"{name}_group", getattr(step.groups.collection, name, None))
 

@@ -202,11 +202,11 @@ def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_siz
         # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
     if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
-        _copy_for_head(built)
+        copy_for_head(built)
     return built
 
 
-def _copy_for_head(chunk: GPTModel) -> None:
+def copy_for_head(chunk: GPTModel) -> None:
     """Give a tied head on the embedding's own stage a copy, as it has on another stage: the gradients of the two uses
     are then added in the same order, each over all micro-batches first."""
     if not chunk.share_embeddings_and_output_weights:
@@ -251,7 +251,7 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         init = config.output_layer_init_method if scaled else config.init_method
         if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
             init = config.embedding_init_method
-        param.copy_(_own_part(_draw(param, groups, unique, init, seed), param, groups))
+        param.copy_(tp_part(_draw(param, groups, unique, init, seed), param, groups))
 
 
 def _draw(
@@ -269,7 +269,7 @@ def _draw(
     return full
 
 
-def _own_part(full: torch.Tensor, param: Any, groups: Groups) -> torch.Tensor:
+def tp_part(full: torch.Tensor, param: Any, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
     if not names.is_sharded_over_tp(param):
         return full

@@ -60,9 +60,11 @@ class GptForwardStep:
 
     def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, output: torch.Tensor) -> Loss:
         assert mask is not None, "the last stage reads it, and only that one has a loss"
-        return self._loss(mask, tokens, output.view(*mask.shape, *output.shape[2:]))
+        return self.loss(mask, tokens, output.view(*mask.shape, *output.shape[2:]))
 
-    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor) -> Loss:
+    def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor) -> Loss:
+        """(sum or mean to add up, its weight, numbers to report) of one micro-batch on this rank. mask: [batch,
+        sequence]. tokens: the micro-batch's unmasked tokens. output: cross entropy per token, shaped like `mask`."""
         # Half precision would lose the sum. Float64 is the lane that is compared to 1e-12.
         losses = output if output.dtype is torch.float64 else output.float()
         total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()

@@ -1,4 +1,4 @@
-"""Layers of which this machine can build a configuration's model, and what it lacks for them."""
+"""Layer implementations that this machine can run for a configuration's model, and what others are missing."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class Activations:
 
     @contextlib.contextmanager
     def watching(self, marks: HighWater) -> Iterator[None]:
-        """Context of flushes; notes in `marks` what they hold."""
+        """Context of flushes; records in `marks` the bytes that they hold."""
         if cpu.has_accelerator():
             with self._allocated(marks):
                 yield

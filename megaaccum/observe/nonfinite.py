@@ -152,10 +152,10 @@ class Findings:
         self.found = sorted(found)
 
     def bad_microbatches(self) -> dict[int, list[int]]:
-        """{data-parallel rank: indices of its micro-batches of which some gradient is not finite}.
+        """{data-parallel rank: indices of its micro-batches that have a gradient that is not finite}.
 
-        A spread expert's gradient holds tokens of several ranks' micro-batches. Where no gradient of one of those alone
-        shows which of them was bad, all of them count as bad.
+        A spread expert's gradient holds tokens of several ranks' micro-batches. If no other gradient shows which of
+        these micro-batches was bad, all of them count as bad.
         """
         backward = [f for f in self.found if f.backward]
         surely = {(f.dp_rank, f.microbatch) for f in backward if f.tokens_of == (f.dp_rank,)}
@@ -232,7 +232,7 @@ class ZeroNonFinite:
 
 
 def describe(zero: ZeroNonFinite) -> str:
-    """A text on what was replaced where on all ranks, the same text on each; collective over the world."""
+    """A text that lists the replaced elements of all ranks, the same on each; collective over the world."""
     everyone: list[dict[str, int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, zero.names())
     places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in (names or {}).items()]

@@ -70,7 +70,7 @@ class Meter:
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
-        """Context that counts traffic; what it yields is filled in at its end."""
+        """Context that counts traffic; the yielded counts are filled in at its end."""
         from megaaccum.upstream import pytorch
 
         found: Traffic = {}

@@ -249,7 +249,7 @@ def param_groups(
     for name, param in named_params:
         if param.requires_grad:
             is_expert = not getattr(param, "allreduce", True)
-            decays = not _never_decays(name, param) or (decay_qk_norms and _is_qk_norm(name))
+            decays = not never_decays(name, param) or (decay_qk_norms and _is_qk_norm(name))
             kind = _kind(name, param, decoupled is not None, hidden is not None)
             members[1.0 if decays else 0.0, is_expert, kind].append((name, param))
     return [
@@ -278,7 +278,7 @@ def _is_qk_norm(name: str) -> bool:
     return "q_layernorm" in name or "k_layernorm" in name
 
 
-def _never_decays(name: str, param: torch.nn.Parameter) -> bool:
-    # ZeRO-3 leaves an empty one-dimensional tensor in place of a partitioned parameter; ds_shape is what it stands for.
+def never_decays(name: str, param: torch.nn.Parameter) -> bool:
+    # ZeRO-3 leaves an empty one-dimensional tensor in place of a partitioned parameter; ds_shape is the whole shape.
     shape = getattr(param, "ds_shape", param.shape)
     return name.endswith(".bias") or len(shape) == 1

@@ -94,8 +94,8 @@ def is_shared(path: str) -> bool:
 
 
 def stored_table(path: str) -> Schedule:
-    """The table of a CSV file: what the ranks have shared, else what the file holds now. Raises ScheduleError if it
-    is none."""
+    """The table of a CSV file: the one that ranks have shared, else the file's present content. Raises ScheduleError if
+    the file is no table."""
     return _SHARED.get(path) or read_csv(path)
 
 

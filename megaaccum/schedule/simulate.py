@@ -172,7 +172,7 @@ class _Run:
         return end
 
     def _arrival(self, done: float, now: float, source: int, rank: int) -> float:
-        """When what stage `source` had done can be used on `rank`, which is free from `now` on."""
+        """The time at which `rank`, free from `now` on, can use the output of stage `source`."""
         if self.p2p and self.owner[source] != rank:
             done += self.p2p
         return done if done > now else now

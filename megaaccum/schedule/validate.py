@@ -26,9 +26,9 @@ class Footprint:
 
 
 def validate(schedule: Schedule) -> Footprint:
-    """Prove that `schedule` runs to its end on ranks that do their actions in order; returns what they hold.
+    """Prove that `schedule` runs to its end on ranks that do their actions in order; returns their footprint.
 
-    Held are: every micro-batch has on every chunk one F and then either one B or one I and later one W; forwards of a
+    The rules: every micro-batch has on every chunk one F and then either one B or one I and later one W; forwards of a
     chunk are in micro-batch order (Megatron's data iterators only go on); and no rank waits for an action that waits
     for it. Sends do not wait, and messages between two ranks may be asked for in another order than they are sent.
 
@@ -44,7 +44,7 @@ def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
 
 
 _AFTER = {"F": (0, 1), "I": (1, 2), "B": (1, 3), "W": (2, 3)}
-"""What state a micro-batch has to be in (0 untouched, 1 forward done, 2 input gradient done, 3 all) and comes into."""
+"""The state a micro-batch must be in before each pass (0 untouched, 1 F done, 2 I done, 3 all), and the state after."""
 
 
 def _check_rank(schedule: Schedule, rank: int) -> tuple[int, int]:

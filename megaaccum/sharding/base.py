@@ -41,7 +41,7 @@ class GradShard:
 
 @dataclass(frozen=True, slots=True)
 class StatePiece:
-    """This rank's part of what training changes about one parameter.
+    """This rank's part of one parameter's training state.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
     tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of a frozen parameter {"param": weight};
@@ -70,13 +70,14 @@ class ShardingBackend(Protocol):
     """By how much the reduction divides the sum over ranks (data-parallel averaging); step/loss.py takes it back."""
 
     replica: int
-    """Of the data-parallel ranks that hold the same part of the reduced gradient, which one this is; 0 counts it."""
+    """Index of this rank among the data-parallel ranks that hold the same part of the reduced gradient; the norm counts
+    that part on index 0."""
 
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
     sums: AnyOrder
-    """Sums of the micro-batches' gradients; those in one order follow which micro-batch runs and keep what waits."""
+    """Sums of the micro-batches' gradients. Sums in one order track the running micro-batch and keep waiting sums."""
 
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""
@@ -112,11 +113,11 @@ class ShardingBackend(Protocol):
         """Parameters are whole after this on every rank (evaluation)."""
 
     def gather_ahead(self) -> None:
-        """Begin what the next `gather` waits for, where it is a collective of its own."""
+        """Start the collective that the next `gather` waits for, if the backend has one."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """Inside, between flushes, the chunks' parameters are whole plain tensors, for what reads or writes a model by
-        its modules. What is written there counts once it is put into `state` and adopted."""
+        """Context in which, between flushes, the chunks' parameters are whole plain tensors, for code that reads or
+        writes a model through its modules. Writes take effect when they are copied into `state` and adopted."""
 
     def set_last_flush(self, last: bool) -> None:
         """Whether the next flush is the step's last, the one whose last backward reduces."""
@@ -126,11 +127,11 @@ class ShardingBackend(Protocol):
     flush of every call of `forward_backward` is a last one, and reductions add up."""
 
     def resume_accumulation(self) -> None:
-        """After a flush that was the last: the step goes on all the same, and later flushes add to it."""
+        """Reopen a step after its last flush; later flushes add to its gradients."""
 
     def finish_reduction(self) -> None:
-        """After the step's flushes: reduce what no last backward has reduced, then the sums over tp and over the two
-        copies of a tied embedding."""
+        """After the step's flushes, reduce the gradients that no last backward has reduced, then sum over tp and over
+        the two copies of a tied embedding."""
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's parts of the reduced gradient, after `finish_reduction`."""
@@ -139,7 +140,7 @@ class ShardingBackend(Protocol):
         """Run the optimizer on the gradients as they are now."""
 
     def copy_gradients(self) -> Callable[[], None]:
-        """Take a copy of the reduced gradients; what is returned gives it to the optimizer again, also after `step`."""
+        """Copy the reduced gradients. Returns a function that passes the copy to the optimizer, also after `step`."""
 
     def discard(self) -> None:
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
@@ -148,7 +149,7 @@ class ShardingBackend(Protocol):
         """This rank's parts of weights, frozen ones too, and optimizer state."""
 
     def adopt_state(self, num_steps: int) -> None:
-        """Take what was written into `state` as the model after `num_steps` optimizer steps."""
+        """Make the contents of `state` the model after `num_steps` optimizer steps."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -187,12 +188,12 @@ class ReducedSoFar:
         self._shards = []
 
     def add(self, backend: ShardingBackend) -> None:
-        """Take a copy of the backend's reduced gradients, what was kept before added to them."""
+        """Add the kept gradients to the backend's reduced gradients, and keep a copy of the sums."""
         self.give_back(backend)
         self._shards = [shard.grad.clone() for shard in backend.shards()]
 
     def give_back(self, backend: ShardingBackend) -> None:
-        """Add what is kept to the backend's reduced gradients."""
+        """Add the kept gradients to the backend's reduced gradients, and drop them."""
         if self._shards:
             for shard, kept in zip(backend.shards(), self._shards, strict=True):
                 shard.grad.add_(kept)
@@ -202,7 +203,7 @@ class ReducedSoFar:
 class UnshardedBackend:
     """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
 
-    A backend brings `_groups`, `_begin_accumulation`, and `_reduce`: all that no last backward has reduced.
+    A backend brings `_groups`, `begin_accumulation`, and `_reduce`: all that no last backward has reduced.
     """
 
     grad_sync_func: GradSync = None
@@ -220,7 +221,8 @@ class UnshardedBackend:
     def _reduce(self) -> None:
         raise NotImplementedError
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
+        """Empty the gradients for the next flushes."""
         raise NotImplementedError
 
     def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -243,12 +245,12 @@ class UnshardedBackend:
 
     def begin_step(self) -> None:
         self._kept.clear()
-        self._begin_accumulation()
+        self.begin_accumulation()
 
     def resume_accumulation(self) -> None:
         self._reduce()
         self._kept.add(self)  # type: ignore[arg-type]
-        self._begin_accumulation()
+        self.begin_accumulation()
 
     def copy_gradients(self) -> Callable[[], None]:
         return copied_gradients(self)  # type: ignore[arg-type]
@@ -262,7 +264,7 @@ class UnshardedBackend:
 
 
 def measure_memory(backend: ShardingBackend) -> None:
-    """Note in `backend.memory` what it holds now."""
+    """Record in `backend.memory` the bytes that the backend holds now."""
     backend.memory.measure(backend.tensors)
 
 

@@ -42,7 +42,7 @@ class DdpBackend(UnshardedBackend):
         self._optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}
-        """Of each 16-bit parameter that is trained."""
+        """FP32 master weight of each 16-bit parameter that is trained."""
         named = names.named_parameters(chunks)
         self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
         self._names = {id(param): name for name, param in self._parameters}
@@ -66,7 +66,7 @@ class DdpBackend(UnshardedBackend):
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
         if plan.layout.splits_backward:
-            self.grad_sync_func = self._reduce_chunk
+            self.grad_sync_func = self.reduce_chunk
         else:
             for ddp in self._ddp:
                 for param in _trainable(ddp):
@@ -111,7 +111,7 @@ class DdpBackend(UnshardedBackend):
         if not self.sums.accept(param) and self._syncing:
             self.sums.give_back(param)
 
-    def _reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
+    def reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
         """All-reduce a chunk whose gradients are all there.
 
         Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
@@ -140,7 +140,7 @@ class DdpBackend(UnshardedBackend):
             self._reduce()
 
     def _reduce(self) -> None:
-        """All-reduce what has not been: DDP waits for it here, so it is done in the flush that is the last."""
+        """All-reduce gradients that are not reduced yet. DDP waits for it here, so the last flush does it."""
         if self._reduced:
             return
         for ddp in self._ddp if self.grad_sync_func is None or self._waiting else ():
@@ -160,7 +160,7 @@ class DdpBackend(UnshardedBackend):
                     self.before_reduce(self._names[id(param)], each)
         return self._reduce_bucket(group, bucket)
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
         self.sums.clear()
@@ -180,7 +180,7 @@ class DdpBackend(UnshardedBackend):
 
     @torch.no_grad()
     def _round_masters(self) -> None:
-        """Make the 16-bit parameters what their masters are."""
+        """Set the 16-bit parameters to their rounded masters."""
         for param in self._compute_params():
             param.copy_(self._masters[id(param)])
 
@@ -219,7 +219,7 @@ def _is_16_bit(param: torch.nn.Parameter) -> bool:
 
 
 def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter in FP32, with what Megatron has marked it with."""
+    """An FP32 copy of the parameter, with Megatron's attributes."""
     master = torch.nn.Parameter(param.detach().float())
     vars(master).update(vars(param))
     return master

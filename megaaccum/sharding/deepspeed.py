@@ -62,7 +62,7 @@ class DeepSpeedBackend:
         self._chunks = chunks
         experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
-        _set_tied_apart(optimizer)
+        separate_tied_copies(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
         accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
@@ -135,9 +135,9 @@ class DeepSpeedBackend:
         self.gather()
         self._kept.clear()
         self._cold.begin_step()
-        self._begin_accumulation()
+        self.begin_accumulation()
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
         self._set_syncing(False)
         self._reducing = False
         self.sums.clear()
@@ -147,7 +147,7 @@ class DeepSpeedBackend:
     def resume_accumulation(self) -> None:
         self._reduce()
         self._kept.add(self)
-        self._begin_accumulation()
+        self.begin_accumulation()
 
     def finish_reduction(self) -> None:
         """Reduce what is left, then the sums that no data-parallel reduction makes."""
@@ -242,7 +242,7 @@ class DeepSpeedBackend:
         self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.driver.params]
 
     def _sum_the_rest(self) -> None:
-        """Sum what no data-parallel reduction adds up. The tied copies are cut alike (`_set_tied_apart`)."""
+        """Sum gradients over tp and over tied copies. The tied copies are cut alike (`separate_tied_copies`)."""
         sum_over_tp(self, self._groups)
         if any(names.is_tied(param) for param in self._all_params):
             sum_tied_copies(self, self._groups)
@@ -282,7 +282,7 @@ class DeepSpeedBackend:
             self._hand_over(param)
 
 
-def _set_tied_apart(optimizer: torch.optim.Optimizer) -> None:
+def separate_tied_copies(optimizer: torch.optim.Optimizer) -> None:
     """Give each copy of a tied embedding a group of its own, with the options of the one it was in.
 
     DeepSpeed cuts the flat run of a group over ranks, and the optimizer updates a rank's part as one tensor. So the

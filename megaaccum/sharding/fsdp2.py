@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Fsdp2Backend:
-    """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, what is left another.
+    """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, the rest is another.
 
     optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.
     """
@@ -61,7 +61,7 @@ class Fsdp2Backend:
         self.reduction_divisor = 1 if self.sums.in_one_order else groups.dp_cp.size()
         self._trees: list[StreamedReduceScatter] = []
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
-        """Of each chunk and micro-batch, what its I brought and its W reduces, where others come in between."""
+        """Gradients that an I has computed and its W reduces, by chunk and micro-batch, if other passes lie between."""
         self._is_w = False
         for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)
@@ -168,7 +168,7 @@ class Fsdp2Backend:
             yield
         finally:
             if self._last_flush and self._waiting and not self._splits:
-                self._expect_last_backward(self._waiting.pop())
+                self.expect_last_backward(self._waiting.pop())
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -186,7 +186,7 @@ class Fsdp2Backend:
         root, final = self._roots[chunk], last and self._last_flush
         if final:
             self._waiting.remove(root)
-            self._expect_last_backward(root)
+            self.expect_last_backward(root)
         elif self._streaming:
             root.set_requires_gradient_sync(True)
         self._in_w, self._is_w = self._weight_grads[chunk], True
@@ -220,7 +220,7 @@ class Fsdp2Backend:
         sum_tied_copies(self, self._groups)
 
     def resume_accumulation(self) -> None:
-        """Keep what is reduced in the shards' gradients; further reductions add to it."""
+        """Keep the reduced gradients in the shards; further reductions add to them."""
         self._waiting = list(self._roots)
         for root in self._roots:
             fsdp2.drop_unreduced(root)  # of flushes that were not to be reduced
@@ -229,7 +229,8 @@ class Fsdp2Backend:
             root.set_requires_gradient_sync(self._streaming and not self._splits)
             root.set_requires_all_reduce(False)
 
-    def _expect_last_backward(self, root: FSDPModule) -> None:
+    def expect_last_backward(self, root: FSDPModule) -> None:
+        """Have a chunk's next backward reduce its gradients, over replicas too."""
         root.set_is_last_backward(True)
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)

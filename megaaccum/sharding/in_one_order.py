@@ -92,7 +92,7 @@ class Zero12InOneOrder(zero12.Zero12):
         return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
 
     def _send(self) -> None:
-        """One all-to-all of what each rank owns of the bucket."""
+        """Start one all-to-all that sends each rank its part of the bucket."""
         params, self._pending = self._pending, []
         if not params:
             return
@@ -166,7 +166,7 @@ class StreamedReduceScatter(ReduceScatter):
         output_tensor.copy_(total)
 
     def clear(self) -> None:
-        """Drop what came, at the beginning of a step."""
+        """Drop all gradients, at the beginning of a step."""
         self._tree = None
 
     def tensors(self) -> Iterator[torch.Tensor]:

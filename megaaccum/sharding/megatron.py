@@ -73,7 +73,7 @@ class MegatronBackend(UnshardedBackend):
             megatron.before_reduce(ddp, self._show)
         self._waiting: dict[DistributedDataParallel, ExitStack] = {}
         if plan.layout.splits_backward:
-            self.grad_sync_func = [partial(self._reduce_chunk, ddp) for ddp in self._ddp]
+            self.grad_sync_func = [partial(self.reduce_chunk, ddp) for ddp in self._ddp]
 
     @staticmethod
     def _wrap(plan: Plan, groups: Groups, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
@@ -115,7 +115,7 @@ class MegatronBackend(UnshardedBackend):
             if self._last_flush and self._waiting and self.grad_sync_func is None:
                 self._waiting.popitem()[1].close()
 
-    def _reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
+    def reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
         """Start to reduce a chunk whose gradients are all there.
 
         Without this, Megatron sends a bucket when each of its parameters has had as many gradients since the last
@@ -169,7 +169,7 @@ class MegatronBackend(UnshardedBackend):
 
     # --- the step ---
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
         self._reduced = False
         self.sums.clear()
         self._waiting = {ddp: ExitStack() for ddp in self._ddp}

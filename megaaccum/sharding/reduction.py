@@ -26,9 +26,9 @@ class PartitionReducer:
     """Adds whole gradients, summed over `group`, to partitions. One sum is under way at a time, under the compute that
     follows; `wait` before the partitions are read.
 
-    dtype: precision in which gradients cross ranks. order: adds up what came from each rank, so that the result is the
-    same to the bit from run to run on any backend (an all-to-all of a row per rank moves the bytes of a
-    reduce-scatter); None leaves the order to the collective. sums: has what is sent beside param.grad.
+    dtype: precision in which gradients cross ranks. order: adds the rows received from each rank, so that the result is
+    bit-equal from run to run on any backend (an all-to-all of a row per rank moves the bytes of a reduce-scatter); None
+    leaves the order to the collective. sums: holds sums that are sent besides param.grad.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class PartitionReducer:
             self._start_exchange(rows, counts, lambda theirs: _add(partitions, add(theirs, partitions[0].dtype)))
 
     def exchange(self, shares: list[Share], take: Callable[[torch.Tensor], None]) -> None:
-        """The same, but call `take` with [ranks, elements of this rank's partitions], what came from each rank, instead
-        of adding it to the partitions."""
+        """Exchange the bucket, but pass the received rows [ranks, elements of this rank's partitions] to `take` instead
+        of adding them to the partitions."""
         rows = self._rows(shares)
         self.wait()
         self._start_exchange(rows, [1] * self._group.size(), take)
@@ -77,7 +77,7 @@ class PartitionReducer:
             finish()
 
     def _rows(self, shares: list[Share]) -> torch.Tensor:
-        """[ranks, partial sums of this one, elements of a rank's partitions]: row r is what rank r is to sum."""
+        """[ranks, partial sums of this one, elements of a rank's partitions]: rank r sums row r."""
         widths = [partition.numel() for _, partition in shares]
         rows = torch.zeros(
             self._group.size(), self._sums.num_parts, sum(widths), dtype=self._dtype, device=cpu.device()

@@ -3,8 +3,8 @@
 Parameters are gathered unit by unit (the embedding, each layer, the final norm, the head) before each forward and each
 backward of a micro-batch and released after it; the next unit is gathered while this one computes. A unit's gradients
 are reduce-scattered as soon as its backward is done, and added to the FP32 partition that DeepSpeed's optimizer reads.
-Where a schedule splits the backward, those of norms, biases and embeddings go when the unit's I is done, and those of
-matrices when their turn in W comes, for which nothing is gathered: a weight's gradient does not need the weight.
+If a schedule splits the backward, gradients of norms, biases and embeddings are reduced after the unit's I, and those
+of matrices in W, for which nothing is gathered: a weight's gradient does not need the weight.
 So at most two units' whole parameters and gradients exist at a time, however many micro-batches are in flight, and
 every micro-batch pays 2 gathers of the parameters and 1 reduction of the gradients. Parameters of the first units, up
 to max_live_parameters, stay gathered through the flush and are gathered once.
@@ -154,13 +154,14 @@ class StreamingBackend(DeepSpeedBackend):
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
             microbatch = self.sums.microbatch
-            tensor.register_hook(lambda grad: self._before_backward(unit, microbatch))
+            tensor.register_hook(lambda grad: self.before_unit_backward(unit, microbatch))
         if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
         else:
             self._release(unit)
 
-    def _before_backward(self, unit: Unit, microbatch: int) -> None:
+    def before_unit_backward(self, unit: Unit, microbatch: int) -> None:
+        """Gather the unit for its backward, and end the backward of the one before."""
         self._end_backward()
         self._microbatch = microbatch
         if self._recomputed is unit:
@@ -270,7 +271,7 @@ class StreamingBackend(DeepSpeedBackend):
             self._ahead = then, self._gather(then)
 
     def _gather(self, unit: Unit) -> Any:
-        """Start to gather what is missing of a unit; what it returns waits for it."""
+        """Start to gather the unit's missing parameters. Returns a function that waits for them."""
         missing = [param for param in unit.params if not self._holds[id(param)]]
         for param in unit.params:
             self._holds[id(param)] += 1

@@ -77,7 +77,7 @@ class Runs:
         return rank * self.each, (rank + 1) * self.each
 
     def nodes(self, rank: int) -> tuple[Node, ...]:
-        """The nodes that a rank's run comes to when all that can be added is."""
+        """The nodes of a rank's run that remain when all possible additions are done."""
         return nodes_of(self.leaves, self.run_of(rank))
 
     @property
@@ -126,12 +126,12 @@ class SumTree:
         return not self._missing
 
     def total(self) -> torch.Tensor | None:
-        """The sum of what came, where the run is a subtree, which is given away; None if nothing did."""
+        """Pop the sum of a run that is one subtree; None if nothing was added."""
         (total,) = self.totals()
         return total
 
     def totals(self) -> list[torch.Tensor | None]:
-        """The sums of what came, for each of the run's nodes, which are given away."""
+        """Pop the sums of the run's nodes."""
         nodes, self._nodes = self._nodes, {}
 
         def of(node: Node) -> torch.Tensor | None:
@@ -240,11 +240,11 @@ class MicrobatchSums(AnyOrder):
 
     @property
     def num_parts(self) -> int:
-        """Sums that this rank's run comes to."""
+        """Number of sums of this rank's run."""
         return len(self._runs.nodes(self._rank))
 
     def clear(self) -> None:
-        """Drop what came, at the beginning of a step."""
+        """Drop all sums, at the beginning of a step."""
         self._trees.clear()
         self._done.clear()
         self._others.clear()
@@ -295,7 +295,7 @@ class MicrobatchSums(AnyOrder):
         return is_last
 
     def give_back(self, param: torch.nn.Parameter) -> None:
-        """Put the sum of what came into `param.grad`; some micro-batches may have given it no gradient."""
+        """Put the parameter's sum into `param.grad`; it may have no gradient from some micro-batches."""
         if id(param) not in self._done and (total := self.total(param)) is not None:
             param.grad = total.to(param.grad_dtype or param.dtype)
 
@@ -307,7 +307,7 @@ class MicrobatchSums(AnyOrder):
         return self._trees[id(param)].add(self._rank * self.count + self._backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """The sum of what came, which is given away; of a run that is several subtrees, that of the first."""
+        """Pop the parameter's sum; if the run is several subtrees, the sum of the first."""
         self._done.add(id(param))
         tree = self._trees.pop(id(param), None)
         if tree is None:
@@ -336,8 +336,8 @@ class MicrobatchSums(AnyOrder):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How what came from each rank is added up. counts: rows that each rank sends. add: the sum, in a precision, of
-    all of them [rows, elements], one rank's after the other's, which it may overwrite."""
+    """The order in which rows from all ranks are added. counts: rows that each rank sends. add: returns the sum, in a
+    precision, of all rows [rows, elements] in the order of ranks; it may overwrite them."""
 
     counts: Sequence[int]
     add: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -352,7 +352,7 @@ def in_rank_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def order_of(plan: Plan) -> Order | None:
-    """How `plan` adds up what came from each rank; None leaves it to the collective."""
+    """The order in which `plan` adds rows from all ranks; None leaves it to the collective."""
     sharding, ranks = plan.config.sharding, plan.layout.dp * plan.layout.cp
     if sharding.reproducible == "layout":
         runs = Runs(plan.batch.num_microbatches, ranks)

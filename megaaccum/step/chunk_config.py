@@ -132,10 +132,10 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
 
 
 def batch_statistics(chunk: torch.nn.Module) -> list[str]:
-    """A text for each module that keeps statistics of its batch: no accumulation makes them the big batch's."""
+    """An error text for each module that keeps statistics of its batch; accumulation cannot reproduce them."""
     return [
-        f"{name} ({type(module).__name__}) takes statistics of each micro-batch, so its output is not that of the big"
-        " batch, whatever the accumulation: replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
+        f"{name} ({type(module).__name__}) takes statistics of each micro-batch, which no accumulation makes those of"
+        " the full batch: replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
         for name, module in chunk.named_modules()
         if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True)
     ]

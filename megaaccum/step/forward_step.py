@@ -57,7 +57,7 @@ class ForwardStep:
             end(*at, output)
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda _grad: self._begins(at))
-        return output, self._scaled(index, at, loss_func)
+        return output, self.scaled_loss(index, at, loss_func)
 
     def _begins(self, at: tuple[int, int]) -> None:
         """Announce the backward of a micro-batch through a chunk: it begins at the loss on the last stage, and
@@ -67,14 +67,14 @@ class ForwardStep:
             for begin in self._begin_backward:
                 begin(*at)
 
-    def _scaled(self, index: int, at: tuple[int, int], loss_func: LossFunc) -> Callable[..., Any]:
+    def scaled_loss(self, index: int, at: tuple[int, int], loss_func: LossFunc) -> Callable[..., Any]:
         """`loss_func` as Megatron calls it on the last stage: the sum times 1 / N to differentiate, no tokens to divide
         by, and nothing to report, since the tally has it."""
 
         def scaled(output: torch.Tensor, non_loss_data: bool = False) -> tuple[torch.Tensor, ...]:
             try:
                 total, weight, reports = read_triple(loss_func(output))
-            except StepError as error:  # other stages wait for this one: the flush goes on, and all raise after it
+            except StepError as error:  # other stages wait for this one: the flush continues, and all raise after it
                 self._tally.problem = self._tally.problem or error
                 total, weight, reports = _nothing(output)
             loss = total.detach()

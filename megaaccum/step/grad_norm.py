@@ -36,7 +36,7 @@ def global_norm(
     knows of an overflow that its gradient does not show (FP8); the norm is then not finite either.
     """
     counted = _counted(backend, groups)
-    square = _square_in_any_order(counted) if backend.sums.in_one_order else _square(counted)
+    square = exact_square(counted) if backend.sums.in_one_order else _square(counted)
     if overflow is not None:
         square = square.to(overflow.device) + overflow
     # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
@@ -64,7 +64,7 @@ def own_square(backend: ShardingBackend, groups: Groups) -> torch.Tensor:
 
 def _counted(backend: ShardingBackend, groups: Groups) -> list[torch.Tensor]:
     """The gradients that this rank adds to the norm."""
-    return [shard.grad for shard in backend.shards() if shard.grad.numel() and _counts_here(shard, backend, groups)]
+    return [shard.grad for shard in backend.shards() if shard.grad.numel() and counts_in_norm(shard, backend, groups)]
 
 
 def _square(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -79,7 +79,7 @@ _DIGITS, _BITS = 3, 20
 2^-60, and 2^42 elements do not overflow an int64."""
 
 
-def _square_in_any_order(grads: list[torch.Tensor]) -> torch.Tensor:
+def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
     """The same, where the sum over all ranks does not depend on which of them holds what: integers have no rounding.
 
     Each square (exact in float64, of FP32) is a fraction of the largest one of all ranks, rounded up to a power of two,
@@ -119,7 +119,7 @@ def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
 
 
-def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> bool:
+def counts_in_norm(shard: GradShard, backend: ShardingBackend, groups: Groups) -> bool:
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
     if backend.replica != 0:
         return False
@@ -129,8 +129,8 @@ def _counts_here(shard: GradShard, backend: ShardingBackend, groups: Groups) -> 
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """By what a gradient of that norm is multiplied to have `max_norm`; it is clipped where this is below 1. A max_norm
-    of 0 does not clip."""
+    """The factor that scales a gradient of norm `norm` to `max_norm`. The gradient is clipped if the factor is below 1;
+    a max_norm of 0 does not clip."""
     return max_norm / (norm + 1e-6) if max_norm > 0 else 1.0
 
 

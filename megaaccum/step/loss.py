@@ -36,7 +36,7 @@ Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
 
 LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]]
-"""Of a model's output: (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)."""
+"""`loss_func(output) -> (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)`."""
 
 
 ForwardStepFunc = Callable[[Any, torch.nn.Module], tuple[torch.Tensor, LossFunc]]
@@ -107,8 +107,8 @@ def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | No
 def post_sums(
     parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
 ) -> Callable[[], list[float]]:
-    """`sums_over_ranks`, begun: what it returns waits for the sums. device: on which the group adds, default this
-    rank's."""
+    """Start `sums_over_ranks`. Returns a function that waits for the sums. device: the group's device for the sum,
+    default this rank's."""
     if not parts:
         return list
     flat = torch.cat([part.to(device or cpu.device()).reshape(-1) for part in parts])
@@ -145,8 +145,8 @@ def post_total_weight(
 
 @dataclass
 class Tally:
-    """Values that loss functions gave in one step on this rank; empty but on a last stage. `problem`: what was wrong
-    with it first, raised on all ranks at the next collective that they share."""
+    """Values that loss functions returned in one step on this rank; empty except on a last stage. `problem`: the first
+    error in them, raised on all ranks at the next collective that they share."""
 
     spread: Spread | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -186,7 +186,7 @@ def flag(value: bool) -> torch.Tensor:
 
 
 def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
-    """(sum, weight as a float64 scalar on its device, reports) of what a loss function returned. Raises StepError."""
+    """(sum, weight as a float64 scalar on its device, reports) from a loss function's result. Raises StepError."""
     if not isinstance(given, tuple) or len(given) != 3:
         found = f"{len(given)} values" if isinstance(given, tuple) else type(given).__name__
         raise StepError(
@@ -208,7 +208,7 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
 
 
 class ReportReducer:
-    """Reduces what loss functions report, over the step's micro-batches and all ranks.
+    """Reduces the reports of loss functions over the step's micro-batches and all ranks.
 
     how: by name `sum`, `mean` (by the micro-batch's weight; of Megatron's pair [sum, count] the quotient of sums) or
     `microbatch` (as they are, on the ranks of the last stage). Names that are not given are means.

@@ -1,4 +1,4 @@
-"""The micro-batches of one call, as the step sees them: where they come from, and what is known of them in advance."""
+"""The micro-batches of one call: their source, and their number, lengths and weights as far as known in advance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Microbatches:
     loops have them. count: their number. first: index of the first in the step. tokens: per micro-batch, the tokens
     that a stage computes, masked ones included. weights: of each, where they are known before the forward.
     token_weights: what a token's loss is multiplied by inside the micro-batch's sum (1, or 1 / tokens for a mean).
-    expected: a weight to expect where none is known. dummies: indices in this call of those that stand for none.
+    expected: a weight to expect if none is known. dummies: indices in this call of micro-batches that only pad it.
     lengths: tokens per sequence of each, where they differ.
     """
 

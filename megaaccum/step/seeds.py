@@ -50,8 +50,8 @@ class SampleSeeds:
             # recomputes them outside.
             config: Any = chunk.config
             stream = "model-parallel-rng" if getattr(config, "sequence_parallel", False) else "default"
-            for name, module in _seeded_modules(chunk, config):
-                module.register_forward_pre_hook(lambda *_, at=(name, stream): self._seed_at(*at))
+            for name, module in seeded_modules(chunk, config):
+                module.register_forward_pre_hook(lambda *_, at=(name, stream): self.seed_at(*at))
 
     def may_be_needed(self, forward_step_func: object) -> bool:
         """Whether something draws in forwards by this function: a chunk does, or the function does not say by an
@@ -85,13 +85,13 @@ class SampleSeeds:
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """Seed the forward of this rank's micro-batch number `microbatch` of the step."""
         self._forward = microbatch
-        self._seed_at("", "default")
+        self.seed_at("", "default")
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Note the micro-batch of a backward, which may run forwards again (activation recompute)."""
         self._backward = microbatch
 
-    def _seed_at(self, layer: str, stream: str) -> None:
+    def seed_at(self, layer: str, stream: str) -> None:
         """Before `layer`, whose own code draws from `stream`, and from others inside a `fork` of Megatron's tracker."""
         if self._step is None:  # nothing, or a forward of the user's own
             return
@@ -103,7 +103,7 @@ class SampleSeeds:
         rng.seed_streams(key, stream, self._streams, tp_rank=self._tp_rank)
 
 
-def _seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+def seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """(name in the whole model, module) of what a stage may begin with and what may draw: the embedding, the attention
     of each transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole),
     and every layer of another kind."""

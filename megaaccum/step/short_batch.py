@@ -62,8 +62,8 @@ def dummy_of(microbatch: Microbatch) -> Microbatch:
 
 
 def stand_in(bad: Any, healthy: Sequence[Any]) -> Any:
-    """The stand-in that runs in place of `bad`, with a weight of zero: a dummy of its shape, or, of a batch whose
-    format is the user's own, one of `healthy` (where there is none, `bad` itself, and the step is skipped)."""
+    """The micro-batch that runs in place of `bad`, with a weight of zero: a dummy of its shape. If the user defines the
+    format, it is one of `healthy`; if that is empty, `bad` itself, and the step is skipped."""
     if isinstance(bad, dict) and bad.keys() >= set(_ZEROED):
         return dummy_of(bad)
     return healthy[0] if healthy else bad

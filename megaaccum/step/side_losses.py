@@ -52,8 +52,8 @@ class SideLosses:
         if self._batch is None:
             return
         first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
-        balance = self._scalar(self._balance_scale(batch, first), cpu.device())
-        prediction = self._scalar(self._prediction_scale(batch, first), cpu.device())
+        balance = self._scalar(self.balance_scale(batch, first), cpu.device())
+        prediction = self._scalar(self.prediction_scale(batch, first), cpu.device())
         for config in self._configs:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
@@ -64,17 +64,20 @@ class SideLosses:
             return
         index = microbatch - self._batch.first
         if self._balances:
-            MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self._balance_scale(self._batch, index), cpu.device()))
+            MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index), cpu.device()))
         if self._predicts:
-            MTPLossAutoScaler.set_loss_scale(self._scalar(self._prediction_scale(self._batch, index), cpu.device()))
+            MTPLossAutoScaler.set_loss_scale(self._scalar(self.prediction_scale(self._batch, index), cpu.device()))
 
-    def _balance_scale(self, batch: Microbatches, index: int) -> float:
+    def balance_scale(self, batch: Microbatches, index: int) -> float:
+        """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
+        tokens."""
         if index in batch.dummies:
             return 0.0
         weight = self._mean_weight if self._divisor.total is not None else batch.expected_weight(index)
         return self._divisor.in_loss * self._loss_scale * weight / batch.num_tokens(index)
 
-    def _prediction_scale(self, batch: Microbatches, index: int) -> float:
+    def prediction_scale(self, batch: Microbatches, index: int) -> float:
+        """The factor on the summed multi-token prediction loss of micro-batch `index`."""
         return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
 
     def _scalar(self, value: float, device: torch.device) -> torch.Tensor:

@@ -77,7 +77,7 @@ class SpeculativeTrainStep(TrainStep):
                 self.flush(opened, batch, reduce=True, begun=begun is not None)
                 is_updated = False
                 if upcoming is not None and self._last_confirmed and opened.divisor.total is not None and not note:
-                    attempt, is_updated, stop = self._end_early(opened, upcoming, stop=stop, problem=problem)
+                    attempt, is_updated, stop = self.end_early(opened, upcoming, stop=stop, problem=problem)
                     verdict = self.judge(opened, attempt)
                 else:
                     verdict = self.judge(opened, self.reduce_and_measure(opened))
@@ -97,7 +97,7 @@ class SpeculativeTrainStep(TrainStep):
 
     # --- the step that ends ---
 
-    def _end_early(
+    def end_early(
         self, opened: OpenStep, upcoming: Sequence[Any], *, stop: bool, problem: MegaaccumError | None
     ) -> tuple[Attempt, bool, bool]:
         """Update, and begin the step on `upcoming`.
@@ -112,7 +112,7 @@ class SpeculativeTrainStep(TrainStep):
         square = grad_norm.own_square(backend, self.groups)
         (of_stage,) = sums_over_ranks([square], self.groups.dp_cp)
         factor = 1.0 / backend.loss_scale  # N is in the loss
-        updates = self._is_free(of_stage**0.5 * factor)
+        updates = self.is_unclipped(of_stage**0.5 * factor)
         batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
         flags = [_scalar(stop), _scalar(not is_ready), _scalar(not updates)]
         parts = [square, *flags, torch.stack(self._faults(opened.tally)).sum(), *self._own_sums(opened)]
@@ -142,9 +142,9 @@ class SpeculativeTrainStep(TrainStep):
 
     def _is_confirmed(self, attempt: Attempt) -> bool:
         """Whether the verdict on `attempt` is to update without clipping."""
-        return self.recovery.lets_pass(attempt) and self._is_free(attempt.norm)
+        return self.recovery.lets_pass(attempt) and self.is_unclipped(attempt.norm)
 
-    def _is_free(self, norm: float) -> bool:
+    def is_unclipped(self, norm: float) -> bool:
         """Whether a gradient of that norm is not clipped."""
         return math.isfinite(norm) and grad_norm.clip_coefficient(norm, self.plan.config.optimizer.clip_grad) >= 1
 
@@ -186,8 +186,8 @@ class SpeculativeTrainStep(TrainStep):
 
 
 def _undo(backend: ShardingBackend, num_updates: int) -> Callable[[], None]:
-    """Copy what an update changes on this rank: master weights, moments, and the gradient that it reads. Returns a
-    function that goes back to the copy; collective over the data-parallel ranks."""
+    """Copy the tensors that an update changes on this rank: master weights, moments, and the gradient that it reads.
+    Returns a function that restores the copy; collective over the data-parallel ranks."""
     copies = [tensor.clone() for tensor in _state(backend)]
     give_gradients = backend.copy_gradients()
 

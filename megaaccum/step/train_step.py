@@ -1,7 +1,7 @@
 """One optimizer step: the accumulated batch, from this rank's micro-batches to the committed weights.
 
 `TrainStep.train` is the whole of it and reads downwards. `forward_backward` and `optim_step` are its first and second
-half, for loops that bring the micro-batches of a step in several calls; `begin_flush` and `end_flush` are for loops
+half, for loops that pass the micro-batches of a step in several calls; `begin_flush` and `end_flush` are for loops
 that run the schedule themselves.
 """
 
@@ -210,7 +210,7 @@ class TrainStep:
         return restore
 
     def begin_attempt(self, opened: OpenStep, divisor: Callable[[], Divisor], *, tally: Tally | None = None) -> None:
-        """Parameters are whole after this, gradients and counts empty. tally: what loss functions returned already."""
+        """Gather the parameters, and empty gradients and counts. tally: values that loss functions have returned."""
         self.backend.begin_step()
         opened.divisor = divisor()
         self.in_loss = opened.divisor.in_loss
@@ -294,8 +294,8 @@ class TrainStep:
         return self.measure(opened)
 
     def measure(self, opened: OpenStep) -> Attempt:
-        """The norm of the reduced gradient, and the sums of what loss functions returned. If these have a problem on
-        some rank, drops the gradient and raises it on every rank.
+        """The norm of the reduced gradient, and the sums of the loss functions' values. If these have a problem on any
+        rank, drops the gradient and raises the problem on every rank.
 
         Bad weights, problems, new names of reports and zeroed elements are one flag in that all-reduce: ranks ask each
         other for more only if some rank has any of them."""
@@ -393,7 +393,7 @@ class TrainStep:
             self.opened = opened
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
-        """End the open step: reduce what is left, divide, judge, update, commit."""
+        """End the open step: reduce the remaining gradients, divide, judge, update, commit."""
         with self.observer.watching():
             step = self.transaction.step + 1 if self.opened is None else self.opened.step
             agreed = self._agree_on_call("optim_step", problem, stop=stop, step=step)
@@ -577,8 +577,8 @@ class TrainStep:
         return Attempt(loss=loss / (weight or 1.0), weight=weight, norm=norm * factor, factor=factor, reports=reports)
 
     def _with_faults(self, opened: OpenStep, attempt: Attempt) -> Attempt:
-        """`attempt` with what was left out of its sums. Raises a problem of any rank, and StepError for weights that
-        are negative or not numbers. Collective over the world."""
+        """`attempt` with reports of new names, and zeroed elements. Raises a problem of any rank, and StepError for
+        weights that are negative or not numbers. Collective over the world."""
         tally = opened.tally
         bad, problem, unknown, zeroed = sums_over_ranks(self._faults(tally))
         if problem:

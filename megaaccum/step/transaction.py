@@ -1,5 +1,4 @@
-"""State that commits with a step beside the weights: what a step changes, it changes everywhere and together, or
-nowhere.
+"""State, besides the weights, that commits with a step: a step changes all of it on every rank, or none of it.
 
 | committed together | a step that counts | a skipped one, `consumed` | a skipped one, `retried` |
 | --- | --- | --- | --- |

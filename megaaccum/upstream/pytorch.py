@@ -103,9 +103,9 @@ def add_by_autograd(leaf: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Tell torch DDP's reducer that the next backward brings the final gradients.
+    """Prepare torch DDP's reducer for the backward that computes the final gradients.
 
-    DDP does that in its forward, which a pipeline has long passed when the last backward comes. (Read in torch 2.13:
+    DDP does that in its forward, which is long over when a pipeline runs its last backward. (Read in torch 2.13:
     torch.distributed.pipelining does the same.)
     """
     ddp.reducer.prepare_for_backward([])

@@ -385,7 +385,7 @@ class Zero3(ZeroDriver):
             yield param, start, {"param": partitioned(param).ds_tensor.detach().view(-1)[:count]}
 
     def adopt_state(self, num_steps: int) -> None:
-        """Make what was written into the views of `state` the weights after `num_steps` optimizer steps."""
+        """Make the contents of the views of `state` the weights after `num_steps` optimizer steps."""
         self.release([param for param in (*self.params, *self._frozen) if self.is_whole(param)])  # of before
         set_adam_step(self.optimizer.optimizer, self.masters, num_steps)
         for group in range(len(self.optimizer.fp16_groups)):

@@ -144,14 +144,14 @@ class Zero12(ZeroDriver):
     # --- state ---
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
-        """Zero3.state of what is trained; frozen parameters are whole on every rank."""
+        """Zero3.state of the trained parameters; frozen ones are whole on every rank."""
         for group, flat in enumerate(self.masters):
             for param, start, position, count in self._owned(group):
                 yield param, start, views(self.optimizer.optimizer, flat, position, count)
 
     def adopt_state(self, num_steps: int) -> None:
-        """Make what was written into the views of `state` the weights after `num_steps` optimizer steps, gathered over
-        the data-parallel ranks."""
+        """Make the contents of the views of `state` the weights after `num_steps` optimizer steps, gathered over the
+        data-parallel ranks."""
         set_adam_step(self.optimizer.optimizer, self.masters, num_steps)
         self.optimizer.update_lp_params()
 

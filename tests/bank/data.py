@@ -78,14 +78,14 @@ def labels_shifted_twice(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="unequal weights",
 )  # fmt: skip
 def mask_not_read(plan: Plan) -> Iterator[None]:
-    loss = GptForwardStep._loss
+    loss = GptForwardStep.loss
 
     def unmasked(self: Any, mask: torch.Tensor, tokens: float, output: torch.Tensor) -> Any:
         _, weight, reports = loss(self, mask, tokens, output)
         total, _, _ = loss(self, torch.ones_like(mask), tokens, output)
         return total, weight, reports
 
-    with replaced(GptForwardStep, "_loss", unmasked):
+    with replaced(GptForwardStep, "loss", unmasked):
         yield
 
 
@@ -115,7 +115,7 @@ def gate_cut_as_one(plan: Plan) -> Iterator[None]:
             return full
         return full.chunk(groups.tp.size(), param.partition_dim)[groups.tp.rank()]
 
-    with replaced(gpt, "_own_part", one_part):
+    with replaced(gpt, "tp_part", one_part):
         yield
 
 

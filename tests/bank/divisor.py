@@ -155,7 +155,7 @@ def mean_of_means(plan: Plan) -> Iterator[None]:
 
         return original(self, index, at, own_mean)
 
-    with wrapped(ForwardStep, "_scaled", divided):
+    with wrapped(ForwardStep, "scaled_loss", divided):
         yield
 
 
@@ -207,13 +207,13 @@ def tokens_of_the_last_microbatch(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="",
 )  # fmt: skip
 def tokens_divided_twice(plan: Plan) -> Iterator[None]:
-    loss = GptForwardStep._loss
+    loss = GptForwardStep.loss
 
     def twice(self: Any, mask: torch.Tensor, tokens: float, output: torch.Tensor) -> Any:
         total, weight, reports = loss(self, mask, tokens, output)
         return total / weight.clamp(min=1), weight, reports
 
-    with replaced(GptForwardStep, "_loss", twice):
+    with replaced(GptForwardStep, "loss", twice):
         yield
 
 
@@ -266,5 +266,5 @@ def reported_loss_divided(plan: Plan) -> Iterator[None]:
 
         return call
 
-    with wrapped(ForwardStep, "_scaled", divided):
+    with wrapped(ForwardStep, "scaled_loss", divided):
         yield

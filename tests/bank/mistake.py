@@ -124,5 +124,5 @@ def added_by_microbatch() -> Iterator[dict[int, list[torch.Tensor]]]:
         original(self)
         added.clear()
 
-    with wrapped(DdpBackend, "__init__", watching), wrapped(DdpBackend, "_begin_accumulation", begin):
+    with wrapped(DdpBackend, "__init__", watching), wrapped(DdpBackend, "begin_accumulation", begin):
         yield added

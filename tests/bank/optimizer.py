@@ -27,7 +27,7 @@ from tests.bank.mistake import FIRST, NORM, added_by_microbatch, mistake, replac
     base="pipeline", axes="weight decay", parameter=NORM,
 )  # fmt: skip
 def norms_decay(plan: Plan) -> Iterator[None]:
-    with replaced(lr_schedule, "_never_decays", lambda name, param: False):
+    with replaced(lr_schedule, "never_decays", lambda name, param: False):
         yield
 
 
@@ -37,7 +37,7 @@ def norms_decay(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="weight decay", parameter=FIRST,
 )  # fmt: skip
 def nothing_decays(plan: Plan) -> Iterator[None]:
-    with replaced(lr_schedule, "_never_decays", lambda name, param: True):
+    with replaced(lr_schedule, "never_decays", lambda name, param: True):
         yield
 
 

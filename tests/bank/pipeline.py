@@ -70,7 +70,7 @@ def weight_gradient_left_out(plan: Plan) -> Iterator[None]:
             self._owed[action.chunk, action.microbatch] = WeightGrads()
         original(self, action)
 
-    with wrapped(Flush, "_weight_grad", without):
+    with wrapped(Flush, "weight_grad", without):
         yield
 
 
@@ -108,7 +108,7 @@ def weight_gradient_of_another_microbatch(plan: Plan) -> Iterator[None]:
         kept[action.chunk] = mine
         original(self, action)
 
-    with wrapped(Flush, "_weight_grad", shifted):
+    with wrapped(Flush, "weight_grad", shifted):
         yield
 
 
@@ -127,7 +127,7 @@ def weight_gradient_a_step_late(plan: Plan) -> Iterator[None]:
             late[action.chunk], self._owed[at] = self._owed[at], late.get(action.chunk, WeightGrads())
         original(self, action)
 
-    with wrapped(Flush, "_weight_grad", delayed):
+    with wrapped(Flush, "weight_grad", delayed):
         yield
 
 
@@ -146,7 +146,7 @@ def gradient_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:
             sent["B"] = tensor.detach().clone()
         original(self, kind, stage, microbatch, tensor, to=to)
 
-    with wrapped(Flush, "_pass_on", stale):
+    with wrapped(Flush, "pass_on", stale):
         yield
 
 
@@ -165,7 +165,7 @@ def activation_of_another_microbatch_sent(plan: Plan) -> Iterator[None]:
             sent[stage] = tensor.detach().clone()
         original(self, kind, stage, microbatch, tensor, to=to)
 
-    with wrapped(Flush, "_pass_on", stale):
+    with wrapped(Flush, "pass_on", stale):
         yield
 
 
@@ -178,7 +178,7 @@ def borders_in_bf16(plan: Plan) -> Iterator[None]:
     def rounded(original: Any, self: Flush, kind: str, stage: int, microbatch: int, tensor: Any, *, to: int) -> None:
         original(self, kind, stage, microbatch, tensor.bfloat16().to(tensor.dtype), to=to)
 
-    with wrapped(Flush, "_pass_on", rounded):
+    with wrapped(Flush, "pass_on", rounded):
         yield
 
 
@@ -212,7 +212,7 @@ def recomputed_with_other_dropout(plan: Plan) -> Iterator[None]:
         if not pytorch.in_backward():
             original(self, layer, stream)
 
-    with replaced(random, "_set_all_rng_states", lambda *states: None), wrapped(SampleSeeds, "_seed_at", seed):
+    with replaced(random, "_set_all_rng_states", lambda *states: None), wrapped(SampleSeeds, "seed_at", seed):
         yield
 
 

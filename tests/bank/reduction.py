@@ -98,7 +98,7 @@ def buffer_not_zeroed(plan: Plan) -> Iterator[None]:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
         self._arrived.clear()
 
-    with replaced(DdpBackend, "_begin_accumulation", begin):
+    with replaced(DdpBackend, "begin_accumulation", begin):
         yield
 
 
@@ -208,7 +208,7 @@ def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
                 grad.copy_(part)
 
     with (
-        replaced(deepspeed, "_set_tied_apart", lambda optimizer: None),
+        replaced(deepspeed, "separate_tied_copies", lambda optimizer: None),
         replaced(deepspeed, "sum_tied_copies", add_what_is_held),
     ):
         yield

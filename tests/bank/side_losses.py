@@ -23,7 +23,7 @@ ROUTER = r"decoder\.layers\.0\.mlp\.router\.weight"
 
 def _balance_times(factor: Callable[[Any], float]) -> AbstractContextManager[None]:
     return wrapped(
-        SideLosses, "_balance_scale", lambda original, self, batch, i: original(self, batch, i) * factor(batch)
+        SideLosses, "balance_scale", lambda original, self, batch, i: original(self, batch, i) * factor(batch)
     )
 
 
@@ -73,7 +73,7 @@ def balancing_by_tensor_parallel(plan: Plan) -> Iterator[None]:
     base="experts", axes="aux loss, experts",
 )  # fmt: skip
 def balancing_scale_not_set(plan: Plan) -> Iterator[None]:
-    with replaced(SideLosses, "_balance_scale", lambda self, batch, i: 1.0):
+    with replaced(SideLosses, "balance_scale", lambda self, batch, i: 1.0):
         yield
 
 
@@ -177,7 +177,7 @@ def bias_moved_the_wrong_way(plan: Plan) -> Iterator[None]:
 
 def _prediction_times(factor: Callable[[Any], float]) -> AbstractContextManager[None]:
     return wrapped(
-        SideLosses, "_prediction_scale", lambda original, self, batch, i: original(self, batch, i) * factor(batch)
+        SideLosses, "prediction_scale", lambda original, self, batch, i: original(self, batch, i) * factor(batch)
     )
 
 
@@ -190,7 +190,7 @@ def prediction_not_averaged(plan: Plan) -> Iterator[None]:
     def whole(original: Any, self: SideLosses, batch: Any, index: int) -> float:
         return original(self, batch, index) * (self._divisor.total or 1.0)  # type: ignore[no-any-return]
 
-    with wrapped(SideLosses, "_prediction_scale", whole):
+    with wrapped(SideLosses, "prediction_scale", whole):
         yield
 
 
@@ -225,7 +225,7 @@ def prediction_by_local_tokens(plan: Plan) -> Iterator[None]:
         own = sum(batch.weights) * plan.layout.dp
         return scale * (self._divisor.total or 1.0) / max(own, 1.0)
 
-    with wrapped(SideLosses, "_prediction_scale", local):
+    with wrapped(SideLosses, "prediction_scale", local):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What the cases of one GPU do, on every rank, in a process group that is there. Each returns figures, and `ok`."""
+"""Cases of one GPU. Each runs on every rank of an existing process group, and returns figures and `ok`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gradient(*, layout: str = "", model: str = "", lane: str = "fp32", dry: bool
 
 
 def _refused(case: Case) -> Found:
-    """What a torch without the fully_shard that backend fsdp2 drives has to say."""
+    """The error of a torch without the fully_shard that backend fsdp2 drives."""
     try:
         Rig.of(case)
     except ConfigError as error:
@@ -112,8 +112,8 @@ def saved_in_background(*, dry: bool) -> Found:
 
 
 def host_syncs(*, layout: str = "", dry: bool) -> Found:
-    """Where the host waits for the device in the second step, with 8 and with 16 micro-batches: the same places as
-    often, at most 12 times."""
+    """The host waits for the device in the same lines of the second step, and equally often, with 8 and with 16
+    micro-batches: at most 12 times."""
     found = {m: _waits(Case(1, f"--pp_microbatches {m} {layout}", PLAIN + "--clip_grad 0.01")) for m in (8, 16)}
     few = sum(found[8][0].values()) <= 12 or bool(layout)
     return {"ok": found[8] == found[16] and few, "by place": found[8][0], "torch says": found[8][1]}
@@ -183,7 +183,7 @@ def queues(*, count: int, dry: bool) -> Found:
 
 
 def sent_tensors(*, dry: bool) -> Found:
-    """What was sent is let go when it has left, but for the flush's last, and not when the step ends."""
+    """A sent tensor is released when it has left, except for the flush's last, and not when the step ends."""
     from megaaccum.executor import p2p
 
     sent: list[weakref.ref] = []
@@ -345,7 +345,7 @@ def _allocated() -> Found:
 
 
 def memory(*, size: str, sync: str, dry: bool) -> Found:
-    """What the planner predicts beside what is allocated; within 15 % on a GPU."""
+    """The planner's prediction is within 15 % of the allocated memory on a GPU."""
     from megaaccum.lab.planner import footprint
     from megaaccum.lab.planner.sync_mode import Forecast
     from megaaccum.model import machine

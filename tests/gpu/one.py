@@ -1,4 +1,4 @@
-"""What one GPU can show, case by case: each in processes of its own with a time limit, one line of JSON per case.
+"""Runs the cases of one GPU: each in processes of its own with a time limit, one line of JSON per case.
 
     python -m tests.gpu.one env smoke sync adam       # subcommands, or names of cases (--list shows both)
     python -m tests.gpu.one --dry-run smoke           # the same code on a CPU, over gloo, with sizes for a CPU
@@ -122,7 +122,7 @@ def _reported(spec: Spec, where: dict[str, Any], out: Path | None, *, dry: bool)
 
 
 def run(spec: Spec, *, dry: bool) -> dict[str, Any]:
-    """What rank 0 of the case returned, or the first that is not ok, or how its processes ended. Ends its own alone."""
+    """Run a case. Returns rank 0's result, or the first that is not ok, or how its processes ended. Ends only these."""
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         start = _forked if dry else _started
         processes = [start(spec, rank, Path(folder)) for rank in range(spec.ranks)]

@@ -30,7 +30,7 @@ CABLE = "ma0"
 
 
 def why_not() -> str:
-    """What this machine lacks, or nothing."""
+    """The requirement that this machine lacks, or an empty text."""
     if os.geteuid() != 0:
         return "two hosts are network namespaces, which root alone can make: run it as root"
     missing = [tool for tool in TOOLS if find(tool) is None]

@@ -13,7 +13,7 @@ PIPELINE = "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatc
 
 
 def odd_one_out(kind: str, rank: int) -> str:
-    """What this rank says when `rank` alone has something else in mind."""
+    """The error on this rank if `rank` alone differs in a way named `kind`."""
     import torch
 
     from megaaccum.errors import MegaaccumError

@@ -69,7 +69,7 @@ def test_megatron(case, parity):
 
 
 def last_weight_gradients_forgotten(case: Case):
-    """What is left of a W when its last gradient has come is not reduced."""
+    """Gradients that a W has left after its last one are not reduced."""
     from megaaccum.sharding.streaming import StreamingBackend
     from tests.support.parity import gradient
 
@@ -96,7 +96,7 @@ def both_chunks_when_one_is_done(case: Case):
             self._waiting.pop(each).close()
             each.start_grad_sync()
 
-    MegatronBackend._reduce_chunk = reduce_all
+    MegatronBackend.reduce_chunk = reduce_all
     return gradient(case)
 
 

@@ -86,7 +86,7 @@ def test_the_schedule_of_every_batch_is_proven_before_the_first_step():
 
 
 def part_of_a_static_step() -> list[str]:
-    """What an engine with a static graph says of part of a step, and of all of it."""
+    """The errors of an engine with a static graph for a part of a step, and for all of it."""
     from megaaccum.errors import ConfigError
     from tests.support.engines import engine_of
     from tests.support.parity import microbatches

@@ -34,7 +34,7 @@ def progress(step: int) -> Progress:
 
 @dataclass
 class Run(Rig):
-    """As much of a training run as a checkpoint holds."""
+    """A training run, as far as a checkpoint holds one."""
 
     def __post_init__(self):
         from megaaccum.model import names
@@ -53,7 +53,7 @@ class Run(Rig):
         }
 
     def loss(self) -> float:
-        """Of the batch of step 5."""
+        """The loss of the batch of step 5."""
         first = 5 * self.plan.batch.global_batch_size
         return self.train_step.evaluate(self.microbatches(first))[0]
 
@@ -329,7 +329,7 @@ REFUSED = (another_model, another_format, malicious, not_a_list)
 
 
 def damaged(folder: str) -> list[str]:
-    """What this rank raises for each damaged copy of a good checkpoint; rank 0 makes them."""
+    """The error on this rank for each damaged copy of a good checkpoint; rank 0 makes the copies."""
     import torch.distributed as dist
 
     from megaaccum.checkpoint import save_load
@@ -364,8 +364,8 @@ def test_damaged_and_malicious_checkpoints_are_refused_on_every_rank(tmp_path):
 
 
 def attacked(folder: str, cases: list[Case], places: list[float]) -> list[list[str]]:
-    """What this rank raises of a checkpoint of each case: with one bit flipped in each of its files, at these shares of
-    their lengths, and with each of them missing."""
+    """Errors on this rank for a checkpoint of each case: with one bit flipped in each of its files, at these shares of
+    their lengths, and with each file missing."""
     return [_attacked(Path(folder, str(number)), case, places) for number, case in enumerate(cases)]
 
 
@@ -421,8 +421,8 @@ def test_a_flipped_bit_and_a_missing_file_are_seen(tmp_path, cases, places):
 
 
 def with_bad_ones(folder: str, *bad: str) -> tuple[int | None, list[str]]:
-    """The step that a run goes on after, or None with an error, where the `bad` of four checkpoints are cut short; and
-    what it reports."""
+    """The step after which a run resumes, or None after an error, if the `bad` of four checkpoints are cut short; and
+    its reports."""
     import torch.distributed as dist
 
     from megaaccum.checkpoint import save_load

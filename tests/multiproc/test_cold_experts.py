@@ -78,7 +78,7 @@ def send(chunks, *, avoid: bool) -> None:
 
 
 def both(cases: list[tuple[Case, str]]) -> list[tuple[list[Step], list[Step]]]:
-    """Of each case the steps without and with the key."""
+    """For each case, the steps without and with the key."""
     return [(trained(case), trained(offloading(case, keys))) for case, keys in cases]
 
 
@@ -145,17 +145,17 @@ def with_mistakes(case: Case) -> list[list[Step]]:
     there the sum of those before."""
     from megaaccum.sharding.cold_experts import ColdExperts
 
-    take = ColdExperts.take
+    offload = ColdExperts.offload
 
     def replace(self, param):
         before = self._sums.pop(id(param), None)
-        take(self, param)
+        offload(self, param)
         if before is not None:
             self._sums.setdefault(id(param), before)
 
     with patch.object(ColdExperts, "bring_back", lambda self, param: None):
         forgotten = trained(case)
-    with patch.object(ColdExperts, "take", replace):
+    with patch.object(ColdExperts, "offload", replace):
         return [forgotten, trained(case)]
 
 

@@ -1,4 +1,4 @@
-"""What crosses ranks in a resident ZeRO-3 step, counted where every collective passes: one gather, one reduction."""
+"""Traffic of a resident ZeRO-3 step, counted below every collective: one gather, one reduction."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _counting(name: str, kind: str, position: int, count: Counter[str]):
 
 
 def traffic(cases: list[Case]) -> list[tuple[Counter[str], int, int]]:
-    """Of the second step of each case (the first finds its parameters as they were built): what was counted, the
-    parameters of this rank's stage, and the same with each rounded up to a multiple of dp, as ZeRO-3 cuts them."""
+    """For the second step of each case (the first has its parameters as they were built): the counts, the parameters
+    of this rank's stage, and their number with each rounded up to a multiple of dp, as ZeRO-3 cuts them."""
     results = []
     for case in cases:
         rig = Rig.of(case)
@@ -132,8 +132,8 @@ def test_more_microbatches_move_nothing_more(seen):
 
 
 def between_two_steps(case: Case) -> tuple[Counter[str], list[float], list[float]]:
-    """What crosses ranks when the parameters are asked for after they were gathered ahead; norms of two steps, without
-    and with that, and a model between them that is written to and not adopted."""
+    """Traffic of a request for parameters that were gathered ahead; norms of two steps without and with that request,
+    and with a model in between that is written to but not adopted."""
     import torch
 
     rig = Rig.of(case)
@@ -181,7 +181,7 @@ def test_no_communicator_is_made_for_two_numbers():
 
 
 def timeouts_of_groups(case: Case) -> list[str]:
-    """Where groups are made that do not take the configuration's minutes, of which Rig gives 1; and their number."""
+    """Lines that create groups without the configuration's time limit, which Rig sets to 1 minute; and their number."""
     import torch.distributed as dist
 
     from megaaccum.distributed import groups

@@ -76,7 +76,7 @@ def weighed_late() -> tuple[float, float, float, float]:
     early, _ = run.watched()
     run = Run.of(MEANS)
     run.train_step.forward_backward(run.train_step.batch_of(run.microbatches()), step=1, last=False)
-    late = run.train_step.optim_step(step=1)
+    late = run.train_step.optim_step()
     return early.loss, early.norm, late.loss, late.grad_norm
 
 

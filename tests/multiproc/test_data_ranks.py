@@ -59,7 +59,7 @@ def with_a_bad_rank(folder: str) -> int | str:
 
 @pytest.mark.parametrize("init", [True, False])
 def test_a_rank_with_bad_data_fails_alone_and_at_once(tmp_path, init):
-    """As on hosts without a shared file system. Megatron's own builder would leave rank 0 in a barrier."""
+    """Hosts need no shared file system. Megatron's own builder would leave rank 0 in a barrier."""
     good, bad = run_ranks(with_a_bad_rank, 2, str(tmp_path), init=init)
     assert good >= 40
     assert "corpus.bin does not exist" in bad

@@ -32,7 +32,7 @@ SCHEDULES = {
     "dualpipev": PP2 + "--schedule dualpipev ",
 }
 SIZES = {"interleaved": (2, 4, 2)}
-"""Of the calls; Megatron's interleaved schedule takes multiples of pp."""
+"""Micro-batches of each call; Megatron's interleaved schedule requires multiples of pp."""
 
 
 def check(cells: list[tuple[Case, Calls]], ranks: int = 4) -> None:

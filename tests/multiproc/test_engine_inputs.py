@@ -1,4 +1,4 @@
-"""What an engine is given by mistake: one clear error on every rank, no hang, and nothing lost."""
+"""Wrong inputs to an engine: one clear error on every rank, no hang, and nothing lost."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def returning(values):
 
 
 def wrong_losses() -> dict[str, list[str]]:
-    """What a step with a bad loss function raises, and the step with a good one after it."""
+    """The error of a step with a bad loss function, and the step with a good one after it."""
     import torch
 
     functions = {
@@ -195,6 +195,17 @@ def test_loss_functions_that_give_something_else():
             assert (second, same) == ("", "True"), (case, seen)
 
 
+def dying(*args, **keys):
+    """An optimizer whose update fails."""
+    import torch
+
+    class Dying(torch.optim.AdamW):
+        def step(self, closure=None):
+            raise RuntimeError("a kernel died")
+
+    return Dying(*args, **keys)
+
+
 def wrong_calls() -> dict[str, str]:
     import torch
 
@@ -212,8 +223,9 @@ def wrong_calls() -> dict[str, str]:
     seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
     made = engine(forward_step_func=None)
     seen["no function"] = said(lambda: made.forward_backward(batches(2)))
-    made = engine()
-    made._failed = RuntimeError("a kernel died")
+    made = engine(optimizer=dying)
+    with pytest.raises(RuntimeError, match="a kernel died"):
+        made.train_step(batches())
     seen["after"] = said(lambda: made.train_step(batches()))
     return seen
 

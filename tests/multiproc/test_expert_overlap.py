@@ -79,7 +79,7 @@ def interleaving_flushes(at: Case) -> list[bool]:
 
     rig = Rig.of(replace(at, layout=at.layout + " --short_batch pad"))
     seen: list[bool] = []
-    choose = executor._passes
+    choose = executor.choose_passes
 
     def watch(call):
         passes = choose(call)
@@ -88,7 +88,7 @@ def interleaving_flushes(at: Case) -> list[bool]:
 
     rig.backend.step = lambda: None
     batch = rig.microbatches()
-    with patch.object(executor, "_passes", watch):
+    with patch.object(executor, "choose_passes", watch):
         rig.train_step.train(batch, step=0)
         rig.train_step.train(batch[:-1], step=1)
         rig.train_step.evaluate(batch)

@@ -138,7 +138,7 @@ def test_a_checkpoint_moves_between_numbers_of_expert_parallel_ranks(tmp_path):
 
 
 def names_on_the_second_rank() -> list[str]:
-    """Of the second of two local experts on the rank that holds experts 2 and 3, in the fifth layer."""
+    """Name of the second of two local experts in the fifth layer, on the rank that holds experts 2 and 3."""
     from megaaccum.model import names
 
     chunk = SimpleNamespace(get_submodule=lambda name: SimpleNamespace(local_expert_indices=[2, 3], layer_number=5))

@@ -33,7 +33,7 @@ def test_auto_streams_where_memory_is_short_and_says_so(tmp_path):
 
 
 def test_auto_takes_the_schedule_that_fits_and_a_restart_chooses_again(tmp_path):
-    """The second start has less memory, and goes on from the first one's checkpoint under another schedule."""
+    """The second start has less memory, and resumes from the first one's checkpoint under another schedule."""
     make_data(tmp_path)
     keys = dict(num_layers=4, hidden_size=32, reduce_bucket_size=1000, sync="resident", train_iters=4, schedule="auto")
     words = flags(tmp_path, **keys)

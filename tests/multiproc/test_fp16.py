@@ -58,7 +58,7 @@ class State:
     rng: dict[str, torch.Tensor]
 
     def differences(self, other: State) -> list[str]:
-        """What is not equal to the bit."""
+        """Names of tensors and states that are not bit-equal."""
         pairs = [(self.masters, other.masters), (self.weights, other.weights), (self.rng, other.rng)]
         return [name for mine, theirs in pairs for name in differences(mine, theirs)]
 
@@ -70,8 +70,8 @@ def state(rig: Rig) -> State:
 
 
 def skipped_steps(layout: str, faults: list[Fault]) -> list[str]:
-    """What this rank has to complain about steps with a fault each, after one without: every one is skipped, changes
-    nothing, and halves the scale once."""
+    """Violations on this rank of: each step with a fault, after one without, is skipped, changes nothing, and halves
+    the scale once."""
     rig = Rig.of(Case(4, layout, FP16))
     size = rig.plan.batch.global_batch_size
     rig.train(step=0)
@@ -111,7 +111,7 @@ def run(case: Case, steps: list[Fault | None]) -> State:
 
 
 def with_and_without(cases: list[Case], fault: Fault) -> list[str]:
-    """What differs after a run in which `fault` made a step be skipped from one that never saw that step."""
+    """Differences between a run in which `fault` caused a skipped step and a run without that step."""
     return [
         f"{case}: {what}"
         for case in cases
@@ -156,7 +156,7 @@ def test_the_floor_ends_the_run_and_says_what_overflowed_where():
 
 def a_verdict_for_each_rank() -> list[bool]:
     """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
-    from megaaccum.step import grad_norm, totals
+    from megaaccum.step import grad_norm, train_step
 
     def own(sums: list[torch.Tensor]) -> list[float]:
         return [float(each) for each in sums]
@@ -166,7 +166,7 @@ def a_verdict_for_each_rank() -> list[bool]:
 
     with (
         patch.object(grad_norm, "sums_over_ranks", own),
-        patch.object(totals, "sums_over_ranks", own),
+        patch.object(train_step, "sums_over_ranks", own),
         injected([Fault(0, 5)], rig.chunks),
     ):
         return [rig.train(step=2).skipped]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> list[dict]:
-    """What each rank says of each case."""
+    """Each rank's result of each case."""
     folder = tmp_path_factory.mktemp("fp8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -58,7 +58,7 @@ def told(tmp_path_factory) -> list[dict]:
 
 @pytest.fixture
 def results(told, request) -> list[dict]:
-    """What both ranks say of the case that the test is named after."""
+    """Both ranks' results of the case that the test is named after."""
     name = request.node.name.removeprefix("test_")
     said = [rank.get(name, {"error": "did not come to this case"}) for rank in told]
     assert not any("error" in each for each in said), "\n".join(each.get("error", "") for each in said)
@@ -184,7 +184,7 @@ def test_split_backward(results):
 
 
 def test_other_layers(results):
-    """What is computed differs by BF16's rounding alone; what a checkpoint holds, in nothing."""
+    """Computed values differ by BF16's rounding alone; values in a checkpoint do not differ."""
     for each in results:
         assert (each["names"], each["weights"], each["read"]) == ([], [], [[], []])
         assert each["gradients"] < 0.1, "in BF16, layer by layer in another order"

@@ -22,7 +22,7 @@ LAUNCHERS = {
     "python": [sys.executable, "-m", "megaaccum.train"],
 }
 NOT_OURS = ("[INFO] [launch.py", "[INFO] [runner.py", "Unable to find hostfile", "torch/distributed/run.py")
-"""What the launchers themselves write."""
+"""Lines that the launchers themselves write."""
 
 
 def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -65,7 +65,7 @@ THREE = [
 
 
 def ranks_one_by_one() -> Iterator[None]:
-    """What ranks have is added in rank order."""
+    """Ranks' sums are added in rank order."""
     from megaaccum.sharding.sum_tree import Runs, in_rank_order
 
     with patch.object(Runs, "add", lambda self, rows, dtype: in_rank_order(rows, dtype)):
@@ -104,7 +104,7 @@ def as_they_come() -> Iterator[None]:
 
 
 def rounded_once() -> Iterator[None]:
-    """What a rank has is rounded on its way alone."""
+    """A rank's sum is rounded for its message only."""
     from megaaccum.sharding.sum_tree import MicrobatchSums
 
     def unrounded(cls, plan, groups):
@@ -152,7 +152,7 @@ def norm_of_shards() -> Iterator[None]:
     """Squares are added shard by shard, then over the ranks."""
     from megaaccum.step import grad_norm
 
-    with patch.object(grad_norm, "_square_in_any_order", grad_norm._square):
+    with patch.object(grad_norm, "exact_square", grad_norm._square):
         yield
 
 
@@ -160,7 +160,7 @@ def one_weight_for_two_uses() -> Iterator[None]:
     """The gradients of embedding and head are added in each micro-batch, where one stage has both."""
     from megaaccum.model import gpt
 
-    with patch.object(gpt, "_copy_for_head", lambda chunk: None):
+    with patch.object(gpt, "copy_for_head", lambda chunk: None):
         yield
 
 
@@ -175,7 +175,7 @@ def run(case: Case, mistake=None, steps: int = STEPS) -> Outcome:
 
 @cache
 def one_process(model: str) -> Outcome:
-    """Of one process with the same micro-batches."""
+    """The outcome of one process with the same micro-batches."""
     return run_ranks(run, 1, row(1, f"--pp_microbatches {12 if TWELVE in model else 16} ", model.removeprefix(MODEL)))[
         0
     ]

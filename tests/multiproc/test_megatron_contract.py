@@ -95,7 +95,7 @@ def _theirs(bare: Any, collection: Any, plan: Any) -> tuple[Any, Any]:
 
 
 def numbers(case: Case, *, ours: bool) -> list[float]:
-    """Losses and norms of steps taken in every way of the protocol, and of one that goes on from a state."""
+    """Losses and norms of steps taken in every way of the protocol, and of one that resumes from a state."""
     from megaaccum.platform import cpu
 
     with nullcontext() if ours else cpu.cuda_type_names():  # Megatron's clipping asks for it
@@ -123,7 +123,7 @@ def all_numbers(cells: list[Case]) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[list[float]]]:
-    """Of each backend, and of Megatron's own objects, the numbers of every rank."""
+    """Every rank's numbers, for each backend and for Megatron's own objects."""
     by_rank = run_ranks(all_numbers, 2, list(CELLS.values()), timeout=150)
     return dict(zip(["theirs", *CELLS], map(list, zip(*by_rank, strict=True)), strict=True))
 
@@ -204,7 +204,7 @@ def loss_scales(loop: Loop) -> list[float]:
 
 
 def megatrons_scales(keys: Any) -> list[float]:
-    """The same of Megatron's scaler, with the same keys."""
+    """The state of Megatron's scaler, with the same keys."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     theirs = DynamicGradScaler(
@@ -256,7 +256,7 @@ def test_a_reduction_apart_from_a_backward_is_refused_where_it_cannot_be_had():
 
 
 def wrapped(keys: str) -> str:
-    """What `wrap` refuses about these keys."""
+    """The ConfigError that `wrap` raises for these keys."""
     from megaaccum.errors import ConfigError
 
     try:

@@ -54,7 +54,7 @@ def test_train_step(name, measured):
 
 
 def with_a_second_division(loop: Loop):
-    """What Megatron's own wrapper does when it is given 1 / N: gradients are multiplied, before the commit does it."""
+    """Megatron's own wrapper, given 1 / N, multiplies gradients before the commit does."""
     from megaaccum.loop.contract import LoopStep
 
     plain = LoopStep.note_scaling

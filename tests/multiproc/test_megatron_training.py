@@ -48,6 +48,6 @@ def test_a_run_is_megatrons_own(flags: str, tmp_path: Path) -> None:
 
 
 def test_another_factor_of_the_rope_is_another_run(tmp_path: Path) -> None:
-    """What Megatron's conversion makes of every --rope-scaling-factor is seen."""
+    """Megatron converts every --rope-scaling-factor to the same value; the comparison detects that."""
     made = run(f"{SCALED} --rope-scaling-factor 4.0", f"{SCALED} --rope-scaling-factor 8.0")
     assert differences(*steps_of(made, tmp_path))["grad_norm"] > 10 * TOLERANCE

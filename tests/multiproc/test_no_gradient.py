@@ -6,7 +6,7 @@ import pytest
 
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import no_gradient, parity
-from tests.support.distance import problems_with
+from tests.support.distance import problems_with, total_error
 from tests.support.parity import Case, Reference
 
 SMALL = "--num_layers 4 "
@@ -20,7 +20,7 @@ SPLIT, PLAIN = "--pp_microbatches 4 --pipeline_model_parallel_size 2 --schedule 
 
 
 def check(change: no_gradient.Change, cases: list[Case]) -> None:
-    """As distance.check, of a changed model."""
+    """Run distance.check on a changed model."""
     found = []
     by_rank = run_ranks(no_gradient.gradients, 4, cases, change, timeout=60 + 15 * len(cases))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -58,7 +58,7 @@ def test_a_rank_that_trains_nothing_ends_all_with_one_message():
 
 
 def test_other_ways_of_the_backward():
-    """Where a last backward, or a whole one, brings what under the other schedule I and W bring."""
+    """A last backward, or an unsplit one, computes the gradients that I and W compute under the other schedule."""
     check(no_gradient.frozen, [Case(4, "--sync streaming " + PLAIN, SMALL), Case(4, "--backend ddp " + PLAIN, SMALL)])
 
 
@@ -109,7 +109,10 @@ def test_sixteen_bit():
 
 
 def released_with_its_last_gradient(cases: list[Case]):
-    """A unit is let go when all that is trained of it has a gradient, though a frozen matrix is still to be read."""
+    """A unit is released when all that is trained of it has a gradient, though a frozen matrix is still to be read; its
+    memory is another's by then."""
+    import torch
+
     from megaaccum.sharding.streaming import StreamingBackend
 
     def on_gradient(self, param):
@@ -117,22 +120,45 @@ def released_with_its_last_gradient(cases: list[Case]):
         unit.arrived += 1
         if unit is self._in_backward and unit.arrived == len(unit.own):
             self._end_backward()
+            for each in unit.params:
+                each.data = torch.zeros(each.ds_shape, dtype=each.dtype)
 
     StreamingBackend._on_gradient = on_gradient
     return no_gradient.gradients(cases, no_gradient.frozen)
 
 
-def unused_are_awaited(cases: list[Case]):
-    """Nothing is put in the place of gradients that do not come."""
+def unused_get_zeros_in_the_first_step_alone(cases: list[Case]):
+    """Later, nothing is put in the place of gradients that do not come, and their buckets are not sent."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
+
     from megaaccum.upstream import megatron
 
-    megatron.give_zeros = lambda ddp: None
+    give_zeros, finish = megatron.give_zeros, BucketGroup.finish_grad_sync
+
+    def at_first(ddp) -> None:
+        if ddp.bucket_groups[0].is_first_batch:
+            give_zeros(ddp)
+
+    def finish_if_sent(self, *args, **keys) -> None:
+        if self.is_first_batch or self.grad_reduce_handle is not None:
+            finish(self, *args, **keys)
+
+    megatron.give_zeros, BucketGroup.finish_grad_sync = at_first, finish_if_sent
     return no_gradient.gradients(cases, no_gradient.unused)
 
 
 @pytest.mark.parametrize(
-    ("mistake", "layout"),
-    [(released_with_its_last_gradient, "--sync streaming "), (unused_are_awaited, "--backend megatron ")],
+    ("mistake", "change", "layout", "error"),
+    [
+        (released_with_its_last_gradient, no_gradient.frozen, "--sync streaming ", 0.208),
+        (unused_get_zeros_in_the_first_step_alone, no_gradient.unused, "--backend megatron ", 0.696),
+    ],
 )
-def test_a_mistake_fails(mistake, layout):
-    assert any(end.failed for end in try_ranks(mistake, 2, [Case(2, layout + PLAIN, SMALL)]))
+def test_a_mistake_is_a_wrong_gradient_under_the_right_loss(mistake, change, layout, error):
+    case = Case(2, layout + PLAIN, SMALL)
+    ranks = [gradient for (gradient,) in run_ranks(mistake, 2, [case])]
+    exact, near = (reference(change, SMALL, case.plan().batch.global_batch_size, lane) for lane in ("fp64", case.lane))
+    found = problems_with(case, ranks, exact, near)
+    assert total_error(ranks, exact) == pytest.approx(error, rel=0.01)
+    assert [each for each in found if "error" in each and "worst decoder.layers.1." in each]
+    assert not [each for each in found if "loss" in each], found

@@ -1,4 +1,4 @@
-"""What each policy of `nonfinite` makes of a gradient that is not finite, and what it says about where it came from."""
+"""Each policy of `nonfinite` on a gradient that is not finite: its result, and the origin that it reports."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_fault_that_does_not_come_back_drops_nothing():
 
 
 def without_a_token(case: Case, masked: bool, faults: list[Fault]) -> tuple[list[str], list[object]]:
-    """What a step changes in which no token counts, after one that is taken, and the two results."""
+    """The changes by a step in which no token counts, after one that is taken, and both results."""
     rig = Rig.of(case)
     results: list[object] = [rig.train(step=1)]
     before = state_of(rig.backend) | weights(rig.backend, rig.chunks)
@@ -172,8 +172,8 @@ def test_a_parameter_that_a_function_gives_no_gradient():
 
 
 def one_element(cases: list[Case]) -> list[tuple[list[int], int, bool, str]]:
-    """Of each case: where the gradient of one parameter differs from the clean one when one of its elements is not
-    finite in one micro-batch of rank 1, how many elements were counted, whether all is finite, and the note."""
+    """For each case with one element of a parameter's gradient not finite in one micro-batch of rank 1: the positions
+    that differ from the clean gradient, the number of elements counted, whether all is finite, and the note."""
     return [_one_element(case) for case in cases]
 
 
@@ -252,7 +252,7 @@ def test_zero_with_fp16_skips_while_the_loss_scale_can_go_down():
 
 
 def policies() -> dict[str, object]:
-    """What the other policies do with the same fault on this rank."""
+    """Results of the other policies for the same fault on this rank."""
     from megaaccum.errors import StepError
 
     seen: dict[str, object] = {}

@@ -27,7 +27,7 @@ def documents() -> list[torch.Tensor]:
 
 
 def forward_step(data_iterator, chunk):
-    """As a user of Megatron's packed sequences writes it."""
+    """A forward step function over Megatron's packed sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     batch = next(data_iterator)

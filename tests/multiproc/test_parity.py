@@ -1,4 +1,4 @@
-"""The accumulated step equals the step on the one big batch: every pipeline, split and ZeRO stage."""
+"""The accumulated step equals the step on the full global batch: every pipeline, split and ZeRO stage."""
 
 import pytest
 import torch

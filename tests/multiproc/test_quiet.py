@@ -1,4 +1,4 @@
-"""What a newcomer would see of the libraries: nothing."""
+"""The libraries print nothing that a user would see."""
 
 import subprocess
 import sys

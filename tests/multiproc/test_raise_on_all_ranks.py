@@ -1,4 +1,4 @@
-"""What one rank cannot do ends all of them, in the same words; what is fine everywhere goes on."""
+"""An error on one rank is raised on all of them, with the same text; without an error all continue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megaaccum.lab.verification.testing import run_ranks
 
 
 def cases() -> list[str]:
-    """What this rank makes of each case."""
+    """This rank's result of each case."""
     from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
 
     rank = os.environ["RANK"]

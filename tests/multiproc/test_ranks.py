@@ -13,9 +13,8 @@ ZERO3 = Case(2, FLAT, "--untie_embeddings_and_output_weights")
 
 
 def found(case: Case, *, missed: bool = False, slow: float = 0.0, late: float = 0.0) -> list[list[tuple[str, str]]]:
-    """What is found after each of 6 steps. missed: every backward reduces its gradients. slow: seconds that
-    a forward takes longer on rank 1, by a clock that nothing else moves, and late: that it waits for data, in the first
-    3 steps."""
+    """Alarms after each of 6 steps. missed: every backward reduces its gradients. slow, late: seconds that rank 1 takes
+    longer for a forward, or waits for data, in the first 3 steps, by a clock that nothing else moves."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,7 +1,7 @@
 """Restarts on another shape: the next step's gradient, and a bank of mistakes that are each seen by a number.
 
 Each mistake of the bank is made while a checkpoint is read. What the run's next step then comes to is compared with the
-run that was not interrupted, or, on another layout, with one process in float64 that goes on from the same checkpoint.
+run that was not interrupted, or, on another layout, with one process in float64 that resumes from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pieces_as(run: Run, change: Callable[[Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def resumed_as(run: Run, **change: Callable[[Any], Any]) -> Iterator[None]:
-    """The engine goes on after a record of which some fields are changed."""
+    """The engine resumes after a record in which some fields are changed."""
     resume = run.engine.resume
 
     def changed(progress: Any) -> None:
@@ -228,8 +228,9 @@ def with_histories_and_frozen(chunks: list[torch.nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One class of mistakes. saved, read: layouts; the same one goes on to the bit. seen_in: what of the next step the
-    mistake changes. change, changed_to: what is done to the model where it is saved, and where the mistake is made."""
+    """One class of mistakes. saved, read: layouts; the same layout resumes bit-equal. seen_in: the parts of the next
+    step that the mistake changes. change, changed_to: the model's change when it is saved, and when the mistake is
+    made."""
 
     mistake: Mistake
     saved: Case
@@ -293,7 +294,7 @@ class Seen:
 
 
 def outcomes(folder: str, entries: list[tuple[str, Entry]]) -> dict[str, Seen]:
-    """What each entry comes to on this rank. A run that saves, or reads, is made once for all entries that have it."""
+    """The result of each entry on this rank. Entries that save, or read, in the same way share one run."""
     found = {}
     sources: dict[Any, tuple[str, Next]] = {}
     readers: dict[Any, Run] = {}
@@ -322,7 +323,7 @@ def checkpoint_of(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class Bank:
-    """What the entries that are to run have come to: of each the ranks, and by model the references."""
+    """Results of the selected entries: ranks by entry, and references by model."""
 
     seen: dict[str, list[Seen]]
     references: dict[str, tuple[Reference, Reference]]
@@ -357,13 +358,13 @@ def test_each_mistake_is_seen(bank, name):
 
 
 def without_padding(gradient: Gradient, exact: Reference) -> Gradient:
-    """As much of it as the reference has rows."""
+    """The gradient, cut to the rows of the reference."""
     sizes = {name: len(part) for name, part in exact.gradient.parts.items()}
     return replace(gradient, parts={name: part[: sizes[name]] for name, part in gradient.parts.items()})
 
 
 def both_references(folders: dict[str, str]) -> dict[str, tuple[Reference, Reference]]:
-    """Of the checkpoint of each model: one process in float64 and in FP32."""
+    """One process in float64 and one in FP32, from the checkpoint of each model."""
     return {
         model: (restarts.reference(folder, model, "fp64"), restarts.reference(folder, model, "fp32"))
         for model, folder in folders.items()
@@ -407,7 +408,7 @@ SAME = [restarts.SAME_MOVES[number] for number in (2, 6, 13, 21)]
 
 @pytest.fixture(scope="module")
 def bits(tmp_path_factory) -> dict[restarts.Move, tuple[Outcome, Outcome]]:
-    """Of each move the uninterrupted next step and that after it."""
+    """For each move, the next step of the uninterrupted run and the next step after the move."""
     return dict(zip(SAME, run_ranks(restarts.same_bits, 4, str(tmp_path_factory.mktemp("same")), SAME)[0], strict=True))
 
 

@@ -26,7 +26,7 @@ def biases(chunks) -> list[list[float]]:
 
 
 def moved_by_megatron(chunks, config) -> list[list[float]]:
-    """What Megatron's own function makes of the tokens that routers have counted, on copies of them."""
+    """The expert biases that Megatron's own function computes from the routers' token counts, on copies."""
     import torch
     from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 

@@ -58,7 +58,7 @@ def by_rank() -> Iterator[None]:
         place = (self._groups.pp.rank(), self._groups.dp.rank())
         rng.seed_streams(f"{self._step}/{self._forward}/{layer}/{place}", stream, self._streams, tp_rank=0)
 
-    with patch.object(seeds.SampleSeeds, "_seed_at", seed_at):
+    with patch.object(seeds.SampleSeeds, "seed_at", seed_at):
         yield
 
 
@@ -74,7 +74,7 @@ def by_chunk() -> Iterator[None]:
     """A chunk's layers draw on from where its first one began."""
     from megaaccum.step import seeds
 
-    with patch.object(seeds, "_seeded_modules", lambda chunk, config: ()):
+    with patch.object(seeds, "seeded_modules", lambda chunk, config: ()):
         yield
 
 

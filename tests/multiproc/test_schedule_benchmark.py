@@ -75,16 +75,16 @@ def test_steps_in_a_row_end_before_their_verdict_on_stages_of_either_kind(stages
 
 
 def ended_early(setup: Setup) -> tuple[list[bool], list[float]]:
-    """Of each step that ended before its verdict, whether its update stayed; and the norm of every step."""
+    """For each step that ended before its verdict, whether its update was kept; and the norm of every step."""
     engine, kept = delays.engine(setup, speculative_step=True), []
     speculation: Any = engine.train_steps
-    end = speculation._end_early
+    end = speculation.end_early
 
     def ends(*args, **more):
         kept.append((result := end(*args, **more))[1])
         return result
 
-    speculation._end_early = ends
+    speculation.end_early = ends
     batches = [[{} for _ in range(setup.num_microbatches)] for _ in range(4)] + [None]
     pairs = itertools.pairwise(batches)
     return kept, [engine.train_step(batch, upcoming=after).grad_norm for batch, after in pairs]

@@ -21,7 +21,7 @@ def test_megatron_executes_the_order_of_the_table(name, pp, m, chunks):
 
 
 def passes(schedule, rank: int) -> list:
-    """What a chunk notices of the table: forwards, and backwards when their input gradient is computed."""
+    """The table's actions that call a chunk: forwards, and backwards when their input gradient is computed."""
     seen = [(kind.replace("I", "B"), chunk, microbatch) for kind, chunk, microbatch in schedule.actions(rank)]
     return [each for each in seen if each[0] != "W"]
 

@@ -1,4 +1,4 @@
-"""A run in a V: it trains, writes its timeline, and goes on from its checkpoint under 1F1B."""
+"""A run in a V: it trains, writes its timeline, and resumes from its checkpoint under 1F1B."""
 
 import json
 

@@ -64,8 +64,8 @@ def opened(groups, dataset, *, mine: bool = False):
 
 
 def taken(layouts: list[dict], bad: int = -1):
-    """Of each layout on this rank: samples read, parts that it was sent and does not use, differences from reading for
-    itself, and the error."""
+    """For each layout on this rank: samples read, parts received but not used, differences from reading alone, and the
+    error."""
     import torch
 
     from megaaccum.distributed import groups as process_groups

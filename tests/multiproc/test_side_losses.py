@@ -60,7 +60,7 @@ GLOBAL = MOE.replace("--moe_aux_loss_coeff", "--moe_router_load_balancing_type g
 
 
 def test_global_balancing_weighs_the_same_at_any_data_parallel_size():
-    """Its statistics are those of all ranks' tokens, so with one micro-batch on each rank it is the big batch's."""
+    """Its statistics cover all ranks' tokens, so with one micro-batch on each rank it is the full global batch's."""
     layouts = ["", "--backend ddp", "--micro_batch_size 2 --tensor_model_parallel_size 2 --sequence_parallel"]
     cases = [Case(4, "--pp_microbatches 1 " + layout, GLOBAL) for layout in layouts]
     exact, near = (one_process_reference(GLOBAL + "--micro_batch_size 4 ", 4, lane) for lane in ("fp64", "fp32"))
@@ -108,8 +108,11 @@ def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
     from megaaccum.step.side_losses import SideLosses
 
-    scalar = SideLosses._scalar
-    with patch.object(SideLosses, "_scalar", lambda self, value, device: scalar(self, factor * value, device)):
+    balance, prediction = SideLosses.balance_scale, SideLosses.prediction_scale
+    with (
+        patch.object(SideLosses, "balance_scale", lambda *args: factor * balance(*args)),
+        patch.object(SideLosses, "prediction_scale", lambda *args: factor * prediction(*args)),
+    ):
         return gradients(cases)
 
 
@@ -122,7 +125,7 @@ def test_another_coefficient_is_seen(factor):
 
 
 def balanced() -> dict[str, object]:
-    """What routers with statistics over a step do in three of them, the second one skipped."""
+    """The states of routers with statistics over a step in three steps, the second of them skipped."""
     import torch
 
     from tests.support.faults import injected

@@ -17,11 +17,11 @@ SMALL = {
     "hidden_size=4096": "hidden_size=32",
     "width=4096": "width=32",
 }
-"""What is written for a cluster, and what stands for it on one rank."""
+"""Texts of a snippet for a cluster, and their replacements on one rank."""
 
 
 def names_of(page: str, folder: str) -> dict[str, Any]:
-    """What the reader of a page brings: batches, and a model where the page builds none."""
+    """Names that the reader of a page provides: batches, and a model if the page builds none."""
     import torch
 
     from examples.tiny_gpt import build_stages

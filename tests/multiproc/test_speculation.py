@@ -54,8 +54,8 @@ def poisoned(groups: Any, loss_norm: str):
 
 @dataclass
 class Run:
-    """Of each step: what it reports, and this rank's state after it; at the end the process' random states. early:
-    steps that ended before their verdict. restored: updates that this rank took back."""
+    """Reports of each step and this rank's state after it; at the end, the random states of the process. early: steps
+    that ended before their verdict. restored: updates that this rank took back."""
 
     reports: list[tuple] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -89,7 +89,7 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
         return found
 
     seen, following = Run(), batch(1)
-    end, undo_of = SpeculativeTrainStep._end_early, speculation._undo
+    end, undo_of = SpeculativeTrainStep.end_early, speculation._undo
 
     def ended(self, *args, **more):
         seen.early += 1
@@ -104,7 +104,7 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
 
         return restored
 
-    with patch.object(SpeculativeTrainStep, "_end_early", ended), patch.object(speculation, "_undo", counted):
+    with patch.object(SpeculativeTrainStep, "end_early", ended), patch.object(speculation, "_undo", counted):
         for step in range(1, STEPS + 1):
             now, following = following, batch(step + 1)
             arguments: dict[str, Any] = {"microbatches": now, "upcoming": following if step < STEPS else None}
@@ -157,7 +157,7 @@ def test_without_clipping_every_step_but_the_first_and_the_last_ends_early():
 
 
 def otherwise(engine, step: int, now: list, following: list) -> dict[str, Any]:
-    """What a loop may do between a step that has begun and its call, and what may become of the next one."""
+    """Actions that a loop may take between the early start of a step and its call, and outcomes of the next step."""
     rank = torch.distributed.get_rank()
     if step == 3:
         engine.evaluate(now)
@@ -174,12 +174,12 @@ def test_whatever_comes_between_ends_the_step_that_has_begun():
 
 
 def mutated(name: str) -> str:
-    """What `compared` says where a rule is broken."""
+    """The result of `compared` if a rule is broken."""
     from megaaccum.step.speculation import SpeculativeTrainStep
 
     mistakes = {
         "the update stays": patch("megaaccum.step.speculation._state", lambda backend: []),
-        "clipping is missed": patch.object(SpeculativeTrainStep, "_is_free", lambda self, norm: True),
+        "clipping is missed": patch.object(SpeculativeTrainStep, "is_unclipped", lambda self, norm: True),
     }
     with mistakes[name]:
         try:

@@ -42,7 +42,7 @@ def start(*starts: str) -> list[str]:
 
 
 def rows(folder):
-    """Of the log's records those of steps."""
+    """The log's records of steps."""
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] == "train"]
 

@@ -1,4 +1,6 @@
-"""What a step moves and holds, counted on every rank, is what the planner predicts, for every backend and sync mode.
+"""Bytes that a step moves and holds, counted on every rank, equal the planner's predictions.
+
+This holds for every backend and sync mode.
 
 Bytes moved: exactly, apart from the stated padding. Memory: within 2 % by kind, except for partial sums (`reproducible:
 layout`) and for the activations of Megatron's local layers, which run on a CPU: their predictions are upper bounds.
@@ -107,7 +109,7 @@ MEGATRON_PADDING = 64
 
 
 def counted(cases: list[Case]) -> list[tuple[tuple[int, int], float, dict[str, int], list[int], list[tuple[str, str]]]]:
-    """Of the second step of each case on this rank: pipeline and data-parallel rank, bytes of gathers and reductions
+    """For the second step of each case on this rank: pipeline and data-parallel rank, bytes of gathers and reductions
     over data-parallel ranks, memory, elements of each parameter of the stage, and alarms."""
     from megaaccum.pretrain.metrics.ranks import Ranks
 

@@ -43,7 +43,7 @@ another parameter), and a shard's weight and moments."""
 
 
 def after_steps(cases: list[Case]) -> list[tuple[Gradient, int, list[Held]]]:
-    """Of each case on this rank: the gradient of the first step, its data-parallel rank, and what it holds of the tied
+    """For each case on this rank: the gradient of the first step, its data-parallel rank, and its part of the tied
     matrix after each step."""
     results = []
     for each in cases:
@@ -80,7 +80,7 @@ def seen():
 
 
 def differing(ranks: list[tuple[Gradient, int, list[Held]]]) -> list[str]:
-    """What of the two copies differs after some step, on the same data-parallel rank of the two stages."""
+    """Differences of the two copies after any step, on the same data-parallel rank of the two stages."""
     found = []
     for dp_rank in range(3):
         stages = [held for _, rank, held in ranks if rank == dp_rank]
@@ -108,7 +108,7 @@ def in_one_flat_run(cases: list[Case]) -> list[tuple[Gradient, int, list[Held]]]
     """The same with the copies among the other parameters, where ZeRO-3 cuts them alike all the same."""
     from megaaccum.sharding import deepspeed
 
-    with patch.object(deepspeed, "_set_tied_apart", lambda optimizer: None):
+    with patch.object(deepspeed, "separate_tied_copies", lambda optimizer: None):
         return after_steps(cases)
 
 

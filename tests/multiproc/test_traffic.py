@@ -1,4 +1,4 @@
-"""What passes through torch.distributed is counted; test_sync_modes.py holds the counts of steps to predictions."""
+"""Messages of torch.distributed are counted; test_sync_modes.py compares the counts of steps with predictions."""
 
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.observe.traffic import Meter

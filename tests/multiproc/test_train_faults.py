@@ -139,7 +139,7 @@ def test_what_a_killed_compiler_left_behind_holds_up_nobody(half):
 
 
 def as_a_rank(argv: list[str], without_agent: bool = False) -> None:
-    """What torchrun starts; `without_agent`: as the deepspeed launcher does, where rank 0 opens the port itself."""
+    """A rank as torchrun starts it; `without_agent`: as the deepspeed launcher does, so that rank 0 opens the port."""
     from megaaccum import cli
 
     if without_agent:

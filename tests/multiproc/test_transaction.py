@@ -46,9 +46,9 @@ def counted(flags: str, folder: Path) -> int:
     from megaaccum.step.speculation import SpeculativeTrainStep
 
     ended = []
-    end = SpeculativeTrainStep._end_early
+    end = SpeculativeTrainStep.end_early
     with patch.object(
-        SpeculativeTrainStep, "_end_early", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)
+        SpeculativeTrainStep, "end_early", lambda self, *args, **more: ended.append(1) or end(self, *args, **more)
     ):
         train(flags, folder)
     return len(ended)
@@ -156,7 +156,7 @@ def test_the_end_after_bad_steps_names_remedies_that_work(folder):
     )
     start = f"{SMALL}{PAIRS}--data_path "
     run_ranks(train_with_poison, 2, f"{start}{good} --max_steps 4", output, init=False, timeout=90)
-    for _ in range(2):  # the same data end the run again, wherever it goes on from
+    for _ in range(2):  # the same data end the run again, wherever it resumes
         ends = try_ranks(train_with_poison, 2, f"{start}{bad} --override data", output, init=False, timeout=90)
         for end in ends:
             assert end.error is not None

@@ -40,8 +40,8 @@ def _tune(argv: list[str]) -> None:
     if "--hostfile" in argv:
         os.environ |= {"PATH": f"{argv[1]}.bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
         os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        start, port = tune._start, str(free_port())
-        tune._start = lambda args: [*start(args)[:1], "--master_port", port, *start(args)[1:]]
+        start, port = tune.launch_command, str(free_port())
+        tune.launch_command = lambda args: [*start(args)[:1], "--master_port", port, *start(args)[1:]]
     print("exit code", cli.main(argv), flush=True)
 
 

@@ -59,7 +59,7 @@ TUNE = """
 import sys
 from megaaccum import cli
 from megaaccum.cli import tune
-tune._start = lambda args: [sys.executable, "run.py"]
+tune.launch_command = lambda args: [sys.executable, "run.py"]
 sys.exit(cli.main(["tune", "model.yaml", "--gpus", "4", "--output", "tune", *sys.argv[1:]]))
 """
 

@@ -58,7 +58,7 @@ MISTAKES = {
     "weight gradient of another microbatch": (Case(2, PP2 + " --schedule zb-h1", SMALL), [".weight, "]),
     "flushes divide": (Case(2, DP2, HALVED), [FIRST, "x 2 of that", "2 times the micro-batches"]),
 }
-"""Where each is made, and what the error has to say."""
+"""The case in which each mistake is made, and texts that its error must have."""
 
 
 @contextmanager
@@ -73,13 +73,13 @@ def made(name: str, case: Case) -> Iterator[None]:
         with patch.object(DistributedDataParallel, "zero_grad_buffer", lambda self: None):
             yield
     elif name == "flushes divide":
-        divided = ForwardStep._scaled
+        divided = ForwardStep.scaled_loss
 
         def again(self: Any, index: int, at: Any, loss_func: Any) -> Any:
             by = divided(self, index, at, loss_func)
             return lambda output: (by(output)[0] / len(self._batch), *by(output)[1:])
 
-        with patch.object(ForwardStep, "_scaled", again):
+        with patch.object(ForwardStep, "scaled_loss", again):
             yield
     else:
         with entries.made(name, case.plan()):
@@ -87,7 +87,7 @@ def made(name: str, case: Case) -> Iterator[None]:
 
 
 def digest_of(run: Run) -> str:
-    """Of weights, optimizer state, buffers, random states and counters on this rank, to the bit."""
+    """Digest of weights, optimizer state, buffers, random states and counters on this rank."""
     from megaaccum.distributed import rng
 
     found = hashlib.sha256(repr(run.engine.state() | {"verified": ""}).encode())
@@ -110,7 +110,7 @@ def verified(run: Run) -> str:
 
 
 def healthy(cases: list[Case]) -> list[tuple[str, bool]]:
-    """Of each case, before its second step: the line of the log, and whether nothing has changed."""
+    """For each case, before its second step: the line of the log, and whether nothing has changed."""
     found = []
     for case in cases:
         run = Run.of(case)
@@ -121,7 +121,7 @@ def healthy(cases: list[Case]) -> list[tuple[str, bool]]:
 
 
 def mistaken(cases: dict[str, Case]) -> list[str]:
-    """What each mistake comes to at the start of a run."""
+    """The error of each mistake at the start of a run."""
     found = []
     for name, case in cases.items():
         with made(name, case):

@@ -30,7 +30,7 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
 
 
 def problems_of(load: Callable[..., Config], *args: object) -> list[str]:
-    """What `load(*args)` raises."""
+    """The problems of the ConfigError that `load(*args)` raises."""
     import pytest  # which a machine with a GPU need not have (tests/gpu)
 
     with pytest.raises(ConfigError) as caught:

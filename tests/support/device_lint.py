@@ -1,4 +1,4 @@
-"""Where tensors would lie on a machine with a GPU, followed on one without: NCCL carries no tensor of host memory.
+"""Tracks, without a GPU, on which device tensors would be with one: NCCL carries no tensor of host memory.
 
 `following()` gives the code under test a device of its own (`cpu.device()` is `cuda:0`). Tensors that it makes there or
 moves there are marked, results of operations on marked ones too, and a collective refuses a tensor that is not marked.
@@ -77,12 +77,15 @@ class _Devices(TorchFunctionMode):
 
 
 class Offloaded:
-    """As much of a sharding backend as sums and norms ask for; its gradients lie in host memory."""
+    """A sharding backend, as far as sums and norms use one, whose gradients are in host memory."""
 
-    replica, sums = 0, None
+    replica = 0
 
     def __init__(self, names: list[str]):
         from megaaccum.sharding import GradShard
+        from megaaccum.sharding.sum_tree import AnyOrder
+
+        self.sums = AnyOrder()
 
         self._shards = []
         for name in names:

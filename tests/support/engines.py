@@ -1,4 +1,4 @@
-"""What tests of the engine run on ranks: a user's own chunks, losses and calls, and the gradient that comes of them."""
+"""Bodies that tests of the engine run on ranks: a user's chunks, losses and calls, and the resulting gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.parity import VOCAB, Case, Gradient, Rig, microbatches
 
 
 def forward_step(data_iterator, chunk, unit=1.0):
-    """As a user of Megatron writes it: per-token losses, summed, weighed by unmasked tokens."""
+    """A forward step function of a Megatron user: per-token losses, summed, weighed by unmasked tokens."""
     batch = next(data_iterator)
     mask = batch["loss_mask"]
     output = chunk(
@@ -36,7 +36,7 @@ class Calls:
     sizes: tuple[int, ...] = (3, 4, 1)
     known: str = ""
     unit: float = 1.0
-    """What every weight, and every loss, is multiplied by."""
+    """Factor of every weight and every loss."""
     iterators: bool = False
 
 

@@ -25,7 +25,7 @@ class Outcome:
 
 
 def outcome(case: Case, steps: int) -> Outcome:
-    """Of `steps` steps of `case`, the last of which leaves the weights; the same on every rank."""
+    """The outcome of `steps` steps of `case`, with the weights after the last; the same on every rank."""
     rig = Rig.of(case)
     size = rig.plan.batch.global_batch_size
     results = [rig.train(step, first=step * size) for step in range(1, steps)]
@@ -35,7 +35,7 @@ def outcome(case: Case, steps: int) -> Outcome:
 
 
 def outcome_of(losses: list[float], norms: list[float], gradient: Gradient, backend: ShardingBackend) -> Outcome:
-    """Of steps with these losses and norms, the last of which had `gradient`."""
+    """The outcome of steps with these losses and norms, the last of which had `gradient`."""
     return Outcome(
         losses=tuple(losses),
         norms=tuple(norms),

@@ -26,7 +26,7 @@ class Loop:
 
 
 def globals_of(plan) -> None:
-    """What Megatron's train_step reads of its globals."""
+    """Set the globals that Megatron's train_step reads."""
     from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.training import global_vars
 
@@ -152,6 +152,6 @@ def spoiled(loop: Loop, *, alone: bool = False) -> tuple[int, bool, int, bool]:
     rig = LoopRig.of_loop(loop)
     recovery = rig.train_step.recovery
     if alone and torch.distributed.get_rank() == 1:
-        judge = recovery._verdict
-        recovery._verdict = lambda *args: replace(judge(*args), skip=True)  # type: ignore[method-assign]
+        judge = recovery.judge
+        recovery.judge = lambda *args, **keys: replace(judge(*args, **keys), skip=True)  # type: ignore[method-assign]
     return *rig.step_of(spoil=not alone and rig.groups.dp.rank() == 1), *rig.step_of(spoil=False)

@@ -61,7 +61,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator, model):
-    """As in Megatron-LM's pretrain_gpt.py."""
+    """The forward step of Megatron-LM's pretrain_gpt.py."""
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training.utils import is_first_or_last_pipeline_stage
 
@@ -92,7 +92,7 @@ def same_weights(chunks):
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-    """As in Megatron-LM's model_provider.py."""
+    """The model provider of Megatron-LM's model_provider.py."""
     from megatron.training import get_args
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
@@ -102,7 +102,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def pretrained(runs: Sequence[Run]) -> list[list[str]]:
-    """What the last rank prints of iterations and evaluations in each run, without times; on other ranks nothing."""
+    """The lines that the last rank prints on iterations and evaluations of each run, without times; else nothing."""
     return [_pretrained(run) for run in runs]
 
 

@@ -15,7 +15,7 @@ from tests.support import parity
 from tests.support.parity import Case, Gradient, Rig
 
 Change = Callable[[list[torch.nn.Module]], None]
-"""What is done to a rank's chunks right after they are built."""
+"""A change of a rank's chunks, applied right after they are built."""
 
 
 def frozen(chunks) -> None:

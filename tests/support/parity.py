@@ -34,7 +34,7 @@ MODEL = (
 )
 LANE = {"fp64": "--backend ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
 LOSS_SCALE = 65536.0
-"""Of the FP16 lane, in one process and in megaaccum's default."""
+"""Loss scale of the FP16 lane, in the reference process and in megaaccum's default."""
 MASKED_OUT = 5
 """The sequence whose tokens are all masked."""
 

@@ -88,7 +88,7 @@ def stream_of(channel: tuple[int, int, str]) -> Hashable:
 
 
 def launched(schedule: Schedule, rank: int) -> list[Kernel]:
-    """What `rank` launches in one flush, in order."""
+    """The kernels that `rank` launches in one flush, in order."""
     on = Launched(rank, list(range(schedule.pp)))
     with patch.object(torch.cuda, "current_stream", lambda: None):  # there is no GPU
         mail = Mail(schedule, on, lambda _message: torch.empty(0))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What tests of batch warm-up run on ranks: steps of growing batches, and the same steps taken one by one."""
+"""Bodies that tests of batch warm-up run on ranks: steps of growing batches, and the same steps one by one."""
 
 from __future__ import annotations
 

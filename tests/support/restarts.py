@@ -21,7 +21,7 @@ from tests.support.parity import VOCAB, Case, Cut, Gradient, Reference, Rig, nam
 SAMPLES = 1000
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 Change = Callable[[list[torch.nn.Module]], None]
-"""What is done to a rank's chunks right after they are built."""
+"""A change of a rank's chunks, applied right after they are built."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def states(folder: str, source: Case, targets: list[Case], mistake: Mistake | No
 
 
 def state_reference(folder: str, model: str) -> Reference:
-    """Weights and moments of one process that takes up the checkpoint."""
+    """Weights and moments of one process that loads the checkpoint."""
     run = loaded(Run.of(Case(1, "", model)), folder)
     return Reference(run.state(), {f"{name}/{kind}": cut for name, cut in run.cuts().items() for kind in KINDS})
 

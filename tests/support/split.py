@@ -1,4 +1,4 @@
-"""What the split of the backward does to a Megatron GPT, on one rank: gradients, floating-point operations, memory."""
+"""Effects of a split backward on a Megatron GPT on one rank: gradients, floating-point operations, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the core metric and of samples run on ranks."""
+"""Bodies that tests of the core metric and of samples run on ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def looks(cases: Sequence[Case]) -> list[tuple[list[float], list[int], bool]]:
-    """Of each case: scores of ROWS, a sample after PROMPT, and whether the next step is the one without a look."""
+    """For each case: scores of ROWS, a sample after PROMPT, and whether the next step equals that without them."""
     return [look(case) for case in cases]
 
 

@@ -22,7 +22,7 @@ SEQ, BATCH, HIDDEN = 3, 2, 4
 
 @dataclass
 class Notes:
-    """What happened on one rank, in order: (kind, chunk, micro-batch); and how many activations were alive at most."""
+    """Events of one rank, in order: (kind, chunk, micro-batch); and the most activations that were alive at a time."""
 
     order: list = field(default_factory=list)
     live: int = 0
@@ -160,7 +160,7 @@ def traced_by_megatron(name: str, m: int, chunks: int) -> tuple[list, float]:
 
 @dataclass
 class Ran:
-    """What a flush of the executor did on one rank."""
+    """Record of a flush of the executor on one rank."""
 
     order: list
     error: float
@@ -202,8 +202,8 @@ def executed(name: str, m: int, chunks: int, placement: str, separate: bool = Fa
 
 
 def lanes_of_a_layout(pp: int, dp: int) -> list[float]:
-    """What each rank receives over the executor's lanes, between the groups that training builds: from its neighbours
-    in the pipeline, 10 * the sender's pipeline rank + the lane's number."""
+    """The numbers that each rank receives over the executor's lanes, between the groups that training builds: from its
+    neighbours in the pipeline, 10 * the sender's pipeline rank + the lane's number."""
     from megaaccum.distributed import groups as our_groups
     from megaaccum.executor.p2p import PipelineChannels
 

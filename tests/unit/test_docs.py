@@ -1,4 +1,4 @@
-"""What the README and docs/ say exists: files, commands, flags of the configuration, the picture."""
+"""Files, commands, flags of the configuration and the picture that the README and docs/ name exist."""
 
 import re
 import runpy
@@ -67,7 +67,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What the headings of a page are linked by."""
+    """The anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
@@ -79,7 +79,7 @@ def shell_lines(text: str) -> list[str]:
 
 
 def problems(line: str) -> list[str]:
-    """What of a shown command does not exist; empty for a line that is no command of this repository."""
+    """Parts of a shown command that do not exist; empty for a line that is no command of this repository."""
     words = line.split()
     if line.startswith("make "):
         return [] if re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else [line]

@@ -30,7 +30,7 @@ LATE = {
     "megaaccum.lab.verification.launched": "the CPU lane's stand-ins have to be there before Megatron is imported",
     "megaaccum.observe.traffic": "torch is loaded by then, and not by `megaaccum --help`",
 }
-"""Modules outside cli/ and __init__.py that import ours inside functions, where a heavy library comes with it."""
+"""Modules outside cli/ and __init__.py that import ours inside functions, because those import a heavy library."""
 
 
 def module_of(path: Path) -> str:

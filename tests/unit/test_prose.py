@@ -51,39 +51,8 @@ OPENINGS = r"(Of|Those|That (of|which)|The same (of|as)|As|In words|(On|In|By|To
 """The first words of a docstring without a subject. A docstring begins with a verb or a noun phrase."""
 CONDITIONS = r"(^|[.:;] )Where [^.:;|?]{3,90}, "
 """A sentence of a page or a docstring that begins with Where and means if or when."""
-ALLOWED: dict[str, int] = {
-    "benchmarks": 35,
-    "docs/guides": 27,
-    "docs/migrating": 1,
-    "docs/reference": 3,
-    "docs/start": 1,
-    "megaaccum": 1,
-    "megaaccum/checkpoint": 10,
-    "megaaccum/cli": 7,
-    "megaaccum/config": 7,
-    "megaaccum/distributed": 1,
-    "megaaccum/executor": 6,
-    "megaaccum/lab/search": 1,
-    "megaaccum/lab/verification": 26,
-    "megaaccum/loop": 4,
-    "megaaccum/observe": 1,
-    "megaaccum/optim": 1,
-    "megaaccum/pretrain/data": 12,
-    "megaaccum/pretrain/interop": 14,
-    "megaaccum/pretrain/launch": 4,
-    "megaaccum/pretrain/metrics": 24,
-    "megaaccum/pretrain/training": 9,
-    "megaaccum/schedule": 1,
-    "megaaccum/sharding": 5,
-    "megaaccum/step": 7,
-    "megaaccum/upstream": 1,
-    "tests/gpu": 9,
-    "tests/multihost": 1,
-    "tests/multiproc": 90,
-    "tests/support": 38,
-    "tests/unit": 46,
-}
-"""The most that a room has of REWRITTEN, OPENINGS and CONDITIONS together. Numbers only fall."""
+ALLOWED: dict[str, int] = {}
+"""The most that a room has of REWRITTEN, OPENINGS and CONDITIONS together: none."""
 GENERATED = {"docs/reference/megatron-flags.md"}
 HISTORY = {"CHANGELOG.md"}
 """Pages whose older entries stay as they were written."""

@@ -1,4 +1,4 @@
-"""Rules on the optimizer's schedule: what Megatron's OptimizerParamScheduler asserts, and what it assumes silently."""
+"""Rules on the optimizer's schedule: the assertions of Megatron's OptimizerParamScheduler and its assumptions."""
 
 from __future__ import annotations
 

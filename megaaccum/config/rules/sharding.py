@@ -101,8 +101,8 @@ def streaming_alone(subject: Subject) -> Iterator[str]:
         return
     if sharding.backend == "fsdp2" and sharding.sync == "streaming":
         yield (
-            "reproducible layout: backend fsdp2 reduces nothing over one data-parallel rank, and adds micro-batches as"
-            " they come with sync streaming: set sync to resident."
+            "reproducible layout: with one data-parallel rank, backend fsdp2 reduces nothing, and sync streaming adds"
+            " micro-batches in the order of their backwards: set sync to resident."
         )
 
 

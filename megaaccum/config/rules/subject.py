@@ -19,7 +19,7 @@ class Subject(Config):
     world_size: int
     """Ranks of the run."""
     own_model: bool = False
-    """Whether model, data and training are the user's own: their keys are not required."""
+    """Whether the user provides model, data and training, so that their keys are not required."""
 
     @classmethod
     def from_config(cls, config: Config, *, written: Config, world_size: int, own_model: bool = False) -> Self:

@@ -65,7 +65,7 @@ class ParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class BatchConfig:
-    """The batch and how it is split. What is left None is derived; what is given twice must agree."""
+    """The batch and how it is split. Values that are None are derived; values that determine each other must agree."""
 
     micro_batch_size: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Sequences in one pipeline micro-batch on one data-parallel rank. Default: of those that fit into memory_gib, or

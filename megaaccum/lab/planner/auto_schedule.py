@@ -140,7 +140,7 @@ def _need(plan: Plan, device_bytes: float | None, layers: Layers | None) -> str:
 
 
 def _reason(ranking: list[Priced], needs: list[str], megatrons: str) -> str:
-    """The choice, and what it was chosen from."""
+    """The choice, and its alternatives."""
     best, *others = ranking
     if best.plan.layout.pp == 1:
         return "schedule auto: none, as there is no pipeline."

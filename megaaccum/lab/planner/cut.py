@@ -1,4 +1,4 @@
-"""The layers of a planned pipeline cut into stages by what they cost, in place of an even split.
+"""The layers of a planned pipeline cut into stages by their costs, in place of an even split.
 
 The costs are the planner's own predictions, or a profile that was measured (`megaaccum calibrate --layers`).
 """

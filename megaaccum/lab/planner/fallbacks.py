@@ -73,7 +73,7 @@ class Outcome:
 
 
 class Fallbacks:
-    """The candidates of one tuning run, and what came of those that were tried."""
+    """The candidates of one tuning run, and the results of those that were tried."""
 
     def __init__(self, candidates: Sequence[Candidate], *, top: int):
         """candidates: by rank. top: how many are measured before knobs are turned."""

@@ -1,4 +1,4 @@
-"""Running one candidate of `megaaccum tune`: a short training run in processes of its own, and what it says."""
+"""Running one candidate of `megaaccum tune`: a short training run in processes of its own, and its result."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _finds_the_loss_scale(step: Record) -> bool:
 
 
 def _run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int | None, str]:
-    """(exit code, what it printed); None for a command that was ended after `limit` seconds, with all of its ranks."""
+    """(exit code, output); None for a command that was ended after `limit` seconds, with all of its ranks."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
         start_new_session=True, errors="replace", preexec_fn=partial(processes.end_with, os.getpid()),

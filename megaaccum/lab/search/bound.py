@@ -52,7 +52,7 @@ class Bound:
 
     @cached_property
     def by_work(self) -> list[float]:
-        """For each rank: its work, and what it is idle while the pipeline fills and drains."""
+        """For each rank: its work, and its idle time while the pipeline fills and drains."""
         return [self._by_work(rank) for rank in range(len(self.stages))]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Greedy orders: every rank does what is most urgent of what it could do."""
+"""Greedy orders: every rank runs the most urgent of the passes that are ready."""
 
 from __future__ import annotations
 

@@ -278,8 +278,8 @@ class Comparison:
 
 
 def compare(searched: Schedule, its: Costs, named: Schedule, others: Costs, *, seed: int = 0) -> Comparison:
-    """Time both orders with the durations of every pass within +-10 % of their stages', 50 times. Where both have the
-    same stages, a pass has the same duration in both."""
+    """Simulate both orders 50 times, each time with the duration of every pass drawn within +-10 % of its stage's. If
+    both orders have the same stages, a pass has the same duration in both."""
     times = []
     for schedule, costs in ((searched, its), (named, others)):
         chance = random.Random(seed)

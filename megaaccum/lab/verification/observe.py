@@ -1,4 +1,4 @@
-"""The accumulated step of a layout, observed on each rank: what the optimizer reads, and what it leaves."""
+"""The accumulated step of a layout, observed on each rank: the optimizer's inputs and its results."""
 
 from __future__ import annotations
 

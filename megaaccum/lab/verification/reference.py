@@ -364,7 +364,7 @@ class _Run:
         return (
             f"samples depend on each other: in one process the gradient of the whole batch is {error:.1e} away from"
             " the sum over its micro-batches. A loss that is weighed by a mean over its micro-batch, or a layer that"
-            " mixes samples, has no accumulated step that equals the big batch: have the weights come with the data"
+            " mixes samples, has no accumulated step that equals the full batch: take the weights from the data"
         )
 
     # --- the numbers that are compared ---

@@ -18,8 +18,8 @@ _SETTLED: Keys = {
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "adam_eps": 1e-2, "lr": 1e-2, "min_lr": 1e-3,
     "lr_decay_style": "linear", "lr_decay_iters": 10, "train_iters": 20, "data_path": ["none"],
 }  # fmt: skip
-"""Of every case. Masks of dropout belong to a micro-batch, so the one big batch has others. An epsilon far above the
-gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
+"""Keys of every case. Dropout masks are drawn per micro-batch, so the full global batch has different ones. An epsilon
+far above the gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
 _KEPT_SECTIONS = ("model", "parallel", "batch", "sharding", "step", "optimizer")
 _LEFT_OUT = frozenset(
     {
@@ -61,7 +61,7 @@ def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -
     notes: list[str] = []
     _without_kernels(keys, notes, on_gpu)
     if value(config, "fp8_format") is not None:
-        notes.append("FP8 is left out: its scales come from earlier micro-batches, so that no big batch has them")
+        notes.append("FP8 is left out: its scales come from earlier micro-batches, which one full batch does not have")
     world_size = plan.layout.world_size
     if shrink:
         keys, world_size = _shrunk(keys, plan, notes)
@@ -69,7 +69,7 @@ def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -
         keys |= {"micro_batch_size": plan.batch.micro_batch_size, "pp_microbatches": plan.batch.pp_microbatches}
         keys |= {"grad_accum_steps": plan.batch.grad_accum_steps}
     if any(keys.get(name) for name in ("attention_dropout", "hidden_dropout")) or not given(config, "hidden_dropout"):
-        notes.append("dropout is 0: its masks belong to a micro-batch, so the one big batch has others")
+        notes.append("dropout is 0: its masks are drawn per micro-batch, so the full batch has different ones")
     return Shrunk(Case(keys=keys | _SETTLED, megatron=_own_fields(config, notes), world_size=world_size), notes)
 
 

@@ -56,7 +56,7 @@ class Datasets:
     digits; independent of paths and of evaluation. Equal on two ranks, or before and after a restart, when they train
     on the same data."""
     facts: dict[str, str]
-    """What the digest is of, for readers."""
+    """The values under the digest, for readers."""
     rebuilt: Callable[[list[Span]], Order]
     """The training samples in other spans."""
 
@@ -65,7 +65,7 @@ class Datasets:
         return {"digest": self.digest, "facts": self.facts} | self.train.state(consumed)
 
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
-        """The facts in which these samples are others than those of `state`, with both sides, and what to set back."""
+        """The facts in which these samples differ from those of `state`, with both values, and the keys to set back."""
         if state.get("digest") == self.digest:
             return {}
         then = state.get("facts", {})
@@ -416,7 +416,7 @@ class _MegatronTokenizer:
 
 
 def _require_index_builder() -> None:
-    """megatron-core's wheels bring the C++ index builder compiled; an installation from source compiles it then."""
+    """Raise DataError if megatron-core's C++ index builder is missing. Wheels have it; from source it is compiled."""
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError as error:

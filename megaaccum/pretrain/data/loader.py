@@ -226,7 +226,7 @@ class _Prefetcher:
         thread.start()
 
     def read(self) -> Batch:
-        """The next micro-batch; raises what its preparation raised, also when asked again."""
+        """The next micro-batch. Raises the error of its preparation, also in later calls."""
         assert self.close.alive, "the loader is closed"
         item = self._failure or self._ready.get()
         if isinstance(item, _Failure):

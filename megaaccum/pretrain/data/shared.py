@@ -32,8 +32,8 @@ class SharedLoader:
 
     The first rank of the group reads. Each stage is sent one message a step: counts of tokens, and what the stage
     reads of the micro-batches, tokens and positions on the first, labels and masks on the last; there it goes over cp
-    and tp. The reader does not wait for it to arrive. Where the group is one rank, nothing is sent. Made and used by
-    all ranks of the group alike: making it and `try_next_step` are collective over it.
+    and tp. The reader does not wait for it to arrive. If the group is one rank, nothing is sent. The constructor and
+    `try_next_step` are collective over the group.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SharedLoader:
         return self._unpacked(self._spread(message), num_microbatches)
 
     def _send(self, num_microbatches: int, mine: list[Batch]) -> None:
-        """Send the first rank of every other stage what it reads. A message is kept until it has arrived."""
+        """Send the first rank of every other stage its inputs. A message is kept until it has arrived."""
         for work, _ in self._sending:
             work.wait()
         others = range(1, self._pp.size())
@@ -130,7 +130,7 @@ class SharedLoader:
         return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).to(cpu.device(), non_blocking=True)
 
     def _unpacked(self, message: torch.Tensor, num_microbatches: int) -> list[Batch]:
-        """The micro-batches of a message to this rank's stage: what its chunks do not read is None."""
+        """The micro-batches of a message to this rank's stage: tensors that its chunks do not read are None."""
         parts = self._parts(self._pp.rank(), num_microbatches)
         pieces = message.split([dtype.itemsize * math.prod(shape) for dtype, shape in parts.values()])
         whole = {

@@ -38,7 +38,7 @@ class Launch:
     world_size: int | None = None
     """Ranks, where the launcher says how many."""
     written: tuple[tuple[Path, Path], ...] = ()
-    """Where a recorded script's files are: (folder as the script saw it, folder that holds what it wrote there)."""
+    """Folders of a recorded script's files: (folder as the script saw it, folder that holds what it wrote there)."""
 
     def path(self, name: str) -> Path:
         """The path of a file that the flags name: the one that the script wrote if there is one."""

@@ -99,7 +99,7 @@ class _Service:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Make what was written visible to readers."""
+        """Make all written values visible to readers."""
 
     def close(self) -> None:
         """Close the service; nothing is written after this."""

@@ -21,7 +21,7 @@ class Speed:
     """FLOP/s of one device at best (`flops.peak_flops`); None where unknown, and then there is no MFU."""
 
     sequences_per_step: int = 1
-    """Of the configured batch."""
+    """Sequences in the configured global batch."""
 
     def share(self, record: Mapping[str, Any]) -> float:
         """The share of the configured batch that the step of `record` had: less than 1 during batch warm-up."""

@@ -63,7 +63,7 @@ class _LastLogits(GptForwardStep):
         super().__init__(groups, loss_norm)
         self._tp = groups.tp
 
-    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
+    def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         mine = output[mask.bool()].contiguous()
         parts = [torch.empty_like(mine) for _ in range(self._tp.size())]
         dist.all_gather(parts, mine, group=self._tp)

@@ -95,6 +95,6 @@ def _microbatch(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch:
 class _RowLosses(GptForwardStep):
     """Reports the sum of the losses of each row's scored tokens, on this context-parallel rank."""
 
-    def _loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
+    def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         rows = (output.double() * mask).sum(dim=1)
         return rows.sum(), mask.count_nonzero(), {"rows": rows}

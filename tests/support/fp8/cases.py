@@ -1,4 +1,4 @@
-"""What is tested of FP8 inside ranks that see Transformer Engine (te_on_cpu.py): two ranks, one function per case.
+"""Cases of FP8, run inside two ranks that see Transformer Engine (te_on_cpu.py); one function per case.
 
 Each returns plain data, which tests/multiproc/test_fp8.py looks at. The model has four layers; histories are longer
 than a run, so that they hold the largest values of every micro-batch in order, and two runs with equal histories had

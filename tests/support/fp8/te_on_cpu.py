@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / ".te"
-"""Where `make te` puts the wheel."""
+"""The folder into which `make te` puts the wheel."""
 
 
 def is_there() -> bool:
@@ -106,7 +106,7 @@ def _play_hopper() -> None:
 
 
 def _track_random_states_of_the_cpu() -> None:
-    """What TE keeps for layers that it computes again."""
+    """Have TE keep the CPU's random states for layers that it recomputes."""
     import torch
     from transformer_engine.pytorch import distributed
 

@@ -1,4 +1,4 @@
-"""Copies of tensors that a checkpoint is written from while training goes on; the GPU is a stand-in."""
+"""Copies of tensors from which a checkpoint is written while training continues; the GPU is a stand-in."""
 
 from types import SimpleNamespace
 

@@ -49,7 +49,7 @@ def make_run(folder: Path, *, steps: int = 6, **keys: object) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page shows and what it would load."""
+    """A page's text, and the addresses that it would load."""
 
     def __init__(self, path: Path):
         super().__init__()

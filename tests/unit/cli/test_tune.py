@@ -23,9 +23,9 @@ def test_an_unknown_knob_is_one_message(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_hosts_start_each_layout_by_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = tune._start(argparse.Namespace(hostfile="hosts"))
+    command = tune.launch_command(argparse.Namespace(hostfile="hosts"))
     assert command == ["deepspeed", "--hostfile", "hosts", "--module", "megaaccum.train", "--config"]
     assert read_source([command[-1], "row_1/config.yaml"]) == Source("row_1/config.yaml")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="`deepspeed`, which is not on PATH"):
-        tune._start(argparse.Namespace(hostfile="hosts"))
+        tune.launch_command(argparse.Namespace(hostfile="hosts"))

@@ -217,4 +217,4 @@ def test_another_ramp_holds_from_the_checkpoint_on_when_asked_for() -> None:
     assert [ramp.size_at(at) for at in (0, 4, 16, 36, 63)] == [4, 12, 20, 28, 28], "as it was"
     assert [ramp.size_at(at) for at in (64, 68, 96, 1000)] == [24, 28, 36, 48], "as it is asked for"
     again = plan(2, **keys, batch_warmup_steps=8).continued(asked.continued(saved, 64).ramp_state(), 88)
-    assert again.ramp.intervals == ramp.intervals, "the next start goes on with it"
+    assert again.ramp.intervals == ramp.intervals, "the next start continues the ramp"

@@ -1,4 +1,4 @@
-"""What fields say about their keys: ranges that the defaults keep, names that exist, and one place for each fact."""
+"""Facts in the fields of keys: ranges that the defaults keep, names that exist, and one place for each fact."""
 
 from __future__ import annotations
 

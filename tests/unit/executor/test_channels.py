@@ -17,7 +17,7 @@ def waits(order: list[tuple[int, int, str]]) -> int:
 
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1", "zbv", "dualpipev"])
 def test_neighbours_connect_side_by_side(name):
-    """As many waits at 16 stages as at 4; rank by rank it would be as many as there are channels."""
+    """16 stages wait as often as 4; rank by rank, they would wait once per channel."""
     channels = {}
     for pp in (4, 16):
         schedule = build(name, pp=pp, num_microbatches=2 * pp)

@@ -1,4 +1,4 @@
-"""What is sent is let go when it has left, and not before; with and without a thread that waits."""
+"""A sent tensor is released when it has left, and not before; with and without a thread that waits."""
 
 import threading
 import time

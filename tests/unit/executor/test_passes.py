@@ -1,4 +1,4 @@
-"""What of Megatron's forward_step the executor does itself, and when it leaves out what follows the forward."""
+"""The parts of Megatron's forward_step that the executor does itself, and the cases in which it skips the rest."""
 
 import inspect
 import re

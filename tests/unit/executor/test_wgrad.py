@@ -15,7 +15,7 @@ def test_an_input_is_gathered_under_the_product_before_its_own(monkeypatch):
         happened.append(f"gather {name}")
         return part, SimpleNamespace(wait=lambda: happened.append(f"wait {name}"))
 
-    monkeypatch.setattr(wgrad, "_start_gather", start)
+    monkeypatch.setattr(wgrad, "start_gather", start)
     owed = wgrad.WeightGrads()
     weights = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
     for number, weight in enumerate(weights):

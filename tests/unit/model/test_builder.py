@@ -1,4 +1,4 @@
-"""What reaches Megatron's configuration of the model, and the optimizer's groups that follow from it."""
+"""The values that reach Megatron's configuration of the model, and the optimizer's groups that follow from it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What a machine with a GPU answers, without one; Transformer Engine is not installed."""
+    """The answers of a machine with a GPU and without Transformer Engine."""
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
 

@@ -70,8 +70,8 @@ def test_the_ledger_counts_what_waits_for_backwards_once_and_no_parameters():
 
 
 def test_a_parameter_may_move_between_forward_and_backward():
-    """As when a backend releases it and gathers it again: the backward reads what it is then, and gradients are those
-    of a model that was left alone."""
+    """A backend releases it and gathers it again: the backward reads its new value, and gradients equal those of a
+    model that was left alone."""
     torch.manual_seed(0)
     watched, plain = net(), net()
     plain.load_state_dict(watched.state_dict())
@@ -88,7 +88,7 @@ def test_a_parameter_may_move_between_forward_and_backward():
 
 
 class Allocator:
-    """As much of torch.cuda as counts bytes."""
+    """The part of torch.cuda that counts bytes."""
 
     def __init__(self) -> None:
         self.now = self.peak = self.resets = 0

@@ -38,7 +38,7 @@ def of_torch(overflows: list[bool], *, scale: float, window: int) -> list[float]
 
 
 def of_megatron(overflows: list[bool], *, scale: float, minimum: float, window: int, hysteresis: int) -> list[float]:
-    """The same of Megatron-core's DynamicGradScaler, whose tensors are made without CUDA."""
+    """The scales of Megatron-core's DynamicGradScaler, whose tensors are made without CUDA."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     scaler = DynamicGradScaler.__new__(DynamicGradScaler)

@@ -185,7 +185,7 @@ class Groups:
 
 
 def megatron_args(config: Config):
-    """What Megatron-LM's own argument parser leaves for its scheduler."""
+    """The arguments that Megatron-LM's own parser passes to its scheduler."""
     from argparse import Namespace
 
     o = config.optimizer

@@ -1,4 +1,4 @@
-"""What `deterministic: true` asks of libraries."""
+"""Settings of the libraries under `deterministic: true`."""
 
 from __future__ import annotations
 

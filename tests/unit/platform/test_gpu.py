@@ -1,4 +1,4 @@
-"""What is settled before CUDA starts, and which process groups NCCL may carry; the GPU itself is a stand-in."""
+"""Settings before CUDA starts, and the process groups that may use NCCL; the GPU itself is a stand-in."""
 
 import os
 from types import SimpleNamespace

@@ -51,7 +51,7 @@ def test_dualpipev_is_no_worse_than_its_closed_form(pp, m, fused):
 
 
 def test_perfect_makespans():
-    """What the issue of zero-bubble schedules calls perfect: 1.0625 at 8 micro-batches and 1.03125 at 16."""
+    """Perfect zero-bubble makespans are 1.0625 at 8 micro-batches and 1.03125 at 16."""
     for name in ("zbv", "dualpipev"):
         for m, ratio in ((8, 1.0625), (16, 1.03125)):
             schedule = build(name, pp=4, num_microbatches=m)

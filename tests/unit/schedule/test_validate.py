@@ -32,7 +32,7 @@ def footprint(name: str, pp: int = 4, m: int = 16):
 
 
 def test_footprints():
-    """What the papers say a rank holds (1F1B: p - i; ZB-V: 2p half stages; DualPipeV: 2p + 1)."""
+    """Ranks hold as many micro-batches as the papers state (1F1B: p - i; ZB-V: 2p half stages; DualPipeV: 2p + 1)."""
     assert footprint("gpipe").in_flight == (16,) * 4
     assert footprint("1f1b").in_flight == (4, 3, 2, 1)
     assert footprint("interleaved").in_flight == (11, 9, 7, 5)

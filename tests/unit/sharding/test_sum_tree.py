@@ -30,7 +30,7 @@ def summed(parts: list[torch.Tensor], order: list[int], *, lent: bool = False) -
 
 
 def rows_of(runs: Runs, parts: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """What each rank has of its run, in the precision of its messages."""
+    """The rows of each rank's run, in the precision of its messages."""
     rows: list[torch.Tensor] = []
     for rank in range(runs.ranks):
         start, stop = runs.run_of(rank)
@@ -54,7 +54,7 @@ def test_the_order_of_arrival_does_not_matter(count):
 
 
 def test_one_and_two_threads_make_one_sum():
-    """Of tensors that are large enough to be shared among threads."""
+    """Sums of tensors that are large enough for several threads do not depend on the number of threads."""
     parts = [part.repeat(20_000) for part in leaves(12)]
     threads, sums = torch.get_num_threads(), []
     try:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megaaccum.sharding.deepspeed import _set_tied_apart
+from megaaccum.sharding.deepspeed import separate_tied_copies
 
 
 def parameter(*, tied: bool = False) -> torch.nn.Parameter:
@@ -20,7 +20,7 @@ def test_a_group_keeps_its_options_and_names():
     ]
     adam = torch.optim.AdamW(groups, lr=1e-3)
     listed = adam.param_groups
-    _set_tied_apart(adam)
+    separate_tied_copies(adam)
     assert adam.param_groups is listed, "a learning-rate schedule may hold the list"
     assert [group["param_names"] for group in listed] == [["layer"], ["embedding"], ["embedding"], ["norm"]]
     assert [list(map(id, group["params"])) for group in listed] == [[id(each)] for each in (plain, tied, copy, norm)]
@@ -30,7 +30,7 @@ def test_a_group_keeps_its_options_and_names():
 def test_no_group_is_left_empty_and_names_are_not_made_up():
     tied = parameter(tied=True)
     adam = torch.optim.AdamW([tied], lr=1e-3)
-    _set_tied_apart(adam)
+    separate_tied_copies(adam)
     (group,) = adam.param_groups
     assert [*map(id, group["params"])] == [id(tied)]
     assert "param_names" not in group

@@ -1,4 +1,4 @@
-"""What a sample's draws depend on, and on which ranks they are the same."""
+"""The dependence of a sample's draws on seed and position, and the ranks on which they are equal."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class Rank:
             os.kill(self.process.pid, signum)
 
     def end(self) -> None:
-        """Ends the rank and what it started, if it still runs."""
+        """End the rank and its children, if it still runs."""
         if self.process is None or not self.running:
             return
         assert self.process.pid is not None
@@ -278,7 +278,7 @@ def _environment() -> Iterator[None]:
 
 def _become_rank(rank: Rank, call: bytes, env: dict[str, str]) -> None:
     """Runs in the fork; never returns."""
-    # Ranks hold the pipe by whose end the server sees that the test process is gone; it would never see it.
+    # The server detects the end of the test process by the closing of this pipe, which ranks would keep open.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     processes.become_rank(
         partial(_body, rank, call), parent=os.getppid(), env=env, output=rank.file("output"), error=rank.file("error")

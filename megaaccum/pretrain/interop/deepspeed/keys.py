@@ -41,7 +41,7 @@ REFUSED = {
     "weight_quantization": "leave it out",
     "zenflow": "leave it out",
 }
-"""Refused if switched on, with what to write instead."""
+"""Keys that are refused if switched on, and what to write instead."""
 
 RECONCILED = frozenset(
     {
@@ -90,7 +90,7 @@ ZERO_REFUSED = {
     "zero_quantized_weights": "quantized parameters would not be exact; leave it out",
     "zeropp_loco_param": "leave it out",
 }
-"""Keys of zero_optimization that are refused if switched on, with what to write instead."""
+"""Keys of zero_optimization that are refused if switched on, and what to write instead."""
 
 ZERO_RECONCILED = frozenset(
     {"stage", "reduce_bucket_size", "offload_optimizer", "reduce_scatter", "zero_hpz_partition_size"}

@@ -62,7 +62,7 @@ class Reconciler:
         return origin.get(key) == COMMAND_LINE != origin.get("deepspeed")
 
     def refuse(self, path: str, value: object, instead: str) -> None:
-        """Report that `path` of the JSON is not supported, with what to write instead."""
+        """Report that `path` of the JSON is not supported, and what to write instead."""
         self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
 
     def sort(

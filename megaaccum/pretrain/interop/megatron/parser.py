@@ -48,7 +48,7 @@ class ParsedFlags:
     own: Source
     """megaaccum's own keys among the flags."""
     locate: Callable[[str], Path]
-    """Where a file is that a flag names."""
+    """Finds the file that a flag names."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 

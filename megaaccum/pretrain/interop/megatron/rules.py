@@ -23,7 +23,7 @@ class Reading:
     values: dict[str, object] = field(default_factory=dict)
     """Typed values by key."""
     writers: dict[str, str] = field(default_factory=dict)
-    """What set each key: a flag as written, or Megatron's default."""
+    """The origin of each key: a flag as written, or Megatron's default."""
     sources: dict[str, str] = field(default_factory=dict)
     """The destination of each key that a flag set."""
     megatron: dict[str, object] = field(default_factory=dict)

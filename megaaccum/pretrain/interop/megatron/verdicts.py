@@ -23,7 +23,7 @@ class Listed:
     why: str
     """The reason, for the reader of a note, a problem or the documentation."""
     instead: str
-    """What to write in place of a refused argument."""
+    """The replacement for a refused argument."""
     names: tuple[str, ...]
     """argparse destinations."""
 

@@ -22,7 +22,7 @@ def render_run(run: Run) -> str:
 
 
 def render_comparison(left: Run, right: Run) -> str:
-    """The page of two runs: what differs between them, then section by section beside each other."""
+    """The page of two runs: their differences, then each section side by side."""
     names = left.folder.name, right.folder.name
     if names[0] == names[1]:
         names = str(left.folder), str(right.folder)

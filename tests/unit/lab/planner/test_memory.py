@@ -241,14 +241,14 @@ def test_sums_of_a_run(each: int, ranks: int, sums: tuple[int, ...]) -> None:
 
 
 def test_the_most_sums_that_wait() -> None:
-    """Of four micro-batches 2, of eight 3; one of three ranks has 3; in turns, a round adds up."""
+    """Four micro-batches have 2 sums that wait, eight have 3; one of three ranks has 3; in turns, a round adds up."""
     assert [most_waiting(each, 1, in_turns=False) for each in (1, 2, 4, 8)] == [0, 1, 2, 3]
     assert most_waiting(4, 3, in_turns=False) == 3
     assert [most_waiting(each, 4, in_turns=True) for each in (1, 2, 4)] == [0, 1, 2]
 
 
 def test_finished_sums_that_stay_count_if_they_are_more() -> None:
-    """Of 10 elements, 2 waiting sums of a byte each; a finished one is 4 bytes, and up to `waiting_totals` stay."""
+    """10 elements, 2 waiting sums of a byte each; a finished sum has 4 bytes, and up to `waiting_totals` stay."""
     for totals, size in ((0.0, 20), (5.0, 30), (np.inf, 40)):
         per = StateBytes(waiting=1.0, waiting_totals=totals)
         assert per.partial_sums(np.array([10.0]), 2, 1)[0] == size

@@ -62,7 +62,7 @@ def test_what_is_given_stays() -> None:
 
 
 def test_the_batches_of_a_ramp_stay() -> None:
-    """Those of 6 and 10 sequences on 2 ranks leave a micro-batch of 1."""
+    """Batches of 6 and 10 sequences on 2 ranks leave a micro-batch of 1."""
     ramped = of(memory_gib=100.0, global_batch_size=30, rampup_batch_size=[6, 4, 600])
     settled = micro_batch.choose_micro_batch(ramped)
     assert settled.ramp.intervals == ramped.ramp.intervals

@@ -67,7 +67,7 @@ def test_every_rank_chooses_the_same() -> None:
 
 
 def test_the_device_is_the_limit_where_no_key_is() -> None:
-    """Of what is free, the libraries' buffers and the allocator's gaps come off."""
+    """The limit is the free memory less the libraries' buffers and the allocator's gaps."""
     usage = usual_usage()
     assert usage.runtime_bytes > GIB
     for sync, chosen in (("resident", "resident"), ("streaming", "streaming")):

@@ -1,4 +1,4 @@
-"""What a candidate's run comes to: medians, dropped lanes, and the end of one that hangs. The runs are stand-ins that
+"""Results of a candidate's run: medians, dropped lanes, and the end of one that hangs. The runs are stand-ins that
 write what a run of `megaaccum train` writes; tests/multiproc/test_tune.py has real ones."""
 
 from __future__ import annotations

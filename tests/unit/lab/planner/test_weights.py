@@ -93,7 +93,7 @@ def compare(settled: Plan, vocab_size: int) -> None:
 
 @dataclass
 class Group:
-    """What Megatron's modules ask of a process group when they are built."""
+    """A process group, as far as Megatron's modules use one when they are built."""
 
     at: int
     of: int

@@ -21,7 +21,7 @@ REFERENCE = Reference({}, layers=[{name: tensors(m, stage) for stage, name in en
 
 
 def seen() -> list[Crossing]:
-    """What three stages send and receive of two micro-batches."""
+    """The messages of two micro-batches between three stages."""
     found = []
     for m in range(2):
         for stage, name in enumerate(AFTER):

@@ -26,7 +26,7 @@ def reference() -> Reference:
 
 
 def ranks(of: Reference, dp: int = 2) -> list[Observed]:
-    """What dp ranks see that hold everything."""
+    """The observations of dp ranks that each hold the whole model."""
     true = of.steps[0]
     found = []
     for rank in range(dp):

@@ -1,5 +1,5 @@
-"""What docs/concepts/found.md says of the libraries, with the numbers of the installed versions. Where one of these
-fails after an upgrade, the library may have changed: then the page has to."""
+"""Statements of docs/concepts/found.md about the libraries, with the numbers of the installed versions. If one of these
+fails after an upgrade, the library may have changed, and the page has to be updated."""
 
 from __future__ import annotations
 

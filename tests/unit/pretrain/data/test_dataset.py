@@ -20,7 +20,7 @@ from megaaccum.pretrain.data.tokenizer import train_tokenizer
 from tests.support.data_samples import counting_pair, largest_file, make_plan, sentences, write_pair
 
 TOKENS = 50 * 40
-"""Of `counting_pair`: ids 0..1999 in 50 documents of 40."""
+"""Tokens of `counting_pair`: ids 0..1999 in 50 documents of 40."""
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megaaccum.pretrain.data.dataset import Datasets, build_datasets
 from tests.support.data_samples import counting_pair, make_plan
 
 TOKENS = 2000
-"""Of each corpus: 50 documents of 40; 124 samples of 16 in a pass."""
+"""Tokens of each corpus: 50 documents of 40; 124 samples of 16 in a pass."""
 PASS = (TOKENS - 1) // 16
 
 
@@ -23,7 +23,7 @@ def corpora(tmp_path: Path) -> list[str]:
 
 
 def data(tmp_path: Path, paths: list[str], train_iters: int, **keys: object) -> Datasets:
-    """Of a run of 4 samples a step."""
+    """The datasets of a run of 4 samples a step."""
     more = dict(vocab_size=3 * TOKENS, split="100,0,0", eval_interval=0, seq_length=16, train_iters=train_iters)
     return build_datasets(make_plan(tmp_path / "run", data_path=paths, **(more | keys)))
 
@@ -33,7 +33,7 @@ def recorded(of: Datasets, consumed: int) -> dict:
 
 
 def first_tokens(of: Datasets, start: int, stop: int) -> list[int]:
-    """Of each sample of the run: with whole passes over a corpus whose ids count up, no two samples share one."""
+    """The first token of each sample: in whole passes over a corpus whose ids count up, no two samples share one."""
     return [int(of.train[index]["tokens"][0]) for index in range(start, stop)]
 
 

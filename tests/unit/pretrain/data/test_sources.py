@@ -1,4 +1,4 @@
-"""What data_path and its relatives mean, which documents each part gets, and the vocabulary of a configuration."""
+"""The meaning of data_path and its relatives, the documents of each part, and the vocabulary of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of Megatron's arguments in `pretrain`: a plan, or one error with everything that cannot be had."""
+"""Megatron's arguments in `pretrain` become a plan, or one error that lists everything that is not supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaaccum.pretrain.interop.megatron import parser
 
 
 def args(**changed: Any) -> SimpleNamespace:
-    """As Megatron's parser and its check leave them."""
+    """Arguments as Megatron's parser and its check leave them."""
     given = dict(seq_length=16, micro_batch_size=1, global_batch_size=8, hidden_size=32, lr=1e-3)
     given |= dict(ckpt_format="torch_dist", virtual_pipeline_model_parallel_size=None)
     return SimpleNamespace(**parser.defaults() | given | changed)

@@ -14,7 +14,7 @@ from megaaccum.pretrain.launch.watchdog import Watchdog
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of the steps that are watched; none ends anything."""
+    """The time limits of the steps that are watched; none ends a process."""
     found: list[float] = []
 
     class Timer:

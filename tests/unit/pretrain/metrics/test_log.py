@@ -35,7 +35,7 @@ class Clock:
 
 
 def planned(folder: Path, **run) -> types.SimpleNamespace:
-    """As much of a Plan as the log reads: 4096 tokens per step on 4 ranks."""
+    """A Plan, as far as the log reads one: 4096 tokens per step on 4 ranks."""
     keys = dict(train_iters=20, log_interval=5, output_dir=str(folder))
     config = Config(model=ModelConfig(num_layers=2, hidden_size=64), run=RunConfig(**(keys | run)))
     batch = BatchPlan(

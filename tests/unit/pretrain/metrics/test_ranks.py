@@ -26,10 +26,10 @@ USUAL = RankReport(
 )  # fmt: skip
 
 
-def ranks(**keys) -> Ranks:
+def ranks(planned=PLANNED, **keys) -> Ranks:
     of = plan(4, pipeline_model_parallel_size=2, **keys)
     groups = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
-    return Ranks(of, groups, [torch.nn.Linear(2, 2)], PLANNED)
+    return Ranks(of, groups, [torch.nn.Linear(2, 2)], planned)
 
 
 def four(**of_rank_3) -> list[RankReport]:
@@ -108,9 +108,7 @@ def test_what_is_within_the_tolerance_or_unknown_is_none(report):
 
 
 def test_without_a_plan_there_is_nothing_to_leave():
-    of = ranks()
-    of._stages = []
-    assert of.alarms(four(moved=1e12)) == {}
+    assert ranks(planned=[]).alarms(four(moved=1e12)) == {}
 
 
 def test_streaming_may_reduce_for_every_microbatch():
