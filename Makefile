@@ -65,7 +65,7 @@ test: setup te
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync $(PARTS:%=test-%)
 
 test-rest: setup
-	$(BIN)/python -m pytest --ignore tests/multiproc
+	$(BIN)/python -m pytest tests/unit tests/multihost
 
 test-%: setup
 	$(BIN)/python -m pytest tests/multiproc/test_[$*]*.py

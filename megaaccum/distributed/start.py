@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +44,8 @@ def start_process_group(plan: Plan) -> None:
 
     Raises LaunchError if the ranks cannot meet.
     """
+    if not cpu.has_accelerator():
+        _outlast_gloo()
     if torch.distributed.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -59,15 +63,14 @@ def start_process_group(plan: Plan) -> None:
             f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. If the "
             "port is in use, give the launcher another --master_port"
         ) from error
-    if not cpu.has_accelerator():
-        # gloo's threads outlive a program that ends without leaving its group, and abort it at times. NCCL's do not,
-        # and leaving would wait for ranks that failed.
-        atexit.register(_leave)
 
 
-def _leave() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+@functools.cache
+def _outlast_gloo() -> None:
+    """Let this process wait a moment when its program ends. gloo's threads drop the tensors of a finished operation a
+    little after it is done, for which they need the interpreter: one that is ending already makes them abort the
+    process ("terminate called without an active exception", torch 2.13)."""
+    atexit.register(time.sleep, 0.25)
 
 
 def end_process_group() -> None:
