@@ -200,7 +200,7 @@ def cost_of_counting(calls: int = 10_000) -> float:
     watch = contextlib.contextmanager(lambda note: iter([noted.append(note)]))
     with patch.object(pytorch, "watched_collectives", watch), Meter(None).counting():
         group, tensors = _PairOfRanks(), [torch.zeros(1)]
-        counted = pytorch._noting(lambda *_: None, "all_reduce", 0, noted[0], {})
+        counted = pytorch.noting(lambda *_: None, "all_reduce", 0, noted[0], {})
         start = time.perf_counter()
         for _ in range(calls):
             counted(group, tensors)
