@@ -12,7 +12,7 @@ for microbatches in batches:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import torch
 from megatron.core import parallel_state
 
 from megaaccum import sharding
-from megaaccum.checkpoint import resume, save_load
+from megaaccum.checkpoint import resume, save_load, whole
 from megaaccum.checkpoint.folders import read_progress
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
@@ -128,6 +128,8 @@ class Engine:
     | `gather_ahead` | begins the gather of the next step | nothing: parameters are whole | StepError |
     | `save` | writes a checkpoint | writes the state of before it, and leaves it open | writes |
     | `load` | loads | drops its gradients, then loads | loads |
+    | `whole_weights` | streams the weights | streams those of before it, and leaves it open | streams |
+    | `load_weights` | replaces the weights | drops its gradients, then replaces | StepError |
 
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
     leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places: the
@@ -147,9 +149,12 @@ class Engine:
         self.groups, self.chunks = groups, chunks
         self.shape: dict[str, Any] = {}
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
+        self._dtypes = {name: param.dtype for name, param in names.named_parameters(chunks)}
         self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
         low_precision = fp8.build(plan, chunks)
-        self.buffers = dict(names.named_buffers(chunks)) | low_precision.tensors
+        self.trained_buffers = dict(names.named_buffers(chunks))
+        """{name in the whole model: tensor} of trained state that is no parameter (expert biases)."""
+        self.buffers = self.trained_buffers | low_precision.tensors
         kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
         self.train_steps = kind(
             plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
@@ -385,6 +390,36 @@ class Engine:
         for note in notes:
             self.print(note)
         return checkpoint
+
+    def whole_weights(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the whole model, tensor in host memory) of every parameter and trained buffer over all ranks, in any
+        layout. One parameter is under way at a time, so no rank holds the model unless the caller keeps it.
+
+        Args:
+            dtype: of all tensors, as in `torch.float32` for the masters of a BF16 model; default: as in the model.
+            rank: the global rank that is given the tensors, the others nothing; default: every rank.
+
+        Every rank has to run the iterator to its end.
+        """
+        return whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers).stream(
+            dtype=dtype, rank=rank
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | whole.InParts]]) -> None:
+        """Replace the weights by those of `whole_weights`, of this or another layout; each rank takes its part of a
+        tensor before it asks for the next. Optimizer state and counters stay.
+
+        weights: on every rank; a rank may leave out what other stages hold. In place of a tensor, an object that reads
+        the parts which a rank asks for. Raises CheckpointError on every rank if a
+        name is missing, unknown or there twice, or a shape differs; the engine has then failed.
+        """
+        with self._guarded():
+            self.train_steps.drop_begun()
+            self.train_steps.abandon()
+            whole.put(weights, self.backend, self.groups, self.trained_buffers)
+            self.backend.adopt_state(self.train_steps.transaction.num_updates)
 
     @property
     def override(self) -> set[str]:

@@ -124,6 +124,11 @@ def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) ->
     return twice or backend.replica > 0 or piece.replica > 0
 
 
+def is_state_space(name: str) -> bool:
+    """Whether the parameter consists of several matrices, so that no `Cut` describes its tensor-parallel parts."""
+    return _STATE_SPACE.search(name) is not None
+
+
 def held_pieces(
     backend: ShardingBackend, groups: Groups, *, only_weights: bool = False
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
@@ -233,7 +238,7 @@ def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: G
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
-        elif _STATE_SPACE.search(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
+        elif is_state_space(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")
     if wrong:
         raise CheckpointError(

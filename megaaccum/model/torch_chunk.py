@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megaaccum.errors import CheckpointError
+
 
 class TorchChunk(torch.nn.Module):
     """A chunk that passes its arguments on to `module`; attributes that it lacks are the module's.
@@ -20,6 +22,8 @@ class TorchChunk(torch.nn.Module):
     def __init__(self, module: torch.nn.Module):
         super().__init__()
         self.module = module
+        if hasattr(module, "save_pretrained"):
+            _guard_save(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -32,6 +36,25 @@ class TorchChunk(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _guard_save(module: Any) -> None:
+    """Let a transformers model write only weights that it is given: its own are spread over ranks, and under ZeRO-3 it
+    would write empty tensors."""
+    save = module.save_pretrained
+
+    def save_given(folder: Any, *, state_dict: Any = None, **kwargs: Any) -> Any:
+        if state_dict is None:
+            raise CheckpointError(
+                f"save_pretrained({str(folder)!r}): the engine has spread the weights over ranks."
+                " Write, on every rank:\n"
+                "    weights = dict(engine.whole_weights(rank=0))\n"
+                "    if torch.distributed.get_rank() == 0:\n"
+                f"        model.save_pretrained({str(folder)!r}, state_dict=weights)"
+            )
+        return save(folder, state_dict=state_dict, **kwargs)
+
+    module.save_pretrained = save_given
 
 
 def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:

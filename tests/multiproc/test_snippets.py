@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 from megaaccum.lab.verification.testing import run_ranks
@@ -23,18 +22,13 @@ SMALL = {
 def names_of(page: str, folder: str) -> dict[str, Any]:
     """Names that the reader of a page provides: batches, and a model if the page builds none."""
     import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     from examples.tiny_gpt import build_stages
 
     embedding = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY))
-
-    class Wrapped(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = embedding
-
-        def forward(self, input_ids, attention_mask):
-            return SimpleNamespace(logits=self.inner(input_ids))
+    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=4, **no_dropout)
 
     def microbatch(seed: int) -> dict[str, Any]:
         ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
@@ -46,7 +40,7 @@ def names_of(page: str, folder: str) -> dict[str, Any]:
     return {
         "batches": [[microbatch(MICROBATCHES * step + i) for i in range(MICROBATCHES)] for step in range(2)],
         "folder": folder,
-        "model": Wrapped() if "huggingface" in page else embedding,
+        "model": GPT2LMHeadModel(config).train() if "huggingface" in page else embedding,
         "stages_of": build_stages,
     }
 
@@ -68,7 +62,19 @@ def run_blocks(folder: str) -> list[float]:
                     exec(compile(source, f"{page}:{block.line}", "exec"), names)
         if "result" in names:
             losses.append(names["result"].loss)
+        if "weights" in names:
+            check_written(folder, names)
     return losses
+
+
+def check_written(folder: str, names: dict[str, Any]) -> None:
+    """Check that transformers loads what a page has written, with the trained weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    written = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    trained = dict(names["engine"].whole_weights())
+    assert trained and all(torch.equal(written[name], each) for name, each in trained.items())
 
 
 def test_the_documentation_runs(tmp_path):

@@ -1,0 +1,208 @@
+"""Whole weights of a model in any layout, one parameter at a time: out of the ranks, and back into them.
+
+A parameter's pieces (checkpoint/pieces.py) go to one rank, which joins them, and from there to all ranks where all want
+it. So a rank holds its own part, and the parameter that is under way once or twice, however large the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.checkpoint.pieces import Cut, Piece, held_pieces, is_state_space
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding import ShardingBackend
+
+_SHOWN = 4
+"""Names that a message lists."""
+
+
+class InParts(Protocol):
+    """A whole tensor of which parts are read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """The elements of `piece`, flat, in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The pieces of one tensor that one rank sends. dtype: of the tensor in the model."""
+
+    rank: int
+    dtype: torch.dtype
+    pieces: list[Piece]
+
+
+def runs_of(whole: torch.Tensor, piece: Piece) -> Iterator[torch.Tensor]:
+    """Views of the elements of `piece` in `whole`, the flattened parameter, in the piece's order: at most three."""
+    cut, start, stop = piece.cut, piece.start, piece.stop
+    part = whole.view(cut.rows, cut.runs, -1)[:, cut.run]
+    width = part.shape[1]
+    first, skip = divmod(start, width)
+    if skip and start < stop:
+        yield part[first, skip : min(skip + stop - start, width)]
+        start, first = min(start + width - skip, stop), first + 1
+    last, rest = divmod(stop, width)
+    if start < stop and last > first:
+        yield part[first:last]
+        start = last * width
+    if start < stop:
+        yield part[last, :rest]
+
+
+def copy_runs(flat: torch.Tensor, whole: torch.Tensor, piece: Piece, *, into_whole: bool) -> None:
+    """Copy `flat`, the elements of `piece`, into `whole`, or from there."""
+    position = 0
+    for run in runs_of(whole, piece):
+        mine = flat[position : position + run.numel()].view(run.shape)
+        source, target = (mine, run) if into_whole else (run, mine)
+        target.copy_(source)
+        position += run.numel()
+
+
+class WholeWeights:
+    """The weights on all ranks by their names in the whole model. Built on every rank; collective over the world.
+
+    dtypes: of each parameter of this rank in the model, in which it is given. buffers: trained state that is no
+    parameter, the same on all ranks of a stage. Raises CheckpointError on every rank for parameters that no `Cut`
+    describes.
+    """
+
+    def __init__(
+        self,
+        backend: ShardingBackend,
+        groups: Groups,
+        dtypes: Mapping[str, torch.dtype],
+        buffers: Mapping[str, torch.Tensor],
+    ):
+        self._group = groups.host
+        self._mine: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+        for piece, tensor, writes in held_pieces(backend, groups, only_weights=True):
+            if writes:
+                self._mine.setdefault(piece.name, []).append((piece, tensor))
+        if groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
+            self._mine |= {name: [(_whole(name, each), each.view(-1))] for name, each in buffers.items()}
+        given = {name: dtypes.get(name, parts[0][1].dtype) for name, parts in self._mine.items()}
+        raise_on_all_ranks(_check_cuts, self._mine, groups.tp.size())
+        listed = {name: (given[name], [piece for piece, _ in parts]) for name, parts in self._mine.items()}
+        everyone: list[dict[str, tuple[torch.dtype, list[Piece]]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, listed, group=self._group)
+        self._shares: dict[str, list[_Share]] = {}
+        for rank, theirs in enumerate(everyone):
+            for name, (dtype, pieces) in theirs.items():
+                self._shares.setdefault(name, []).append(_Share(rank, dtype, pieces))
+
+    def stream(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor in host memory), stage after stage, on rank `rank` alone or, with None, on every rank.
+        dtype: of all tensors that are floating point; default: as in the model. To be consumed on every rank."""
+        for name, shares in self._shares.items():
+            kind = dtype if dtype is not None and shares[0].dtype.is_floating_point else shares[0].dtype
+            joined = self._join(name, shares, kind, shares[0].rank if rank is None else rank)
+            if rank is None:
+                joined = self._spread(joined, shares, kind)
+            if joined is not None:
+                yield name, joined
+
+    def _join(self, name: str, shares: list[_Share], dtype: torch.dtype, to: int) -> torch.Tensor | None:
+        """The whole tensor on rank `to`; None elsewhere."""
+        me = dist.get_rank()
+        mine = [(piece, tensor.detach().to("cpu", dtype)) for piece, tensor in self._mine.get(name, ())]
+        if me != to:
+            for _, tensor in mine:
+                dist.send(tensor.contiguous(), to, group=self._group)
+            return None
+        shape = shares[0].pieces[0].shape
+        whole = torch.empty(shape, dtype=dtype)
+        for share in shares:
+            for number, piece in enumerate(share.pieces):
+                if share.rank == me:
+                    part = mine[number][1]
+                else:
+                    part = torch.empty(piece.stop - piece.start, dtype=dtype)
+                    dist.recv(part, share.rank, group=self._group)
+                copy_runs(part, whole.view(-1), piece, into_whole=True)
+        return whole
+
+    def _spread(self, joined: torch.Tensor | None, shares: list[_Share], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor that the first of `shares` has joined, on every rank."""
+        tensor = torch.empty(shares[0].pieces[0].shape, dtype=dtype) if joined is None else joined
+        dist.broadcast(tensor, shares[0].rank, group=self._group)
+        return tensor
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Piece:
+    return Piece(name, "param", tuple(tensor.shape), Cut(tensor.numel()), 0, tensor.numel())
+
+
+def _check_cuts(names: Iterable[str], tp: int) -> None:
+    if tp > 1 and (found := [name for name in names if is_state_space(name)]):
+        raise CheckpointError(
+            f"{', '.join(found[:_SHOWN])}: parameters of state-space layers are joined only without tensor parallelism:"
+            " load the checkpoint with tensor_model_parallel_size 1"
+        )
+
+
+def put(
+    weights: Iterable[tuple[str, torch.Tensor | InParts]],
+    backend: ShardingBackend,
+    groups: Groups,
+    buffers: Mapping[str, torch.Tensor],
+) -> None:
+    """Copy whole weights into this rank's pieces and `buffers`; `backend.adopt_state` makes them the model. Each rank
+    consumes `weights` by itself and may leave out what other stages hold. Collective over the world at the end. Raises
+    CheckpointError on every rank if a name is unknown to all ranks, missing, there twice or of another shape: some of
+    this rank's pieces may then have changed."""
+    waiting: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    for piece, tensor, _ in held_pieces(backend, groups, only_weights=True):
+        waiting.setdefault(piece.name, []).append((piece, tensor))
+    for name, buffer in buffers.items():
+        waiting[name] = [(_whole(name, buffer), buffer.view(-1))]
+    everyone: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyone, set(waiting), group=groups.host)
+    raise_on_all_ranks(_put, weights, waiting, set().union(*everyone), groups.tp.size())
+
+
+def _put(
+    weights: Iterable[tuple[str, torch.Tensor | InParts]],
+    waiting: dict[str, list[tuple[Piece, torch.Tensor]]],
+    known: set[str],
+    tp: int,
+) -> None:
+    _check_cuts(waiting, tp)
+    for name, tensor in weights:
+        if name not in known:
+            raise CheckpointError(f"the model has no parameter {name} (it is there twice, or of another model)")
+        parts = waiting.pop(name, [])
+        for piece, target in parts:
+            if tuple(tensor.shape) != piece.shape:
+                raise CheckpointError(f"{name} is {_by(tuple(tensor.shape))}, but {_by(piece.shape)} in the model")
+            target.detach().copy_(_part_of(tensor, piece) if isinstance(tensor, torch.Tensor) else tensor.read(piece))
+        if parts:
+            known = known - {name}
+    if waiting:
+        missing = sorted(waiting)
+        more = f", and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else ""
+        raise CheckpointError(f"the weights lack {', '.join(missing[:_SHOWN])}{more}")
+
+
+def _part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    flat = torch.empty(piece.stop - piece.start, dtype=tensor.dtype)
+    copy_runs(flat, tensor.detach().to("cpu").reshape(-1), piece, into_whole=False)
+    return flat
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one element"
