@@ -109,6 +109,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _redirect_factories() -> None:
     import torch
 
+    # torch lists the functions that `with torch.device(...)` applies to when such a block first makes a tensor. Listed
+    # later, the stand-ins would be in the list and the functions that they call would ignore the block: transformers,
+    # which builds models under the meta device, would then leave rotary frequencies uninitialised.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Megatron makes tied embeddings equal by `.cuda()`, and records buffers on streams.
