@@ -1,4 +1,4 @@
-# make setup | te | demo | quick | test | bank | lint | types | docs | bench
+# make setup | te | demo | quick | test | bank | weights | lint | types | docs | bench
 #
 # Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo quick quick-long quick-rest test bank lint types docs bench
+.PHONY: setup te demo quick quick-long quick-rest test bank weights lint types docs bench
 
 setup: $(STAMP)
 
@@ -72,7 +72,11 @@ test-%: setup
 
 # Every documented mistake, made on purpose: each is caught by a wrong number.
 bank: setup
-	$(BIN)/python -m pytest tests/bank
+	$(BIN)/python -m pytest tests/bank --ignore tests/bank/test_weights.py
+
+# Every family of Hugging Face's models in every layout, in and out and through 20 steps.
+weights: setup
+	$(BIN)/python -m pytest tests/bank/test_weights.py
 
 lint: setup
 	$(BIN)/ruff check

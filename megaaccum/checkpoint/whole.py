@@ -162,7 +162,7 @@ def put(
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
     """Copy whole weights into this rank's pieces and `buffers`; `backend.adopt_state` makes them the model. Each rank
-    consumes `weights` by itself and may leave out what other stages hold. Collective over the world at the end. Raises
+    consumes its own `weights` and may leave out what other stages hold. Collective over the world at the end. Raises
     CheckpointError on every rank if a name is unknown to all ranks, missing, there twice or of another shape: some of
     this rank's pieces may then have changed."""
     waiting: dict[str, list[tuple[Piece, torch.Tensor]]] = {}

@@ -28,6 +28,8 @@ COMMANDS = (
     Command(("check",), "megaaccum.cli.check", "resolve a config and print its plan, or every error in it at once"),
     Command(("verify",), "megaaccum.cli.verify", "prove that the accumulated step of a config equals the full batch's"),
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
+    Command(("config",), "megaaccum.cli.config", "write a Hugging Face model's config.json as a configuration"),
+    Command(("export",), "megaaccum.cli.export", "write a run's weights as a Hugging Face model"),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
     Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
     Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),

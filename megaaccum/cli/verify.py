@@ -1,6 +1,7 @@
 """`megaaccum verify`: proof that the accumulated step of a configuration is exactly the step on the full global batch.
 
     megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
+    megaaccum verify --weights DIR [--run RUN]     (a Hugging Face folder; `megaaccum verify --weights --help`)
 
 One process takes the full global batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
 started on this machine, take the accumulated step. Both take the first samples of the data that CONFIG names, or random
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
+from megaaccum.cli import verify_weights
 from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.config.load import given
 from megaaccum.errors import ConfigError
@@ -41,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
+    if argv[0].partition("=")[0] == "--weights":
+        return verify_weights.main(argv)
     from megaaccum.lab.verification import launched, report, user_model
 
     source = read_source(argv)

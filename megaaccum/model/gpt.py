@@ -47,7 +47,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
     on_gpu, made_of = cpu.has_accelerator(), layer_kind(plan)
     keys = _core_keys(plan) | dict(
-        activation_func=squared_relu if model.squared_relu else functional.silu if model.swiglu else functional.gelu,
+        activation_func=_activation(plan),
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -90,11 +90,23 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     return built
 
 
+def _activation(plan: Plan) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function of the MLP, of its gate if it has one."""
+    model = plan.config.model
+    if model.squared_relu:
+        activation: Callable[[torch.Tensor], torch.Tensor] = squared_relu
+        return activation
+    if model.openai_gelu:
+        return partial(functional.gelu, approximate="tanh")
+    return functional.silu if model.swiglu else functional.gelu
+
+
 def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
     """Megatron's keys of fused kernels, if this machine and these layers have them. A key that
     was set and that cannot be honoured is refused by `check_machine`."""
     model = plan.config.model
-    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
+    other = model.squared_relu or model.openai_gelu
+    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not other
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
     return dict(
         # Megatron's fused GELU is one of a bias; its fused SwiGLU takes none as well.

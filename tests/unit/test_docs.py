@@ -28,7 +28,9 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
-    "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture"},
+    "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "weights", "run", "no-logits"},
+    "config": {"from-hf"},
+    "export": {"hf", "checkpoint", "family", "dtype", "max_shard_size"},
     "plan": {
         "gpus",
         "gpu",

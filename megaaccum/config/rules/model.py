@@ -45,8 +45,9 @@ def positions(subject: Subject) -> Iterator[str]:
 
 def activation(subject: Subject) -> Iterator[str]:
     """An MLP has one activation function."""
-    if subject.model.swiglu and subject.model.squared_relu:
-        yield "swiglu and squared_relu are both true: an MLP has one activation; leave one of them out."
+    given = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(subject.model, name)]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are both true: an MLP has one activation; leave one of them out."
 
 
 def latent_attention(subject: Subject) -> Iterator[str]:

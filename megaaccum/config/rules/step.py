@@ -23,6 +23,13 @@ def one_loss_scale(subject: Subject) -> Iterator[str]:
         )
 
 
+def one_beginning(subject: Subject) -> Iterator[str]:
+    """A run begins with the weights of one place."""
+    run = subject.run
+    if run.init_from and (others := [name for name in ("finetune", "reset_iteration") if getattr(run, name)]):
+        yield f"init_from {run.init_from} and {others[0]}: both say with which weights the run begins; leave one out."
+
+
 def overflow_is_seen(subject: Subject) -> Iterator[str]:
     """Overflows move the loss scale of FP16, so they must neither go unseen nor end the run."""
     policy = subject.step.nonfinite

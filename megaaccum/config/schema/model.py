@@ -45,6 +45,8 @@ class ModelConfig:
     """Gated SiLU MLP instead of GELU."""
     squared_relu: bool = False
     """Squared ReLU MLP instead of GELU."""
+    openai_gelu: bool = False
+    """GELU by tanh on every machine, as in GPT-2. Otherwise it is exact, but by tanh with bias_gelu_fusion on a GPU."""
     add_bias_linear: Annotated[bool, Facts(core=True)] = True
     """Biases on linear layers (Megatron's flag: --disable-bias-linear)."""
     add_qkv_bias: Annotated[bool, Facts(core=True)] = False

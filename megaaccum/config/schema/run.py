@@ -190,6 +190,8 @@ class RunConfig:
     """Folder of checkpoints; default output_dir/checkpoints."""
     load: Annotated[str | None, Facts(per_host=True)] = None
     """Folder to resume from; default: save, when it holds a checkpoint."""
+    init_from: Annotated[str | None, Facts(per_host=True)] = None
+    """Folder of a Hugging Face model whose weights the run begins with, if there is no checkpoint to resume from."""
     exit_on_missing_checkpoint: bool = False
     """End the run if `load` holds no checkpoint, rather than start afresh."""
     save_interval: Annotated[int, Facts(at_least=0)] = 0

@@ -66,7 +66,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "loss_scale", "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",
         "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
-        "lr_reference_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix",
+        "lr_reference_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "init_from",
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ BROKEN: list[Case] = [
     ("heads", 1, dict(num_query_groups=3), ["num_query_groups 3", "2 or 4"]),
     ("positions", 1, dict(max_position_embeddings=32), ["32", "seq_length 64", "rope"]),
     ("activation", 1, dict(swiglu=True, squared_relu=True), ["swiglu", "squared_relu"]),
+    ("activation", 1, dict(swiglu=True, openai_gelu=True), ["swiglu", "openai_gelu"]),
     ("latent_attention", 1, LATENT | dict(num_query_groups=2), ["num_query_groups 2", "leave num_query_groups out"]),
     ("latent_attention", 1, LATENT | dict(qk_pos_emb_head_dim=5), ["qk_pos_emb_head_dim 5", "4 or 6"]),
     ("without_effect", 1, dict(q_lora_rank=8), ["q_lora_rank", "multi_latent_attention"]),

@@ -66,6 +66,7 @@ BROKEN: list[Case] = [
         | dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", nonfinite="drop_microbatch"),
         ["moe_router_enable_expert_bias true", "nonfinite to skip"],
     ),
+    ("one_beginning", 1, dict(init_from="model", finetune=True), ["init_from model and finetune"]),
     ("static_graph", 1, dict(static_graph=True, rampup_batch_size=[4, 4, 64]), ["static_graph", "rampup_batch_size"]),
     (
         "static_graph", 1,

@@ -1,0 +1,60 @@
+"""`megaaccum export`: the weights of a run as a model that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaaccum.errors import ConfigError
+
+_DESCRIPTION = """\
+Write a checkpoint of a run of `megaaccum train` as a Hugging Face folder: weights in safetensors files, config.json,
+generation_config.json and the tokenizer. It reads the checkpoint of any layout in one process, one parameter at a time,
+and needs no GPU. The folder appears when all of it is written."""
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megaaccum export` with these arguments; returns the exit code. Raises MegaaccumError."""
+    args = _parse(argv)
+    match = re.fullmatch(r"(\d+)(MB|GB|)", args.max_shard_size)
+    if match is None:
+        raise ConfigError(f"--max_shard_size {args.max_shard_size}: give bytes, or a number with MB or GB, as in 5GB")
+    from megaaccum.platform import cpu
+
+    cpu.install()  # before Megatron is imported
+    from megaaccum.pretrain.weights.weights_out import Export
+
+    export = Export.of_run(
+        args.run,
+        checkpoint=args.checkpoint,
+        family=args.family,
+        dtype=args.dtype,
+        max_shard_bytes=int(match[1]) * _UNITS[match[2]],
+    )
+    export.write(args.hf)
+    print(
+        f"wrote {args.hf}: the {export.family} model of {export.checkpoint}, {args.dtype or 'in the dtype of the run'}"
+    )
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    from megaaccum.pretrain.weights.rows import families
+
+    parser = argparse.ArgumentParser(
+        prog="megaaccum export", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the folder to write: new, or empty")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)"
+    )
+    parser.add_argument("--family", choices=list(families()["families"]), help="default: the first that has the model")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: params_dtype of the run")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", metavar="SIZE", help="the most bytes of a file (default: 5GB)"
+    )
+    return parser.parse_args(list(argv))

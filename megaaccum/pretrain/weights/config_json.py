@@ -1,0 +1,413 @@
+"""A model's config.json and the keys of ours, in both directions; what has no counterpart is refused by name. No torch.
+
+families.yaml has the keys that are the same under another name. Facts that several keys hold are parts: a function that
+takes its keys out of config.json and gives ours, and one that gives theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megaaccum.config.keys import all_keys
+from megaaccum.config.schema import Config
+from megaaccum.config.schema.model import ModelConfig
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.weights.rows import Sizes, families
+
+Keys = dict[str, Any]
+
+_OTHER_NAMES = {"num_experts": "num_local_experts"}
+"""Names of keys in config.json that versions of transformers write in their place."""
+_DEFAULTS = {
+    "attention_dropout": 0.0, "initializer_range": 0.02, "router_aux_loss_coef": 0.0, "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1, "n_group": None, "topk_group": None, "q_lora_rank": None,
+}  # fmt: skip
+"""Values of keys that config.json may leave out."""
+_OF_TRAINING = frozenset(
+    "seq_length make_vocab_size_divisible_by recompute_granularity gradient_checkpointing recompute_method"
+    " recompute_num_layers recompute_modules moe_token_dispatcher_type moe_grouped_gemm transformer_impl"
+    " attention_backend masked_softmax_fusion bias_dropout_fusion bias_swiglu_fusion apply_rope_fusion"
+    " cross_entropy_loss_fusion gradient_accumulation_fusion moe_permute_fusion moe_router_fusion moe_z_loss_coeff"
+    " moe_router_load_balancing_type moe_aux_loss_coeff moe_router_dtype attention_dropout hidden_dropout"
+    " init_method_std mtp_num_layers mtp_loss_scaling_factor".split()
+)
+"""Keys of ours that say how a model is trained, and not what it computes: config.json need not have them."""
+
+
+def read_json(folder: Path) -> Keys:
+    """The config.json of a model's folder. Raises ConfigError if there is none."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}: give the folder of a model") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ConfigError(f"{path} names no model_type")
+    return content
+
+
+def family_of(content: Keys) -> str:
+    """The family of a config.json. Raises ConfigError, naming the families, for another."""
+    kind = content["model_type"]
+    if kind in families()["refused"]:
+        raise ConfigError(f"model_type {kind}: {families()['refused'][kind]}")
+    if kind not in families()["families"]:
+        raise ConfigError(f"model_type {kind} is none of the families {', '.join(families()['families'])}")
+    return str(kind)
+
+
+def keys_from(content: Keys) -> Keys:
+    """Our keys of the section model, fields of Megatron's configuration among them, for a config.json. Raises
+    ConfigError with everything in it that has no counterpart."""
+    facts = families()["families"][family_of(content)]
+    left, problems, found = dict(content), [], dict(facts["ours"])
+    for ours, theirs in facts["keys"].items():
+        name = theirs if theirs in left else _OTHER_NAMES.get(theirs, theirs)
+        if name not in left and name not in _DEFAULTS:
+            problems.append(f"config.json has no {theirs}, of which {ours} is made.")
+        else:
+            found[ours] = left.pop(name, _DEFAULTS.get(name))
+    for name, value in facts["theirs"].items():
+        if (here := left.pop(name, value)) != value:
+            problems.append(f"config.json: {name} is {here!r}, but only {value!r} is computed here.")
+    for part in facts["parts"]:
+        try:
+            found |= _PARTS[part][0](left, found)
+        except ConfigError as error:
+            problems += [f"config.json: {text}" for text in error.problems]
+    if set(left.pop("layer_types", None) or ()) - {"full_attention"}:
+        problems.append("config.json: layer_types has other kinds than full_attention; no key here sets them by layer.")
+    ignored = set(families()["ignored"].split())
+    for name, value in left.items():
+        if name not in ignored and value is not None:
+            problems.append(f"config.json: {name} {value!r} has no key here, and may change what the model computes.")
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def json_from(config: Config, family: str, vocab_size: int) -> Keys:
+    """The config.json of a resolved configuration as a model of `family`. Raises ConfigError if a part of it cannot be
+    written there."""
+    facts, model = families()["families"][family], model_keys(config, vocab_size)
+    content: Keys = {"architectures": [facts["architecture"]], "model_type": family}
+    content |= {theirs: model.get(ours) for ours, theirs in facts["keys"].items()}
+    content |= facts["theirs"]
+    for part in facts["parts"]:
+        content |= _PARTS[part][1](model)
+    return content
+
+
+def model_keys(config: Config, vocab_size: int) -> Keys:
+    """All keys of a resolved configuration's model, and Megatron's fields. vocab_size: before padding."""
+    model = {field.name: getattr(config.model, field.name) for field in fields(ModelConfig)}
+    return _completed(model | config.megatron | {"vocab_size": vocab_size})
+
+
+def differences(config: Config, content: Keys, vocab_size: int) -> list[str]:
+    """Texts on the keys of a resolved configuration that make another model than config.json describes."""
+    defaults = {field.name: getattr(ModelConfig(), field.name) for field in fields(ModelConfig)}
+    here, there = model_keys(config, vocab_size), _completed(defaults | keys_from(content))
+    return [
+        f"{name} is {here.get(name)} in the configuration, but {there.get(name)} in config.json: set it to that"
+        for name in sorted((here.keys() | there.keys()) - _OF_TRAINING)
+        if not _equal(here.get(name), there.get(name)) and not _idle(name, here)
+    ]
+
+
+def _completed(model: Keys) -> Keys:
+    """The keys of a model, with those filled in that follow from others."""
+    heads = model["num_attention_heads"]
+    filled = {
+        "num_query_groups": model["num_query_groups"] or heads,
+        "kv_channels": model["kv_channels"] or model["hidden_size"] // heads,
+        "add_qkv_bias": model["add_qkv_bias"] or model["add_bias_linear"],
+    }
+    if model["num_experts"]:
+        filled["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
+    return model | filled
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    return bool(one == other) or (not one and not other)
+
+
+def _idle(name: str, model: Keys) -> bool:
+    """Whether a key has no effect in this model."""
+    needs = all_keys()[name].facts.needs if name in all_keys() else ""
+    latent = model["multi_latent_attention"]
+    positions = name in ("rotary_base", "rotary_percent") and model["position_embedding_type"] == "learned_absolute"
+    table = name == "max_position_embeddings" and model["position_embedding_type"] != "learned_absolute"
+    fused = name == "bias_gelu_fusion" and (model["swiglu"] or model["openai_gelu"])
+    return bool(needs and not model.get(needs)) or positions or table or fused or (latent and name == "kv_channels")
+
+
+def family_for(config: Config, vocab_size: int) -> str:
+    """The first family that has everything of a resolved configuration. Raises ConfigError with the differences from
+    the nearest one."""
+    nearest: tuple[str, list[str]] | None = None
+    for family in families()["families"]:
+        try:
+            problems = differences(config, json_from(config, family, vocab_size), vocab_size)
+        except ConfigError as error:
+            problems = error.problems
+        if not problems:
+            return str(family)
+        if nearest is None or len(problems) < len(nearest[1]):
+            nearest = family, problems
+    assert nearest is not None
+    raise ConfigError([f"no family of Hugging Face's has this model; the nearest is {nearest[0]}:", *nearest[1]])
+
+
+def sizes_of(config: Config, vocab_size: int) -> Sizes:
+    """The sizes of a resolved configuration's model by which weights are mapped."""
+    model = config.model
+    heads = model.num_attention_heads
+    return Sizes(
+        heads=heads,
+        groups=model.num_query_groups or heads,
+        channels=model.kv_channels or model.hidden_size // heads,
+        vocabulary=vocab_size,
+    )
+
+
+# --- parts: (from theirs, to theirs) ---------------------------------------------------------------------------------
+
+
+def _tied(left: Keys, found: Keys) -> Keys:
+    # transformers' own default, True, is written as nothing; models of the other families always say it.
+    tied = left.pop("tie_word_embeddings", found["position_embedding_type"] == "learned_absolute")
+    return {"untie_embeddings_and_output_weights": not tied}
+
+
+def _to_tied(model: Keys) -> Keys:
+    return {"tie_word_embeddings": not model["untie_embeddings_and_output_weights"]}
+
+
+def _heads(left: Keys, found: Keys) -> Keys:
+    heads = found.get("num_attention_heads") or 1
+    channels = left.pop("head_dim", None) or found.get("hidden_size", 0) // heads
+    return {"num_query_groups": left.pop("num_key_value_heads", None) or heads, "kv_channels": channels}
+
+
+def _to_heads(model: Keys) -> Keys:
+    channels = model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"]
+    return {"num_key_value_heads": model["num_query_groups"] or model["num_attention_heads"], "head_dim": channels}
+
+
+def _latent_heads(left: Keys, found: Keys) -> Keys:
+    heads = found.get("num_attention_heads")
+    if left.pop("num_key_value_heads", heads) != heads:
+        raise ConfigError("num_key_value_heads differs from num_attention_heads, which latent attention does not have.")
+    return {}
+
+
+def _to_latent_heads(model: Keys) -> Keys:
+    return {"num_key_value_heads": model["num_attention_heads"]}
+
+
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""Numbers of Llama 3.1's scaling that Megatron-core 0.19 has built in."""
+
+
+def _rotation(left: Keys) -> tuple[Keys, str, Keys]:
+    """(rotary_base, kind of scaling, its numbers), of either form: rope_parameters, or rope_theta and rope_scaling."""
+    old = left.pop("rope_scaling", None) or {}
+    rope = dict(left.pop("rope_parameters", None) or old)
+    theta = rope.pop("rope_theta", None) or left.pop("rope_theta", None) or 10000.0
+    left.pop("rope_theta", None)
+    if theta != int(theta):
+        raise ConfigError(f"rope_theta {theta} is no whole number, which rotary_base has to be.")
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    return {"rotary_base": int(theta)}, kind, rope
+
+
+def _rope(left: Keys, found: Keys) -> Keys:
+    keys, kind, rope = _rotation(left)
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("rope: partial_rotary_factor: a share of the channels is rotated otherwise here.")
+    if kind == "default":
+        return keys
+    if kind == "linear":
+        return keys | {"seq_len_interpolation_factor": rope["factor"]}
+    if kind == "llama3" and {name: rope.get(name) for name in _LLAMA3} == _LLAMA3:
+        return keys | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    if kind == "llama3":
+        raise ConfigError(f"rope {rope}: Megatron-core 0.19 has {_LLAMA3} built in.")
+    raise ConfigError(f"rope_type {kind} has no key here; default, linear and llama3 have.")
+
+
+def _to_rope(model: Keys) -> Keys:
+    rope: Keys = {"rope_type": "default", "rope_theta": float(model["rotary_base"])}
+    if model.get("rope_scaling"):
+        rope |= {"rope_type": "llama3", "factor": model.get("rope_scaling_factor", 8.0)}
+        rope |= {name: float(value) if "freq" in name else value for name, value in _LLAMA3.items()}
+    elif model.get("seq_len_interpolation_factor"):
+        rope |= {"rope_type": "linear", "factor": model["seq_len_interpolation_factor"]}
+    return _both_forms(rope)
+
+
+def _both_forms(rope: Keys) -> Keys:
+    """Rotation as transformers 5 writes it, and as versions before it and other programs read it."""
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    scaled = scaling if rope["rope_type"] != "default" else None
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaled}
+
+
+_YARN = {
+    "factor": "rotary_scaling_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim", "original_max_position_embeddings": "original_max_position_embeddings",
+}  # fmt: skip
+
+
+def _latent_rope(left: Keys, found: Keys) -> Keys:
+    keys, kind, rope = _rotation(left)
+    if kind == "default":
+        return keys
+    if kind != "yarn" or rope.keys() != _YARN.keys():
+        raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; default and yarn have.")
+    return keys | {"rope_type": "yarn"} | {_YARN[name]: value for name, value in rope.items()}
+
+
+def _to_latent_rope(model: Keys) -> Keys:
+    rope: Keys = {"rope_type": "default", "rope_theta": float(model["rotary_base"])}
+    if model.get("rope_type") == "yarn":
+        rope |= {"rope_type": "yarn"} | {theirs: model.get(ours) for theirs, ours in _YARN.items()}
+    return _both_forms(rope)
+
+
+def _linear_biases(left: Keys, found: Keys) -> Keys:
+    attention, mlp = bool(left.pop("attention_bias", False)), bool(left.pop("mlp_bias", False))
+    if attention != mlp:
+        raise ConfigError(f"attention_bias {attention} and mlp_bias {mlp}: linear layers have biases, or none has.")
+    return {"add_bias_linear": attention}
+
+
+def _to_linear_biases(model: Keys) -> Keys:
+    return {"attention_bias": model["add_bias_linear"], "mlp_bias": model["add_bias_linear"]}
+
+
+def _window(left: Keys, found: Keys) -> Keys:
+    window = left.pop("sliding_window", None)
+    if window is None or window >= found.get("max_position_embeddings", 0):
+        return {}
+    return {"window_size": [window - 1, 0]}  # Megatron counts the tokens before it
+
+
+def _to_window(model: Keys) -> Keys:
+    window = model.get("window_size")
+    return {"sliding_window": None if window is None else window[0] + 1}
+
+
+def _frequency(model: Keys) -> list[int]:
+    """1 for each layer with experts, 0 for the others."""
+    every, count = model["moe_layer_freq"], model["num_layers"]
+    return list(every) if isinstance(every, list) else [int(layer % every == 0) for layer in range(count)]
+
+
+def _as_frequency(pattern: list[int]) -> Keys:
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _sparse_step(left: Keys, found: Keys) -> Keys:
+    step, dense = left.pop("decoder_sparse_step", 1), left.pop("mlp_only_layers", None) or []
+    layers = range(found.get("num_layers", 0))
+    return _as_frequency([int(layer not in dense and (layer + 1) % step == 0) for layer in layers])
+
+
+def _to_sparse_step(model: Keys) -> Keys:
+    dense = [layer for layer, sparse in enumerate(_frequency(model)) if not sparse]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _dense_first(left: Keys, found: Keys) -> Keys:
+    dense = left.pop("first_k_dense_replace", 0)
+    return _as_frequency([int(layer >= dense) for layer in range(found.get("num_layers", 0))])
+
+
+def _to_dense_first(model: Keys) -> Keys:
+    return {"first_k_dense_replace": _frequency(model).count(0)}
+
+
+def _top_k_first(left: Keys, found: Keys) -> Keys:
+    return {"moe_router_pre_softmax": not left.pop("norm_topk_prob", False)}
+
+
+def _to_top_k_first(model: Keys) -> Keys:
+    return {"norm_topk_prob": not model["moe_router_pre_softmax"]}
+
+
+def _shared_experts(left: Keys, found: Keys) -> Keys:
+    count = left.pop("n_shared_experts", None)
+    return {"moe_shared_expert_intermediate_size": count * found["moe_ffn_hidden_size"]} if count else {}
+
+
+def _to_shared_experts(model: Keys) -> Keys:
+    shared, width = model.get("moe_shared_expert_intermediate_size"), model.get("moe_ffn_hidden_size")
+    if shared and (not width or shared % width):
+        raise ConfigError(
+            f"moe_shared_expert_intermediate_size {shared} is no multiple of moe_ffn_hidden_size {width}: config.json"
+            " counts shared experts of that width."
+        )
+    return {"n_shared_experts": shared // width if shared and width else None}
+
+
+def _gpt2_width(left: Keys, found: Keys) -> Keys:
+    return {"ffn_hidden_size": left.pop("n_inner", None) or 4 * found.get("hidden_size", 0)}
+
+
+def _to_gpt2_width(model: Keys) -> Keys:
+    return {"n_inner": model["ffn_hidden_size"]}
+
+
+def _gpt2_dropout(left: Keys, found: Keys) -> Keys:
+    if (dropout := left.pop("embd_pdrop", 0.1)) != found.get("hidden_dropout"):
+        raise ConfigError(f"embd_pdrop {dropout} differs from resid_pdrop: hidden_dropout is one number for both.")
+    return {}
+
+
+def _to_gpt2_dropout(model: Keys) -> Keys:
+    return {"embd_pdrop": model["hidden_dropout"]}
+
+
+def _gelu(left: Keys, found: Keys) -> Keys:
+    kind = left.pop("activation_function", "gelu_new")
+    if kind not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        raise ConfigError(f"activation_function {kind} has no key here; gelu and gelu_new have.")
+    return {"openai_gelu": True} if kind != "gelu" else {"bias_gelu_fusion": False}
+
+
+def _to_gelu(model: Keys) -> Keys:
+    if not model["openai_gelu"] and model["bias_gelu_fusion"]:
+        raise ConfigError(
+            "bias_gelu_fusion computes GELU by tanh on a GPU and exactly elsewhere: say by which one the model is, with"
+            " --openai_gelu true or --bias_gelu_fusion false."
+        )
+    return {"activation_function": "gelu_new" if model["openai_gelu"] else "gelu"}
+
+
+_PARTS: Mapping[str, tuple[Callable[[Keys, Keys], Keys], Callable[[Keys], Keys]]] = {
+    "tied": (_tied, _to_tied),
+    "heads": (_heads, _to_heads),
+    "latent_heads": (_latent_heads, _to_latent_heads),
+    "rope": (_rope, _to_rope),
+    "latent_rope": (_latent_rope, _to_latent_rope),
+    "linear_biases": (_linear_biases, _to_linear_biases),
+    "window": (_window, _to_window),
+    "sparse_step": (_sparse_step, _to_sparse_step),
+    "dense_first": (_dense_first, _to_dense_first),
+    "top_k_first": (_top_k_first, _to_top_k_first),
+    "shared_experts": (_shared_experts, _to_shared_experts),
+    "gpt2_width": (_gpt2_width, _to_gpt2_width),
+    "gpt2_dropout": (_gpt2_dropout, _to_gpt2_dropout),
+    "gelu": (_gelu, _to_gelu),
+}

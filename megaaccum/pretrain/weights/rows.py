@@ -1,0 +1,123 @@
+"""Which rows of which tensors of a Hugging Face model are the rows of a parameter of ours. No torch.
+
+A mapping moves rows and keeps the numbers, so it is its own inverse read the other way: `rows_of` gives the rows of
+theirs that lie one below the other in ours, and both directions go by that list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `start` to `stop` of tensor `name` of theirs, of its transpose if `transposed`; no name: rows of padding."""
+
+    name: str
+    start: int
+    stop: int
+    transposed: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of a model on which the operations depend. channels: of one head."""
+
+    heads: int
+    groups: int
+    channels: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table: the names of `ours` and `theirs` with places for numbers, and the operation between them."""
+
+    ours: str
+    operation: str
+    theirs: tuple[str, ...]
+
+
+@cache
+def families() -> dict[str, Any]:
+    """The content of families.yaml."""
+    content: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def table(family: str) -> tuple[Row, ...]:
+    """The weights of a family."""
+    names = families()["families"][family]["weights"]
+    return tuple(Row(row[0], row[1], tuple(row[2:])) for name in names for row in families()["tables"][name])
+
+
+_PLACES = {"layer": r"\d+", "expert": r"\d+", "leaf": "weight|bias"}
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    text = re.escape(name)
+    for place, values in _PLACES.items():
+        text = text.replace(f"<{place}>", f"(?P<{place}>{values})")
+    return re.compile(text)
+
+
+def rows_of(family: str, name: str, num_rows: int, sizes: Sizes) -> list[Rows] | None:
+    """The rows of theirs that make parameter `name` of ours, which has `num_rows` rows (a vector has one per element);
+    None if the family has no such parameter."""
+    for row in table(family):
+        if match := _pattern(row.ours).fullmatch(name):
+            theirs = [re.sub("<(.*?)>", lambda place: match[place[1]], each) for each in row.theirs]
+            operation = row.operation.removesuffix("_t")
+            transposed = operation != row.operation and match.groupdict().get("leaf") != "bias"
+            found = _OPERATIONS[operation](theirs, num_rows, sizes)
+            return [Rows(each, start, stop, transposed and bool(each)) for each, start, stop in found]
+    return None
+
+
+Spans = Iterator[tuple[str, int, int]]
+
+
+def _same(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+    yield theirs[0], 0, num_rows
+
+
+def _vocabulary(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+    yield theirs[0], 0, sizes.vocabulary
+    if num_rows > sizes.vocabulary:
+        yield "", 0, num_rows - sizes.vocabulary
+
+
+def _gate_up(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+    for name in theirs:
+        yield name, 0, num_rows // 2
+
+
+def _qkv(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+    """Rows group by group, of three tensors or of one that has them one below the other."""
+    queries = sizes.heads // sizes.groups * sizes.channels
+    widths = (queries, sizes.channels, sizes.channels)
+    starts = (0, 0, 0)
+    if len(theirs) == 1:
+        theirs = theirs * 3
+        starts = (0, queries * sizes.groups, (queries + sizes.channels) * sizes.groups)
+    for group in range(sizes.groups):
+        for name, start, width in zip(theirs, starts, widths, strict=True):
+            yield name, start + group * width, start + (group + 1) * width
+
+
+_OPERATIONS: Mapping[str, Callable[[list[str], int, Sizes], Spans]] = {
+    "same": _same, "vocabulary": _vocabulary, "gate_up": _gate_up, "qkv": _qkv,
+}  # fmt: skip

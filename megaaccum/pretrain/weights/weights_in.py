@@ -1,0 +1,167 @@
+"""Weights of a Hugging Face folder into an engine: each rank reads the bytes of its own pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.checkpoint.pieces import held_pieces
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.pretrain.weights import config_json
+from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of
+from megaaccum.pretrain.weights.safetensors_folder import DTYPES, Weights
+
+if TYPE_CHECKING:
+    from megaaccum.checkpoint.pieces import Piece
+    from megaaccum.engine import Engine
+
+_NOT_READ = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
+"""Tensors of older files that are computed, not trained."""
+_SHOWN = 4
+"""Names that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A parameter of ours in files of theirs, of which parts can be read. shape: of the parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: list[Rows]
+    weights: Weights
+
+    def check(self, dtype: torch.dtype | None) -> None:
+        """Check that the files have all of it, in its shape and at least the precision `dtype`. Raises CheckpointError,
+        naming tensor and file."""
+        heights: dict[str, int] = {}
+        for each in self.rows:
+            heights[each.name] = max(heights.get(each.name, 0), each.stop)
+        for rows in self.rows:
+            if not rows.name:
+                continue
+            if rows.name not in self.weights.files:
+                raise CheckpointError(f"{self.weights.folder} has no {rows.name}, of which {self.name} is made")
+            expected = (heights[rows.name], *self.shape[1:])
+            expected = expected[::-1] if rows.transposed else expected
+            here, file = self.weights.shape(rows.name), self.weights.files[rows.name]
+            if here != expected:
+                raise CheckpointError(f"{rows.name} in {file} is {_by(here)}, but config.json makes it {_by(expected)}")
+            kind = self.weights.dtype(rows.name)
+            if dtype is not None and torch.finfo(kind).eps > torch.finfo(dtype).eps:
+                raise CheckpointError(f"{rows.name} in {file} is {_short(kind)}, but config.json says {_short(dtype)}")
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """The elements of `piece`, flat. Whole rows that hold them are read, of a column's part only these columns."""
+        width = torch.Size(self.shape[1:]).numel()
+        run = piece.cut.numel // piece.cut.rows // piece.cut.runs
+        by_columns = run % width != 0
+        across = run if by_columns else width
+        columns = slice(piece.cut.run * run, piece.cut.run * run + run) if by_columns else slice(0, width)
+        tall = 1 if by_columns else run // width
+        first, last = piece.start // across, -(-piece.stop // across)
+        borders = [first, *range((first // tall + 1) * tall, last, tall), last]
+        parts: list[torch.Tensor] = []
+        for start, stop in pairwise(borders):
+            begin = start if by_columns else piece.cut.index(start * width) // width
+            parts += self._rectangle(begin, begin + stop - start, columns)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        return flat[piece.start - first * across : piece.stop - first * across]
+
+    def _rectangle(self, start: int, stop: int, columns: slice) -> Iterator[torch.Tensor]:
+        """These columns of rows `start` to `stop` of ours."""
+        at = 0
+        for rows in self.rows:
+            low, high = max(start, at), min(stop, at + rows.count)
+            if low < high:
+                yield self._part(rows, slice(rows.start + low - at, rows.start + high - at), columns)
+            at += rows.count
+
+    def _part(self, rows: Rows, part: slice, columns: slice) -> torch.Tensor:
+        if not rows.name:
+            return torch.zeros(part.stop - part.start, columns.stop - columns.start)
+        if rows.transposed:
+            return self.weights.read(rows.name, columns, part).t()
+        return self.weights.read(rows.name, part, columns)
+
+
+def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
+    """Replace the engine's weights by those of the model in `folder`. vocab_size: of the run, before padding.
+    Collective over the world. Raises ConfigError on every rank if the configuration is of another model, and
+    CheckpointError for what its files lack or have besides."""
+    mapped = raise_on_all_ranks(_mapped, engine, folder, vocab_size)
+    read = {rows.name for each in mapped for rows in each.rows}
+    everyone: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, read, group=engine.groups.host)
+    raise_on_all_ranks(_check_rest, folder, set().union(*everyone))
+    engine.load_weights((each.name, each) for each in mapped)
+
+
+def _mapped(engine: Engine, folder: Path, vocab_size: int) -> list[Mapped]:
+    """Everything that this rank holds a part of, checked against the files."""
+    config, content = engine.plan.config, config_json.read_json(folder)
+    if problems := config_json.differences(config, content, vocab_size):
+        raise ConfigError([f"{folder} has another model:", *problems])
+    weights = Weights(folder)
+    held = {p.name: p.shape for p, _, _ in held_pieces(engine.backend, engine.groups, only_weights=True)}
+    held |= {name: tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
+    family, sizes = config_json.family_of(content), config_json.sizes_of(config, vocab_size)
+    dtype = _dtype_of(content)
+    found = list(mapped(family, held.items(), sizes, weights))
+    for each in found:
+        each.check(dtype)
+    return found
+
+
+def mapped(
+    family: str, held: Iterable[tuple[str, tuple[int, ...]]], sizes: Sizes, weights: Weights
+) -> Iterator[Mapped]:
+    """Parameters of ours, given by name and shape, in files of theirs. Raises CheckpointError for one that the family
+    does not have."""
+    for name, shape in held:
+        rows = rows_of(family, name, shape[0], sizes)
+        if rows is None:
+            raise CheckpointError(f"models of the family {family} have no {name}: leave out of the run what makes it")
+        yield Mapped(name, shape, [_as_written(each, weights) for each in rows], weights)
+
+
+def _as_written(rows: Rows, weights: Weights) -> Rows:
+    """These rows under the name that the files have: those of a bare model lack the first part of each name."""
+    _, _, bare = rows.name.partition(".")
+    if rows.name in weights.files or bare not in weights.files:
+        return rows
+    return Rows(bare, rows.start, rows.stop, rows.transposed)
+
+
+def _check_rest(folder: Path, read: set[str]) -> None:
+    """Check that the files hold nothing that no rank reads. Raises CheckpointError."""
+    weights = Weights(folder)
+    rest = sorted(name for name in weights.files.keys() - read if not _NOT_READ.fullmatch(name))
+    if "embed" in "".join(read) and rest == ["lm_head.weight"]:
+        return  # a copy of the embedding, which the head shares
+    if rest:
+        more = f", and {len(rest) - _SHOWN} more" if rest[_SHOWN:] else ""
+        raise CheckpointError(
+            f"{weights.files[rest[0]]} has {', '.join(rest[:_SHOWN])}{more}, which the model of config.json does not"
+            " have"
+        )
+
+
+def _dtype_of(content: config_json.Keys) -> torch.dtype | None:
+    """The precision that config.json gives its weights."""
+    text = str(content.get("dtype") or content.get("torch_dtype") or "")
+    return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{text}"), None)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

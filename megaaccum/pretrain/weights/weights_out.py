@@ -1,0 +1,216 @@
+"""A checkpoint of a run as a folder of Hugging Face's, by one process that holds one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from megaaccum.checkpoint.folders import latest, read_progress
+from megaaccum.checkpoint.pieces import Cut, Piece, Stored
+from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.checkpoint.whole import copy_runs
+from megaaccum.config.schema import Config
+from megaaccum.errors import CheckpointError
+from megaaccum.model import names
+from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.weights import config_json, safetensors_folder
+from megaaccum.pretrain.weights.rows import Rows, rows_of
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_BUFFER = "buffer/"
+
+
+def _config_of(receipt: dict[str, Any]) -> Config:
+    """The configuration that a receipt records, resolved."""
+    config = Config()
+    for section, keys in receipt["configuration"].items():
+        for name, facts in keys.items():
+            setattr(getattr(config, section), name, facts["value"])
+    config.megatron = receipt["megatron"]
+    return config
+
+
+class WholeCheckpoint:
+    """The whole weights of the checkpoint in a folder, whatever layout wrote it; each is read when it is asked for."""
+
+    def __init__(self, folder: Path):
+        self._reader = CheckpointReader(folder, read_progress(folder).metadata_sha256)
+        keys = [key for key in self._reader.stored if not key.startswith(("rng/", _BUFFER))]
+        self._stored = Stored(keys)
+        buffers = (key.removeprefix(_BUFFER) for key in self._reader.stored if key.startswith(_BUFFER))
+        self._buffers = {name for name in buffers if not name.startswith("fp8/")}
+        self._reader.check_files(keys)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter and trained buffer, in the order of the model."""
+        shapes = {name: self._stored.shape(name) or () for name in self._stored.names}
+        shapes |= {name: tuple(self._reader.stored[_BUFFER + name].size) for name in self._buffers}
+        return {name: shapes[name] for name in sorted(shapes, key=_natural)}
+
+    def is_buffer(self, name: str) -> bool:
+        return name in self._buffers
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor `name`. Raises DamagedCheckpoint if its bytes are not those that were written."""
+        if name in self._buffers:
+            return self._reader.read([_BUFFER + name])[_BUFFER + name]
+        shape = self._stored.shape(name) or ()
+        wanted = Piece(name, "param", shape, Cut(torch.Size(shape).numel()), 0, torch.Size(shape).numel())
+        whole: torch.Tensor | None = None
+        for piece, start, stop in self._stored.covering(wanted):
+            part = self._reader.read([piece.key])[piece.key]
+            if whole is None:
+                whole = torch.empty(shape, dtype=part.dtype)
+            part = part[start - piece.start : stop - piece.start]
+            copy_runs(part, whole.view(-1), replace(piece, start=start, stop=stop), into_whole=True)
+        assert whole is not None, name
+        return whole
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """An export of `checkpoint`, written by a run of `config` (resolved) with `vocab_size` tokens before padding.
+    family: of families.yaml; dtype: of the weights; source: a folder whose config.json, generation config and tokenizer
+    are taken, that of the model from which the run began; tokenizer: a tokenizers file, without a source."""
+
+    checkpoint: Path
+    config: Config
+    vocab_size: int
+    family: str
+    dtype: torch.dtype
+    source: Path | None = None
+    tokenizer: Path | None = None
+    max_shard_bytes: int = 5 * 10**9
+
+    @classmethod
+    def of_run(
+        cls,
+        run: Path,
+        *,
+        checkpoint: Path | None = None,
+        family: str | None = None,
+        dtype: str | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+    ) -> Self:
+        """The export of a run by its output_dir. checkpoint: default the current one; family: default the first that
+        has this model; dtype: default the run's. Raises MegaaccumError if the run lacks receipt or checkpoint, and
+        ConfigError if no family has its model."""
+        receipt = receipts.read_all(run)[-1]
+        config, vocab_size = _config_of(receipt), receipt["data"]["vocab_size"]
+        saved = Path(config.run.save) if config.run.save else run / "checkpoints"
+        checkpoint = checkpoint or latest(saved)
+        if checkpoint is None:
+            raise CheckpointError(f"{saved} holds no checkpoint: give --checkpoint the folder of one")
+        source = Path(config.run.init_from) if config.run.init_from else None
+        if source is not None and not (source / "config.json").is_file():
+            source = None
+        if source is not None and family is None:
+            content = config_json.read_json(source)
+            if not config_json.differences(config, content, vocab_size):
+                family = config_json.family_of(content)
+        tokenizer = Path(config.data.tokenizer_model) if config.data.tokenizer_model else None
+        return cls(
+            checkpoint=checkpoint,
+            config=config,
+            vocab_size=vocab_size,
+            family=family or config_json.family_for(config, vocab_size),
+            dtype=names.DTYPES[dtype or config.sharding.params_dtype or "fp32"],
+            source=source,
+            tokenizer=tokenizer if tokenizer and tokenizer.is_file() and tokenizer.suffix == ".json" else None,
+            max_shard_bytes=max_shard_bytes,
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of theirs, one parameter of ours after the other."""
+        rows, layout = self._mapping()
+        return self._tensors(rows, layout)
+
+    def write(self, folder: Path) -> None:
+        """Write the model into `folder`, which appears when all of it is there. Raises CheckpointError."""
+        rows, layout = self._mapping()
+        with safetensors_folder.written_aside(folder) as aside:
+            tensors = self._tensors(rows, layout)
+            safetensors_folder.write(aside, layout, tensors, max_shard_bytes=self.max_shard_bytes)
+            self._write_json(aside)  # last: without a config.json no program takes what a killed export leaves
+
+    @cached_property
+    def _whole(self) -> WholeCheckpoint:
+        return WholeCheckpoint(self.checkpoint)
+
+    def _mapping(self) -> tuple[dict[str, list[Rows]], safetensors_folder.Layout]:
+        shapes = self._whole.shapes()
+        rows = {name: self._rows(name, shape) for name, shape in shapes.items()}
+        layout: safetensors_folder.Layout = {}
+        for name, shape in shapes.items():
+            dtype = torch.float32 if self._whole.is_buffer(name) else self.dtype
+            layout |= {theirs: (size, dtype) for theirs, size in theirs_of(rows[name], shape).items()}
+        return rows, layout
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
+        rows = rows_of(self.family, name, shape[0], config_json.sizes_of(self.config, self.vocab_size))
+        if rows is None:
+            raise CheckpointError(f"{self.checkpoint} has {name}, which models of the family {self.family} do not have")
+        return rows
+
+    def _tensors(
+        self, rows: dict[str, list[Rows]], layout: safetensors_folder.Layout
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in rows.items():
+            for theirs, tensor in to_theirs(each, self._whole.read(name)):
+                yield theirs, tensor.to(layout[theirs][1])
+
+    def _write_json(self, aside: Path) -> None:
+        if self.source is not None:
+            content = config_json.read_json(self.source)
+        else:
+            content = config_json.json_from(self.config, self.family, self.vocab_size)
+        for name in ("dtype", "torch_dtype"):
+            content[name] = str(self.dtype).removeprefix("torch.")
+        (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        generation = aside / "generation_config.json"
+        generation.write_text(json.dumps({"_from_model_config": True}, indent=2) + "\n", encoding="utf-8")
+        if self.source is not None:
+            for name in ("generation_config.json", *_TOKENIZER):
+                if (self.source / name).is_file():
+                    shutil.copyfile(self.source / name, aside / name)
+        elif self.tokenizer is not None:
+            shutil.copyfile(self.tokenizer, aside / "tokenizer.json")
+
+
+def theirs_of(rows: list[Rows], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of theirs that a parameter of ours of this shape makes."""
+    heights: dict[str, tuple[int, ...]] = {}
+    for each in rows:
+        if each.name:
+            size = (max(each.stop, *heights.get(each.name, (0,))[:1]), *shape[1:])
+            heights[each.name] = size
+    transposed = {each.name for each in rows if each.transposed}
+    return {name: size[::-1] if name in transposed else size for name, size in heights.items()}
+
+
+def to_theirs(rows: list[Rows], tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of theirs, of a whole parameter of ours."""
+    parts: dict[str, list[tuple[Rows, torch.Tensor]]] = {}
+    for each, part in zip(rows, tensor.split([each.count for each in rows]), strict=True):
+        if each.name:
+            parts.setdefault(each.name, []).append((each, part))
+    for name, found in parts.items():
+        found.sort(key=lambda pair: pair[0].start)
+        whole = found[0][1] if len(found) == 1 else torch.cat([part for _, part in found])
+        yield name, whole.t().contiguous() if found[0][0].transposed else whole

@@ -1,0 +1,128 @@
+"""config.json and keys of ours, in both directions; what has no counterpart is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megaaccum.errors import ConfigError
+from megaaccum.pretrain.weights import config_json
+from tests.support import huggingface as hf
+from tests.support.configs import plan
+
+
+def content_of(family: str) -> dict:
+    """The config.json of a family's small model."""
+    import transformers
+
+    name, arguments = hf.MODELS[family]
+    return json.loads(getattr(transformers, f"{name}Config")(**arguments).to_json_string())
+
+
+@pytest.fixture(params=hf.MODELS)
+def family(request) -> str:
+    return request.param
+
+
+def planned(tmp_path, content: dict):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    return hf.plan_of(folder, 1).config
+
+
+def test_both_directions_give_the_same_model(family, tmp_path):
+    config = planned(tmp_path, content := content_of(family))
+    assert config_json.differences(config, content, hf.VOCAB) == []
+    back = config_json.json_from(config, family, hf.VOCAB)
+    assert config_json.keys_from(back) == config_json.keys_from(content)
+    fitting = config_json.family_for(config, hf.VOCAB)
+    assert fitting == ("llama" if family == "mistral" else family)  # without a window it is one
+
+
+def test_what_is_written_is_read_by_transformers(family, tmp_path):
+    import transformers
+
+    written = config_json.json_from(planned(tmp_path, content_of(family)), family, hf.VOCAB)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    read = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    said = ("transformers_version", "dtype", "_name_or_path", "architectures", "attention_dropout", "rope_parameters")
+    expected = {key: value for key, value in content_of(family).items() if key not in said and value is not None}
+    bare = {"bos_token_id", "eos_token_id", "head_dim", "num_nextn_predict_layers", "n_inner", "layer_types"}
+    assert {key: read.get(key) for key in expected.keys() - bare} == {
+        key: expected[key] for key in expected.keys() - bare
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "text"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
+        ("llama", {"attention_bias": True}, "attention_bias True and mlp_bias False"),
+        ("llama", {"num_hidden_layers": None, "logit_scale": 2.0}, "logit_scale 2.0 has no key here"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "built in"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}}, "10000.5 is no whole number"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other kinds"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop 0.3 differs"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function relu"),
+    ],
+)
+def test_what_has_no_key_is_refused_by_name(family, changed, text):
+    with pytest.raises(ConfigError) as caught:
+        config_json.keys_from(content_of(family) | changed)
+    assert any(text in problem for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(("kind", "text"), [("gpt_oss", "clamped, interleaved GLU"), ("bert", "none of the families")])
+def test_other_models_are_refused_by_name(kind, text):
+    with pytest.raises(ConfigError, match=text):
+        config_json.keys_from({"model_type": kind})
+
+
+def test_a_missing_key_is_named():
+    content = content_of("llama")
+    del content["num_hidden_layers"]
+    with pytest.raises(ConfigError, match="no num_hidden_layers, of which num_layers is made"):
+        config_json.keys_from(content)
+
+
+def test_older_files_say_rotation_and_experts_otherwise():
+    content = content_of("llama") | {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    del content["rope_parameters"]
+    found = config_json.keys_from(content)
+    assert (found["rotary_base"], found["seq_len_interpolation_factor"]) == (500000, 4.0)
+    content = content_of("qwen3_moe")
+    content["num_experts"] = content.pop("num_local_experts")
+    assert config_json.keys_from(content)["num_experts"] == 4
+
+
+def test_a_window_is_counted_as_megatron_does():
+    found = config_json.keys_from(content_of("mistral") | {"sliding_window": 16})
+    assert found["window_size"] == [15, 0]
+
+
+def test_a_model_of_no_family_is_refused_with_the_nearest_ones_differences():
+    with pytest.raises(ConfigError) as caught:
+        config_json.family_for(plan(swiglu=True, position_embedding_type="rope").config, 100)
+    assert "nearest is" in caught.value.problems[0] and any(
+        "normalization" in each for each in caught.value.problems[1:]
+    )
+
+
+def test_gelu_has_to_say_which_one_it_is():
+    config = plan(attention_dropout=0.0).config
+    with pytest.raises(ConfigError, match="say by which one"):
+        config_json.json_from(config, "gpt2", 100)
+    assert config_json.family_for(plan(openai_gelu=True).config, 100) == "gpt2"
+
+
+def test_another_model_is_named_with_the_value_to_set(tmp_path):
+    content = content_of("llama")
+    config = planned(tmp_path, content)
+    texts = config_json.differences(config, content | {"rms_norm_eps": 1e-5, "num_key_value_heads": 4}, hf.VOCAB)
+    assert len(texts) == 2 and "norm_epsilon is 1e-06 in the configuration, but 1e-05" in texts[0]
