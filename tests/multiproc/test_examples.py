@@ -25,6 +25,7 @@ LINES = {
     "megatron_gpt": 60,
     "megatron_loop": 60,
     "rl_worker": 80,
+    "rollout_weights": 90,
     "tiny_gpt": 80,
 }
 """The most lines of each program; their model, tiny_gpt, may have 80."""
@@ -182,6 +183,17 @@ def test_losses_fall_under_the_command_that_is_shown(name, fall, folder):
     losses = losses_of(run_command(command, folder))
     assert len(losses) == (6 if name == "rl_worker" else 5)
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - fall, losses
+
+
+def test_a_rollout_engine_has_the_weights_of_each_step(folder):
+    pytest.importorskip("transformers", reason="not installed: transformers")
+    (command,) = commands_of("rollout_weights")
+    output = run_command(command, folder)
+    losses = re.findall(r"loss ([\d.]+), of the rollout engine ([\d.]+)", output)
+    elements = [int(each) for each in re.findall(r"(\d+) elements handed over", output)]
+    assert len(losses) == 4 and losses[-1][0] < losses[0][0], output
+    assert all(float(there) == pytest.approx(float(here), rel=2e-3) for here, there in losses), losses
+    assert all(0 < each < 0.9 * elements[0] for each in elements[1:]), elements
 
 
 def test_megatron_gpt_trains_evaluates_saves_and_resumes(folder):
