@@ -412,8 +412,8 @@ class Engine:
         tensor before it asks for the next. Optimizer state and counters stay.
 
         weights: on every rank; a rank may leave out what other stages hold. In place of a tensor, an object that reads
-        the parts which a rank asks for. Raises CheckpointError on every rank if a
-        name is missing, unknown or there twice, or a shape differs; the engine has then failed.
+        the parts which a rank asks for. Raises CheckpointError on every rank if a name is missing, unknown or there
+        twice, or a shape differs; the engine has then failed.
         """
         with self._guarded():
             self.train_steps.drop_begun()

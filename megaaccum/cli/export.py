@@ -25,8 +25,12 @@ def main(argv: Sequence[str]) -> int:
     from megaaccum.platform import cpu
 
     cpu.install()  # before Megatron is imported
-    from megaaccum.pretrain.weights.weights_out import Export
+    from megaaccum.pretrain.weights.weights_out import Export, consolidate
 
+    if args.consolidated is not None:
+        consolidate(args.run, args.consolidated, checkpoint=args.checkpoint, dtype=args.dtype or "fp32")
+        print(f"wrote {args.consolidated}: the weights of {args.run} in {args.dtype or 'fp32'}")
+        return 0
     export = Export.of_run(
         args.run,
         checkpoint=args.checkpoint,
@@ -35,9 +39,8 @@ def main(argv: Sequence[str]) -> int:
         max_shard_bytes=int(match[1]) * _UNITS[match[2]],
     )
     export.write(args.hf)
-    print(
-        f"wrote {args.hf}: the {export.family} model of {export.checkpoint}, {args.dtype or 'in the dtype of the run'}"
-    )
+    made = "made of the run's configuration" if export.content is None else f"that of {export.source}"
+    print(f"wrote {args.hf}: the {export.family} model of {export.checkpoint}; config.json is {made}")
     return 0
 
 
@@ -48,7 +51,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="megaaccum export", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the folder to write: new, or empty")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--hf", type=Path, metavar="DIR", help="the folder of the model to write: new, or empty")
+    target.add_argument(
+        "--consolidated", type=Path, metavar="DIR", help="a folder for one file under the run's own names"
+    )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)"
     )

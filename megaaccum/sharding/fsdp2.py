@@ -286,6 +286,8 @@ class Fsdp2Backend:
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The moments of a trained parameter; missing ones are made, as zeros."""
         state: dict[str, Any] = self._optimizer.state[param]
+        if isinstance(self._optimizer, torch.optim.Adam):
+            state.setdefault("step", torch.zeros((), device=param.device))  # torch does not add to a state that exists
         return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
 
     def adopt_state(self, num_steps: int) -> None:

@@ -32,7 +32,9 @@ def call(commands: list[list[str]]) -> None:
 
 
 def test_a_model_is_trained_exported_and_verified_by_commands(tmp_path):
+    import torch
     import transformers
+    from safetensors.torch import load_file
 
     folder = hf.write("qwen2", tmp_path)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -51,6 +53,7 @@ def test_a_model_is_trained_exported_and_verified_by_commands(tmp_path):
             ["train", str(yaml), *words.split()],
             ["export", run, "--hf", out, "--max_shard_size", "20000"],
             ["verify", "--weights", out, "--run", run],
+            ["export", run, "--consolidated", str(tmp_path / "one")],
             ["export", run, "--hf", out],
         ],
         init=False, timeout=200,
@@ -59,12 +62,15 @@ def test_a_model_is_trained_exported_and_verified_by_commands(tmp_path):
     shown = yaml.read_text()
     assert shown in rank.output and f"weights of {folder}" in rank.output
     codes = [line for line in rank.output.splitlines() if line.startswith("exit code")]
-    assert codes == ["exit code 0"] * 4 + ["exit code 1"], rank.output
+    assert codes == ["exit code 0"] * 5 + ["exit code 1"], rank.output
     assert f"{out} exists and is not empty" in rank.output
     assert "all tensors agree" in rank.output and "logits: " in rank.output
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert str(model.dtype) == "torch.bfloat16" and (Path(out) / "tokenizer_config.json").exists()
     assert len(list(Path(out).glob("*.safetensors"))) > 2
+    one = load_file(tmp_path / "one" / SINGLE)
+    assert torch.equal(one["decoder.final_layernorm.weight"].bfloat16(), model.model.norm.weight)
+    assert {tensor.dtype for tensor in one.values()} == {torch.float32} and len(one) == 4 * 7 + 2
     assert hf.loss_of(Path(out)) != pytest.approx(hf.loss_of(folder), rel=1e-3)
 
 

@@ -30,7 +30,7 @@ COMMANDS_FLAGS = {
     "train": {"config"},
     "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "weights", "run", "no-logits"},
     "config": {"from-hf"},
-    "export": {"hf", "checkpoint", "family", "dtype", "max_shard_size"},
+    "export": {"hf", "consolidated", "checkpoint", "family", "dtype", "max_shard_size"},
     "plan": {
         "gpus",
         "gpu",

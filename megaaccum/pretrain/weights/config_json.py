@@ -41,6 +41,10 @@ _OF_TRAINING = frozenset(
 def read_json(folder: Path) -> Keys:
     """The config.json of a model's folder. Raises ConfigError if there is none."""
     path = folder / "config.json"
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{folder} has a LoRA adapter (adapter_config.json), which is not read: merge it into its model"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

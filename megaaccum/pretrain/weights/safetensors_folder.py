@@ -162,6 +162,7 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
         with (aside / file).open("r+b") as target:
             target.seek(start)
             target.write(content)
+        del tensor, content  # before the next one is made
     assert digests.keys() == layout.keys(), sorted(layout.keys() - digests.keys())
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(nbytes, layout.values()))}}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _NOT_READ = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
 """Tensors of older files that are computed, not trained."""
+_HEAD, _EMBEDDINGS = "lm_head.weight", {"model.embed_tokens.weight", "transformer.wte.weight", "wte.weight"}
 _SHOWN = 4
 """Names that a message lists."""
 
@@ -143,8 +144,8 @@ def _check_rest(folder: Path, read: set[str]) -> None:
     """Check that the files hold nothing that no rank reads. Raises CheckpointError."""
     weights = Weights(folder)
     rest = sorted(name for name in weights.files.keys() - read if not _NOT_READ.fullmatch(name))
-    if "embed" in "".join(read) and rest == ["lm_head.weight"]:
-        return  # a copy of the embedding, which the head shares
+    if rest == [_HEAD] and weights.digest(_HEAD) in (weights.digest(name) for name in _EMBEDDINGS & read):
+        return  # the head shares the embedding, and some programs write it twice
     if rest:
         more = f", and {len(rest) - _SHOWN} more" if rest[_SHOWN:] else ""
         raise CheckpointError(

@@ -41,6 +41,28 @@ def _config_of(receipt: dict[str, Any]) -> Config:
     return config
 
 
+def _current(run: Path, config: Config) -> Path:
+    """The current checkpoint of a run. Raises CheckpointError if it has none."""
+    saved = Path(config.run.save) if config.run.save else run / "checkpoints"
+    checkpoint = latest(saved)
+    if checkpoint is None:
+        raise CheckpointError(f"{saved} holds no checkpoint: give --checkpoint the folder of one")
+    return checkpoint
+
+
+def consolidate(run: Path, folder: Path, *, checkpoint: Path | None = None, dtype: str = "fp32") -> None:
+    """Write a run's weights, under their names in the whole model, into one safetensors file in `folder`, which appears
+    when all of it is there: what `Engine.load_weights` takes. Raises MegaaccumError."""
+    config = _config_of(receipts.read_all(run)[-1])
+    whole = WholeCheckpoint(checkpoint or _current(run, config))
+    kind = names.DTYPES[dtype]
+    layout = {name: (shape, torch.float32 if whole.is_buffer(name) else kind) for name, shape in whole.shapes().items()}
+    tensors = ((name, whole.read(name).to(layout[name][1])) for name in layout)
+    with safetensors_folder.written_aside(folder) as aside:
+        size = sum(map(safetensors_folder.nbytes, layout.values()))
+        safetensors_folder.write(aside, layout, tensors, max_shard_bytes=size)
+
+
 class WholeCheckpoint:
     """The whole weights of the checkpoint in a folder, whatever layout wrote it; each is read when it is asked for."""
 
@@ -86,14 +108,16 @@ def _natural(name: str) -> list[tuple[int, str]]:
 @dataclass(frozen=True, kw_only=True)
 class Export:
     """An export of `checkpoint`, written by a run of `config` (resolved) with `vocab_size` tokens before padding.
-    family: of families.yaml; dtype: of the weights; source: a folder whose config.json, generation config and tokenizer
-    are taken, that of the model from which the run began; tokenizer: a tokenizers file, without a source."""
+    family: of families.yaml; dtype: of the weights; content: config.json, default made of the configuration; source:
+    the model from which the run began, whose generation config and tokenizer are taken; tokenizer: a tokenizers file,
+    without a source."""
 
     checkpoint: Path
     config: Config
     vocab_size: int
     family: str
     dtype: torch.dtype
+    content: config_json.Keys | None = None
     source: Path | None = None
     tokenizer: Path | None = None
     max_shard_bytes: int = 5 * 10**9
@@ -113,24 +137,24 @@ class Export:
         ConfigError if no family has its model."""
         receipt = receipts.read_all(run)[-1]
         config, vocab_size = _config_of(receipt), receipt["data"]["vocab_size"]
-        saved = Path(config.run.save) if config.run.save else run / "checkpoints"
-        checkpoint = checkpoint or latest(saved)
-        if checkpoint is None:
-            raise CheckpointError(f"{saved} holds no checkpoint: give --checkpoint the folder of one")
         source = Path(config.run.init_from) if config.run.init_from else None
         if source is not None and not (source / "config.json").is_file():
             source = None
-        if source is not None and family is None:
-            content = config_json.read_json(source)
-            if not config_json.differences(config, content, vocab_size):
-                family = config_json.family_of(content)
+        content = None if source is None else config_json.read_json(source)
+        if content is not None and config_json.differences(config, content, vocab_size):
+            content = None  # the run has set keys of the model otherwise
+        if content is not None and family not in (None, config_json.family_of(content)):
+            content = None
+        elif content is not None:
+            family = config_json.family_of(content)
         tokenizer = Path(config.data.tokenizer_model) if config.data.tokenizer_model else None
         return cls(
-            checkpoint=checkpoint,
+            checkpoint=checkpoint or _current(run, config),
             config=config,
             vocab_size=vocab_size,
             family=family or config_json.family_for(config, vocab_size),
             dtype=names.DTYPES[dtype or config.sharding.params_dtype or "fp32"],
+            content=content,
             source=source,
             tokenizer=tokenizer if tokenizer and tokenizer.is_file() and tokenizer.suffix == ".json" else None,
             max_shard_bytes=max_shard_bytes,
@@ -172,14 +196,19 @@ class Export:
         self, rows: dict[str, list[Rows]], layout: safetensors_folder.Layout
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, each in rows.items():
-            for theirs, tensor in to_theirs(each, self._whole.read(name)):
-                yield theirs, tensor.to(layout[theirs][1])
+            yield from self._theirs(name, each, layout)  # its variables are gone before the next parameter is read
+
+    def _theirs(
+        self, name: str, rows: list[Rows], layout: safetensors_folder.Layout
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for theirs, tensor in to_theirs(rows, self._whole.read(name)):
+            yield theirs, tensor.to(layout[theirs][1])
 
     def _write_json(self, aside: Path) -> None:
-        if self.source is not None:
-            content = config_json.read_json(self.source)
-        else:
-            content = config_json.json_from(self.config, self.family, self.vocab_size)
+        made = (
+            config_json.json_from(self.config, self.family, self.vocab_size) if self.content is None else self.content
+        )
+        content = dict(made)
         for name in ("dtype", "torch_dtype"):
             content[name] = str(self.dtype).removeprefix("torch.")
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -84,6 +84,12 @@ def test_other_models_are_refused_by_name(kind, text):
         config_json.keys_from({"model_type": kind})
 
 
+def test_an_adapter_is_refused_by_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="LoRA adapter"):
+        config_json.read_json(tmp_path)
+
+
 def test_a_missing_key_is_named():
     content = content_of("llama")
     del content["num_hidden_layers"]

@@ -1,0 +1,55 @@
+"""Folders of safetensors files: shards and index, a head that is written twice, and digests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megaaccum.errors import CheckpointError
+from megaaccum.pretrain.weights import safetensors_folder, weights_in
+from megaaccum.pretrain.weights.safetensors_folder import Weights
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def written(folder, tensors, most=10**9):
+    layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    with safetensors_folder.written_aside(folder) as aside:
+        safetensors_folder.write(aside, layout, reversed(tensors.items()), max_shard_bytes=most)
+    return Weights(folder)
+
+
+def test_shards_hold_what_was_given_and_are_read_by_the_library(tmp_path):
+    from safetensors.torch import load_file
+
+    tensors = {
+        f"t{i}": torch.randn(4, 4).to(kind) for i, kind in enumerate((torch.float32, torch.bfloat16, torch.half))
+    }
+    weights = written(tmp_path / "model", tensors, most=70)
+    index = json.loads((tmp_path / "model" / safetensors_folder.INDEX).read_text())
+    assert index["metadata"]["total_size"] == 64 + 32 + 32 and len(set(index["weight_map"].values())) == 2
+    for name, tensor in tensors.items():
+        assert torch.equal(weights.whole(name), tensor)
+        assert torch.equal(load_file(weights.files[name])[name], tensor)
+    assert torch.equal(weights.read("t0", slice(1, 3), slice(2, 4)), tensors["t0"][1:3, 2:4])
+    assert weights.altered() == []
+
+
+def test_an_altered_tensor_is_named(tmp_path):
+    written(tmp_path / "model", {"a": torch.zeros(8), "b": torch.ones(8)})
+    path = tmp_path / "model" / safetensors_folder.SINGLE
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert Weights(tmp_path / "model").altered() == [f"b in {path} is not what was exported (SHA-256)"]
+
+
+def test_a_shared_head_may_be_written_twice_but_not_otherwise(tmp_path):
+    embedding = torch.randn(4, 2)
+    written(tmp_path / "same", {EMBEDDING: embedding, HEAD: embedding.clone()})
+    weights_in._check_rest(tmp_path / "same", {EMBEDDING})
+    written(tmp_path / "other", {EMBEDDING: embedding, HEAD: embedding + 1})
+    with pytest.raises(CheckpointError, match=r"has lm_head\.weight, which the model of config.json does not"):
+        weights_in._check_rest(tmp_path / "other", {EMBEDDING})
