@@ -57,6 +57,12 @@ class OptimizerConfig:
     """Peak learning rate of the input embedding and the output head, if it differs from lr."""
     decoupled_min_lr: Annotated[float | None, Facts(at_least=0)] = None
     """Their learning rate at the end of the decay; default min_lr."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of names in the whole model, as in decoder.layers.[0-3].*: these parameters are not trained."""
+    lr_mult: list[str] = field(default_factory=list)
+    """PATTERN=FACTOR: what fits has that part of the learning rate, as in embedding.*=0.1; the last that fits holds."""
+    wd_mult: list[str] = field(default_factory=list)
+    """PATTERN=FACTOR: what fits has that part of the weight decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply every learning rate by the batch over its reference, or by the root of that."""
     lr_reference_batch_size: Annotated[int | None, Facts(at_least=1, needs="lr_scaling")] = None

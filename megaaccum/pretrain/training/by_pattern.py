@@ -1,0 +1,95 @@
+"""Parameters that are frozen, or have a learning rate or weight decay of their own, by patterns of their names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import ConfigError
+from megaaccum.model import names
+from megaaccum.optim import adamw
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+Factors = dict[str, float]
+"""A factor by pattern; of a name that several patterns fit, the last holds."""
+
+
+def factors(key: str, texts: list[str]) -> Factors:
+    """The factors of `PATTERN=FACTOR` texts. Raises ConfigError for another text, and for a factor below 0."""
+    found = {}
+    for text in texts:
+        pattern, equals, number = text.rpartition("=")
+        try:
+            found[pattern] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or not math.isfinite(found[pattern]) or found[pattern] < 0:
+            raise ConfigError(
+                f"{key} {text!r}: write PATTERN=FACTOR with a factor of at least 0, as in embedding.*=0.1"
+            )
+    return found
+
+
+def freeze(plan: Plan, chunks: list[torch.nn.Module]) -> None:
+    """Freeze the parameters that `freeze` names. Collective over the world; raises ConfigError on every rank for a
+    pattern of freeze, lr_mult or wd_mult that fits no parameter of the model, and for a text that is no factor."""
+    keys = plan.config.optimizer
+    asked = raise_on_all_ranks(
+        lambda: {*keys.freeze, *factors("lr_mult", keys.lr_mult), *factors("wd_mult", keys.wd_mult)}
+    )
+    if not asked:
+        return
+    named = list(names.named_parameters(chunks))
+    for name, param in named:
+        if any(fnmatchcase(name, pattern) for pattern in keys.freeze):
+            param.requires_grad_(False)
+    fitting = {pattern for pattern in asked if any(fnmatchcase(name, pattern) for name, _ in named)}
+    everyone: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, fitting)
+    if unused := sorted(asked.difference(*everyone)):
+        example = named[0][0] if named else ""
+        raise ConfigError(f"freeze, lr_mult, wd_mult: {', '.join(unused)} fits no parameter; one is named {example}")
+
+
+def optimizer_of(plan: Plan, chunks: list[torch.nn.Module]) -> Callable[[Any], torch.optim.Optimizer]:
+    """A function that builds the plan's AdamW over what is trained of `chunks`, with the plan's factors."""
+
+    def build(_: object) -> torch.optim.Optimizer:
+        keys = plan.config.optimizer
+        optimizer = adamw.build(plan, chunks)
+        lr, wd = factors("lr_mult", keys.lr_mult), factors("wd_mult", keys.wd_mult)
+        if lr or wd:
+            rates = (keys.lr, keys.min_lr)
+            optimizer.param_groups[:] = [
+                each for group in optimizer.param_groups for each in _split(group, lr, wd, rates)
+            ]
+        return optimizer
+
+    return build
+
+
+def _split(group: dict[str, Any], lr: Factors, wd: Factors, rates: tuple[float, float]) -> list[dict[str, Any]]:
+    """The group as one for each pair of factors that its members have. rates: peak and end of groups without their
+    own."""
+    members: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in zip(group["param_names"], group["params"], strict=True):
+        members.setdefault((_factor(name, lr), _factor(name, wd)), []).append((name, param))
+    made = []
+    for (by_lr, by_wd), named in members.items():
+        peak, end = group.get("max_lr", rates[0]) * by_lr, group.get("min_lr", rates[1]) * by_lr
+        decay = {"wd_mult": group["wd_mult"] * by_wd, "weight_decay": group["weight_decay"] * by_wd}
+        own = {"lr": group["lr"] * by_lr, "max_lr": peak, "min_lr": end} if by_lr != 1.0 else {}
+        lists = {"params": [param for _, param in named], "param_names": [name for name, _ in named]}
+        made.append(group | decay | own | lists)
+    return made
+
+
+def _factor(name: str, by_pattern: Factors) -> float:
+    return next((each for pattern, each in reversed(by_pattern.items()) if fnmatchcase(name, pattern)), 1.0)
