@@ -38,10 +38,12 @@ MARK = "MEGAACCUM_KILLS"
 
 @dataclass(frozen=True)
 class Kill:
-    """One round: the signal, who got it, after how many seconds, the exit code and the step that was saved."""
+    """One round: the signal, who got it, when (seconds after the start, or after its first step), the exit code and the
+    step that is saved."""
 
     signal: str
     to: str
+    moment: str
     after: float
     code: int
     step: int
@@ -63,12 +65,10 @@ def main(argv: list[str] | None = None) -> int:
         for each in (whole, killed):
             each.mkdir()
             make_data(each)
-        started = time.monotonic()
         assert run_to_the_end(whole, args.steps) == 0, (whole / "output").read_text()
-        seconds = time.monotonic() - started
-        choose, rounds = random.Random(args.seed), []
+        choose, rounds, trial = random.Random(args.seed), [], Trial(args.steps, *phases(whole))
         while len(rounds) < args.kills:
-            rounds.append(kill_once(killed, choose, seconds, args.steps))
+            rounds.append(trial.kill_once(killed, choose))
             print(rounds[-1], flush=True)
             if rounds[-1].step == args.steps:  # it is done before all kills are: begin again, in the same folder
                 assert outcome(killed) == outcome(whole), "the run differs from one that nothing disturbed"
@@ -110,29 +110,55 @@ def run_to_the_end(folder: Path, steps: int) -> int:
             send(pid, signal.SIGKILL)
 
 
-def kill_once(folder: Path, choose: random.Random, seconds: float, steps: int) -> Kill:
-    """One round, at any moment of a start's `seconds`."""
-    signum, after, to_launcher = choose.choice(SIGNALS), choose.uniform(0, seconds), choose.random() < 0.5
-    job, mark = start(folder, steps)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(after)
-    ranks = [pid for pid in processes(mark) if pid != job.pid and is_leader(pid)]
-    target = job.pid if to_launcher or not ranks else choose.choice(ranks)
-    send(target, signum)
-    try:
-        job.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
-    deadline = time.monotonic() + 5
-    while (left := processes(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
-        send(pid, signal.SIGKILL)
-    current = latest(folder / "run" / "checkpoints")
-    step = read_progress(current).step if current else 0
-    name = "launcher" if target == job.pid else "rank"
-    return Kill(signal.Signals(signum).name, name, round(after, 2), job.returncode, step, len(left))
+@dataclass(frozen=True)
+class Trial:
+    """Kills starts of a run of `steps` steps. starting, training: seconds before and after the first step of one that
+    nothing disturbs."""
+
+    steps: int
+    starting: float
+    training: float
+
+    def kill_once(self, folder: Path, choose: random.Random) -> Kill:
+        """One round; in one of four the start is still starting."""
+        signum, early, to_launcher = choose.choice(SIGNALS), choose.random() < 0.25, choose.random() < 0.5
+        after = choose.uniform(0, self.starting if early else self.training)
+        before = starts(folder)
+        job, mark = start(folder, self.steps)
+        deadline = time.monotonic() + LIMIT
+        while not early and starts(folder) == before and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(after)
+        ranks = [pid for pid in processes(mark) if pid != job.pid and is_leader(pid)]
+        target = job.pid if to_launcher or not ranks else choose.choice(ranks)
+        send(target, signum)
+        try:
+            job.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+        deadline = time.monotonic() + 5
+        while (left := processes(mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        current = latest(folder / "run" / "checkpoints")
+        step = read_progress(current).step if current else 0
+        name, moment = "launcher" if target == job.pid else "rank", "starting" if early else "training"
+        return Kill(signal.Signals(signum).name, name, moment, round(after, 2), job.returncode, step, len(left))
+
+
+def phases(folder: Path) -> tuple[float, float]:
+    """(seconds before the first step, seconds after it) of the only start of a run."""
+    first, *_, last = journal.lines(folder / "run" / "log.jsonl")
+    return first["time"] - first["launched"], last["time"] - first["time"]
+
+
+def starts(folder: Path) -> int:
+    """How many starts of a run have come to their first step."""
+    path = folder / "run" / "log.jsonl"
+    return path.read_text().count('"kind": "start"') if path.exists() else 0
 
 
 def send(pid: int, signum: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
-from megaaccum.platform.files import claim, open_regular, replace_text, set_aside, sync
+from megaaccum.platform.files import open_regular, replace_text, set_aside, sync
 
 FORMAT = 2
 
@@ -195,8 +195,6 @@ class Files:
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if problem := claim(self._folder):
-            raise CheckpointError(problem)
         for left in [path for path in self._folder.iterdir() if path.suffix == ".tmp" and _NAME.fullmatch(path.stem)]:
             # Of a run that was killed while it wrote. It is removed if it holds nothing else.
             if (

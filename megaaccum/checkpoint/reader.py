@@ -173,7 +173,6 @@ class _Restricted(_Unpickler):
     """Reads a pickle in time and memory that grow with its length: made of few instructions, keys that are cheap to
     hash, and classes of its own, so that nothing outside of it changes."""
 
-    stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code: _Unpickler.dispatch[code] for code in _CODES}
 
     def __init__(self, file: BinaryIO):
@@ -186,18 +185,13 @@ class _Restricted(_Unpickler):
             raise _Refused(f"{module[:80]}.{name[:80]}")
         return self._classes.setdefault((module, name), type(name, (_Inert,), {}))
 
-    def load_setitem(self) -> None:
-        _check_keys(self.stack[-2:-1])
-        _Unpickler.dispatch[pickle.SETITEM[0]](self)  # type: ignore[arg-type]
-
-    def load_setitems(self) -> None:
-        _check_keys(self.stack[::2])
-        _Unpickler.dispatch[pickle.SETITEMS[0]](self)  # type: ignore[arg-type]
-
-    dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Entries())
 
 
-def _check_keys(keys: list[Any]) -> None:
-    """Refuse keys other than texts and objects: the hash of a nested tuple may take exponentially long."""
-    if not all(isinstance(key, str | _Inert) for key in keys):
-        raise ValueError("a key that no list of tensors has")
+class _Entries(dict[Any, Any]):
+    """A dictionary whose keys are texts and objects: the hash of a nested tuple may take exponentially long."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str | _Inert):
+            raise ValueError(f"a {type(key).__name__} as key")
+        super().__setitem__(key, value)

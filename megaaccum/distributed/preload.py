@@ -70,17 +70,13 @@ def _check_versions() -> None:
     """Raise LaunchError with the names that the installed libraries lack; warn of a torch that no test has run with."""
     from megaaccum import upstream
 
-    tested = ", ".join(f"{name} {version}" for name, version in upstream.TESTED.items())
+    tested = f"megaaccum was tested with {', '.join(map(' '.join, upstream.TESTED.items()))}"
     if missing := upstream.required():
-        raise LaunchError(
-            f"the installed libraries lack names that megaaccum uses: {'; '.join(missing)}. Install the versions that"
-            f" it was tested with ({tested}): constraints.txt has them, and `megaaccum doctor` shows yours"
-        )
+        text = f"the installed libraries lack names that megaaccum uses: {'; '.join(missing)}"
+        raise LaunchError(f"{text}. {tested}: install those (constraints.txt); `megaaccum doctor` shows yours")
     newest, torch = (tuple(map(int, each.split(".")[:2])) for each in (upstream.TESTED["torch"], version("torch")))
     if torch > newest and os.environ.get("RANK", "0") == "0":
-        warnings.warn(
-            f"torch {version('torch')} is newer than any that megaaccum was tested with ({tested})", stacklevel=2
-        )
+        warnings.warn(f"{tested}; torch {version('torch')} is newer", stacklevel=2)
 
 
 def freeze_objects() -> None:

@@ -13,7 +13,6 @@ import pytest
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Progress, read_progress, write_progress
 from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
-from megaaccum.platform.files import LOCK
 from tests.support import no_gradient
 from tests.support.parity import Case, Rig
 
@@ -231,7 +230,8 @@ def with_a_disk_that_fails(folder: str, background: bool, case: Case = CASE) -> 
         text = f"{error} [{error.printed_by}]"
     FileSystem.create_stream = create
     dist.barrier()
-    return text, str(save_load.latest(folder)), names(folder), Run.of(case).load(Path(folder)).step
+    left = sorted(entry.name for entry in Path(folder).iterdir())
+    return text, str(save_load.latest(folder)), " ".join(left), Run.of(case).load(Path(folder)).step
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -253,11 +253,6 @@ def test_a_full_disk_leaves_what_was_current_of_every_backend(tmp_path):
             current = tmp_path / str(number) / "step_0000001"
             assert "No space left on device" in text and f"the last good checkpoint is {current}" in text
             assert (latest, left, step) == (str(current), "latest step_0000001", 1)
-
-
-def names(folder: str) -> str:
-    """What is in a folder of checkpoints, but for its lock."""
-    return " ".join(sorted(entry.name for entry in Path(folder).iterdir() if entry.name != LOCK))
 
 
 class Runs:
@@ -494,7 +489,7 @@ def after_a_kill(folder: str) -> tuple[int, str]:
     run = Run.of(CASE)
     step = run.load(Path(folder)).step
     save_load.save(folder, run.backend, run.groups, progress(2), keep_last=1)
-    return step, names(folder)
+    return step, " ".join(sorted(entry.name for entry in Path(folder).iterdir()))
 
 
 def test_a_kill_during_a_background_checkpoint_leaves_the_one_before(tmp_path):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megaaccum.platform.files import LOCK
+from megaaccum.pretrain.launch.lock import LOCK
 from megaaccum.pretrain.metrics import journal
 from tests.support.whole_runs import losses, make_data, train
 

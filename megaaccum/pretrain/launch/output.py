@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 
@@ -16,17 +17,17 @@ class _Lossy:
 
     def write(self, text: str) -> int:
         """Write `text` if that is possible."""
-        try:
-            return self._stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: the stream is closed
-            self.problem = getattr(error, "strerror", None) or str(error)
-            return len(text)
+        self._try(self._stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush the stream if that is possible."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[..., object], *args: str) -> None:
         try:
-            self._stream.flush()
-        except (OSError, ValueError) as error:
+            action(*args)
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.problem = getattr(error, "strerror", None) or str(error)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.errors import ConfigError, LaunchError
-from megaaccum.platform.files import claim, folder_problems
+from megaaccum.platform.files import folder_problems
+from megaaccum.pretrain.launch.lock import claim
 from megaaccum.pretrain.metrics import log
 
 if TYPE_CHECKING:
