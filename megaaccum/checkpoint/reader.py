@@ -166,7 +166,7 @@ _CODES = [getattr(pickle, name)[0] for name in (
     " BININT2 LONG1 NONE NEWTRUE NEWFALSE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT"
     " SETITEM SETITEMS GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD"
 ).split()]  # fmt: skip
-"""What pickle's protocols 2 to 5 use for a list of tensors."""
+"""Instructions of pickle's protocols 2 to 5 that a list of tensors needs."""
 
 
 class _Restricted(_Unpickler):

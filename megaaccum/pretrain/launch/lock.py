@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one job writes to it, and another is told who that is."""
+"""The lock of a run's folder: one job writes to it, and another gets a message that names the owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOCK = ".megaaccum.lock"
 """The file in a run's folder that its owner holds locked, with the owner in it."""
-_WAIT = 5.0
+WAIT_SECONDS = 5.0
 """Seconds in which the ranks of a start that was killed may end."""
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 """Variables that are the same in all starts of one job, also on another host after a requeue."""
@@ -34,7 +34,7 @@ def claim(folder: Path) -> str:
         return ""
     # A lock of the process (POSIX), unlike flock's, is not kept by a forked worker that outlives its rank.
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + _WAIT
+    deadline = time.monotonic() + WAIT_SECONDS
     while (is_taken := _is_taken(handle)) and time.monotonic() < deadline:
         time.sleep(0.1)
     owner, here = _owner(handle), _this_process()

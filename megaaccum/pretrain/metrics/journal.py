@@ -20,7 +20,7 @@ from megaaccum.platform.files import open_regular, set_aside
 Record = dict[str, Any]
 
 PART_BYTES = 1 << 30
-_MOST_AT_ONCE = 100_000
+MOST_AT_ONCE = 100_000
 """Records held in memory at a time."""
 TOTALS = "totals"
 """The field of some records that holds sums over the run up to them: a resume reads no record before it."""
@@ -117,7 +117,7 @@ def lines(path: Path) -> Iterator[Record]:
     for part in parts(path):
         with open_regular(part) as file:
             for number, line in enumerate(file, start=1):
-                record = _parse(line)
+                record = parse(line)
                 if record is None:
                     unreadable = unreadable or (part, number, line)
                 elif unreadable is not None:
@@ -136,8 +136,8 @@ def since_totals(path: Path) -> Iterable[Record]:
     found: list[Record] = []
     lowest = math.inf
     for line in _backwards(path):
-        record = _parse(line)
-        if record is None or len(found) == _MOST_AT_ONCE:
+        record = parse(line)
+        if record is None or len(found) == MOST_AT_ONCE:
             return lines(path)
         found.append(record)
         if record["kind"] == "start":
@@ -174,7 +174,7 @@ def _cut_torn_end(path: Path) -> None:
     is no record."""
     torn = 0
     for line in _backwards(path):
-        if _parse(line) is not None:
+        if parse(line) is not None:
             break
         torn += len(line)
     if torn:
@@ -182,7 +182,7 @@ def _cut_torn_end(path: Path) -> None:
     deque(since_totals(path), maxlen=0)
 
 
-def _parse(line: bytes) -> Record | None:
+def parse(line: bytes) -> Record | None:
     """The record on a line; None if there is none. A last line without its newline was torn, even if it parses."""
     if not line.endswith(b"\n"):
         return None

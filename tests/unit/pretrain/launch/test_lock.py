@@ -19,7 +19,7 @@ from megaaccum.pretrain.launch import lock
 
 @pytest.fixture(autouse=True)
 def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(lock, "_WAIT", 0.0)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.0)
     for name in lock._JOBS:
         monkeypatch.delenv(name, raising=False)
     yield
@@ -75,7 +75,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
 
 
 def test_a_start_waits_a_moment_for_one_that_is_ending(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_WAIT", 60.0)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 60.0)
     pid = other_process(tmp_path)
     if (killer := os.fork()) == 0:
         time.sleep(0.3)

@@ -182,8 +182,8 @@ def long_journal(folder: Path, steps: int) -> tuple[RunLog, Clock]:
 
 def test_a_resume_reads_the_end_of_the_journal_and_knows_the_goodput_of_all(tmp_path, monkeypatch):
     _, clock = long_journal(tmp_path, 6000)
-    parse, parsed = journal._parse, []
-    monkeypatch.setattr(journal, "_parse", lambda line: (parsed.append(1), parse(line))[1])
+    parse, parsed = journal.parse, []
+    monkeypatch.setattr(journal, "parse", lambda line: (parsed.append(1), parse(line))[1])
     resumed = opened(tmp_path, start_step=5500, clock=clock)
     assert len(parsed) < 3 * 1100
     whole = Goodput(journal.lines(tmp_path / "log.jsonl"))
@@ -205,7 +205,7 @@ def test_totals_that_a_later_start_takes_back_are_not_begun_from(tmp_path):
 
 def test_a_journal_without_totals_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("megaaccum.pretrain.metrics.log.TOTALS_EVERY", 10**9)
-    monkeypatch.setattr(journal, "_MOST_AT_ONCE", 100)
+    monkeypatch.setattr(journal, "MOST_AT_ONCE", 100)
     _, clock = long_journal(tmp_path, 600)
     resumed = opened(tmp_path, start_step=600, clock=clock)
     assert resumed._goodput.seconds == pytest.approx(Goodput(journal.lines(tmp_path / "log.jsonl")).seconds)
