@@ -60,13 +60,13 @@ def libraries(*more: str) -> None:
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
     for name in (*LIBRARIES, *more):
         importlib.import_module(name)
-    _check_versions()
+    check_versions()
     zero.without_shared_memory_operator()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.one_gloo_device()
     freeze_objects()
 
 
-def _check_versions() -> None:
+def check_versions() -> None:
     """Raise LaunchError with the names that the installed libraries lack; warn of a torch that no test has run with."""
     from megaaccum import upstream
 
