@@ -197,11 +197,8 @@ class Files:
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in [path for path in self._folder.iterdir() if path.suffix == ".tmp" and _NAME.fullmatch(path.stem)]:
             # Of a run that was killed while it wrote. It is removed if it holds nothing else.
-            if (
-                not left.is_symlink()
-                and left.is_dir()
-                and all(_WRITTEN.fullmatch(path.name) for path in left.iterdir())
-            ):
+            is_folder = left.is_dir() and not left.is_symlink()
+            if is_folder and all(_WRITTEN.fullmatch(path.name) for path in left.iterdir()):
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 set_aside(left)
@@ -216,9 +213,7 @@ class Files:
         same_step = [path for path in others if step_of(path) == self._progress.step and _is_ours(path)]
         surplus: list[Path] = []
         if self._keep_last > 0:
-            older = [
-                p for p in others if step_of(p) != self._progress.step and not self._is_retained(p) and _is_ours(p)
-            ]
+            older = [path for path in others if step_of(path) != self._progress.step and self._may_go(path)]
             surplus = sorted(older, key=self._removed_first)[: max(0, len(older) - self._keep_last + 1)]
         for folder in same_step + surplus:
             shutil.rmtree(folder, ignore_errors=True)
@@ -228,9 +223,9 @@ class Files:
         the earliest."""
         return step_of(checkpoint) < self._progress.step, *_order(checkpoint)
 
-    def _is_retained(self, checkpoint: Path) -> bool:
-        """Whether the checkpoint is never removed (save_retain_interval)."""
-        return self._retain is not None and step_of(checkpoint) % self._retain == 0
+    def _may_go(self, checkpoint: Path) -> bool:
+        """Whether the checkpoint may be removed: it is one, and no multiple of save_retain_interval."""
+        return (self._retain is None or step_of(checkpoint) % self._retain > 0) and _is_ours(checkpoint)
 
 
 def cause(error: BaseException) -> str:

@@ -118,7 +118,9 @@ def _read_metadata(path: Path, sha256: str) -> dict[str, StoredTensor]:
         metadata = _Restricted(io.BytesIO(content)).load()
         if type(metadata).__name__ != "Metadata":
             raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not a list of tensors")
-        storage = {index.fqn: info for index, info in metadata.storage_data.items()}
+        storage = _Entries()
+        for index, info in metadata.storage_data.items():
+            storage[index.fqn] = info
         tensors = metadata.state_dict_metadata.items()
         stored = {key: _stored(what.size.args[0], storage[key]) for key, what in tensors}
     except _Refused as error:
@@ -141,7 +143,7 @@ def _stored(size: Any, info: Any) -> StoredTensor:
     numbers = (info.offset, info.length, *size)
     texts = (info.relative_path, info.sha256)
     if not all(type(number) is int and 0 <= number < _MOST for number in numbers) or set(map(type, texts)) != {str}:
-        raise ValueError(f"the entry of a tensor is {str(numbers)[:80]}, {str(texts)[:80]}")
+        raise ValueError("a number or a name in the entry of a tensor is none")
     return StoredTensor(tuple(size), info.relative_path, info.offset, info.length, info.sha256)
 
 

@@ -135,8 +135,37 @@ def test_bombs_go_off_in_no_time_and_no_memory(tmp_path, bomb):
     ids=str,
 )  # fmt: skip
 def test_an_entry_that_was_made_up_is_refused(tmp_path, storage):
-    with pytest.raises(CheckpointError, match=r"the entry of a tensor is|not in its folder|no list of tensors"):
+    with pytest.raises(CheckpointError, match=r"in the entry of a tensor|not in its folder|no list of tensors"):
         reader(tmp_path, *entry(torch.zeros(8), **storage))
+
+
+@pytest.mark.parametrize("where", ["name", "size", "offset"])
+def test_a_nested_tuple_is_neither_hashed_nor_printed(tmp_path, where):
+    """Each takes 2^200 steps."""
+    bomb: tuple = ()
+    for _ in range(200):
+        bomb = (bomb, bomb)
+    listed = pickle.loads(entry(torch.zeros(8))[0])
+    (info,), (what,) = listed.storage_data.values(), listed.state_dict_metadata.values()
+    if where == "name":
+        (index,) = listed.storage_data
+        object.__setattr__(index, "fqn", bomb)
+    elif where == "size":
+        what.size = _Size(bomb)
+    else:
+        info.offset = bomb
+    with pytest.raises(CheckpointError, match="is no list of tensors"):
+        reader(tmp_path, pickle.dumps(listed))
+
+
+class _Size:
+    """Pickled, it is a torch.Size of anything."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __reduce__(self):
+        return torch.Size, (self.content,)
 
 
 def test_an_entry_that_is_missing_is_refused(tmp_path):
