@@ -117,7 +117,8 @@ def _read_metadata(path: Path, sha256: str) -> dict[str, StoredTensor]:
     try:
         metadata = _Restricted(io.BytesIO(content)).load()
         if type(metadata).__name__ != "Metadata":
-            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not a list of tensors")
+            kind = "dict" if isinstance(metadata, dict) else type(metadata).__name__
+            raise CheckpointError(f"{path} holds a {kind}, not a list of tensors")
         storage = _Entries()
         for index, info in metadata.storage_data.items():
             storage[index.fqn] = info

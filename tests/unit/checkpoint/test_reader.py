@@ -184,6 +184,12 @@ def test_a_tensor_of_another_size_is_refused(tmp_path, tensor):
         found.read([KEY])
 
 
+@pytest.mark.parametrize(("content", "kind"), [({"a": 1}, "dict"), ([], "list"), (torch.Size([1]), "Size")])
+def test_another_object_is_named(tmp_path, content, kind):
+    with pytest.raises(CheckpointError, match=f"holds a {kind}, not a list of tensors"):
+        reader(tmp_path, pickle.dumps(content))
+
+
 def test_bytes_that_are_no_tensor_are_refused(tmp_path):
     content = b"nothing"
     metadata, _ = entry(torch.zeros(8), length=7, sha256=hashlib.sha256(content).hexdigest())
