@@ -265,7 +265,7 @@ def _check_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp:
         remedy = f"set make_vocab_size_divisible_by to {units[-1]}" if units else f"no padding for tp {tp} gives {rows}"
         texts = [f"the vocabulary is padded to {rows} rows in {current}, but to {here[_PADDED]} at tp {tp} ({remedy})"]
     if wrong:
-        raise CheckpointError("; ".join(texts) + ": set what differs back, or start afresh with --no_load")
+        raise CheckpointError("; ".join(texts) + ": set what differs back, or no_load to true to start afresh")
 
 
 def _check_size(current: Path, stored: pieces.Stored, backend: ShardingBackend, groups: Groups) -> None:
@@ -301,7 +301,7 @@ def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> s
     if wrong:
         raise CheckpointError(
             f"{current} has histories of another length ({', '.join(wrong[:2])}{', ...' if len(wrong) > 2 else ''}):"
-            " set fp8_amax_history_len back, or start afresh with --no_load"
+            " set fp8_amax_history_len back, or no_load to true to start afresh"
         )
     return set(shapes)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
+from megaaccum.cli import keys
 from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import preload
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Train, on this rank or on ranks that this process starts. Returns an exit code; raises MegaaccumError."""
     if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print((__doc__ or "").strip(), keys.listing(), sep="\n\n")
         return 0
     if "RANK" not in os.environ:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process

@@ -456,7 +456,7 @@ def with_bad_ones(folder: str, *bad: str) -> tuple[int | None, list[str]]:
         (["step_0000004", "step_0000003"], 2, ["step_0000003/__0_0.distcp is cut short", "resumes from step_0000002"]),
         (["latest"], 4, ["names 'step_000', which is not a whole checkpoint", "resumes from step_0000004"]),
         (["latest", "step_0000004"], 3, ["step_0000004/__0_0.distcp is cut short"]),
-        ([f"step_000000{n}" for n in (1, 2, 3, 4)], None, ["holds no other whole checkpoint: start afresh with"]),
+        ([f"step_000000{n}" for n in (1, 2, 3, 4)], None, ["holds no other whole checkpoint: set no_load"]),
     ],
     ids=["current", "two", "pointer", "both", "all"],
 )

@@ -89,7 +89,7 @@ def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path
     assert "global_batch_size: 4 in the checkpoint, 8 in the configuration; set global_batch_size to 4" in batch
     assert "lr: the checkpoint was made with 0.01, the configuration says 0.005; set lr to 0.01" in rest
     assert "seed: 1234 in the checkpoint, 5 here; set seed back" in rest
-    assert rest.endswith("or add --override lr_schedule,data")
+    assert rest.endswith("or set override to lr_schedule,data")
     assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
     steps = {row["step"]: row for row in rows(tmp_path / "other")}
     assert {step: row["consumed_samples"] for step, row in steps.items()} == {3: 16, 4: 24, 5: 32}
