@@ -30,7 +30,7 @@ def listing() -> str:
     lines = []
     for section, cls in SECTIONS.items():
         names = " ".join(field.name for field in dataclasses.fields(cls))
-        lines += [f"{section}:", textwrap.fill(names, 100, initial_indent="  ", subsequent_indent="  ")]
+        lines += [f"{section}:", _wrapped(names)]
     return "\n".join([*lines, "", "`megaaccum keys NAME` says what a key means; --no-NAME sets a boolean to false."])
 
 
@@ -43,16 +43,20 @@ def describe(written: str) -> str:
     cls = SECTIONS[key.section]
     field = next(each for each in dataclasses.fields(cls) if each.name == name)
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    values = " | ".join(choices(name)) or type_name(key.annotation)
-    others = ", ".join(alias for alias, of in ALIASES.items() if of == name)
     facts = {
-        "section": key.section, "values": values + (f", {key.facts.range}" if key.facts.range else ""),
+        "section": key.section,
+        "values": ", ".join(filter(None, [" | ".join(choices(name)) or type_name(key.annotation), key.facts.range])),
         "default": "required" if key.facts.required else "derived, or none" if default is None else str(default),
-        "also": others, "needs": key.facts.needs,
-    }  # fmt: skip
+        "also": ", ".join(alias for alias, of in ALIASES.items() if of == name),
+        "needs": key.facts.needs,
+    }
     shown = [f"  {title:<9}{text}" for title, text in facts.items() if text]
     meaning = " ".join(field_docs()[cls.__name__][name].split())
-    return "\n".join([name, *shown, textwrap.fill(meaning, 100, initial_indent="  ", subsequent_indent="  ")])
+    return "\n".join([name, *shown, _wrapped(meaning)])
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ")
 
 
 def type_name(annotation: object) -> str:

@@ -113,14 +113,11 @@ class Plan:
         sizes = {"tp": at.tp, "cp": at.cp, "pp": at.pp, "vpp": at.vpp, "ep": at.ep, "dp": at.dp}
         axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no axis"
         stage = f" ZeRO-{sharding.zero_stage}" if sharding.backend == "deepspeed" else ""
-        batch = self.batch.describe().splitlines()
-        return "\n".join(
-            [
-                f"{axes} on {at.world_size} rank{'s' * (at.world_size != 1)}, schedule {at.schedule},"
-                f" {sharding.backend}{stage} {sharding.sync}, {sharding.params_dtype} parameters",
-                *batch,
-                *([f"{len(self.notes)} keys were derived or set aside: plan.notes"] if self.notes else []),
-            ]
+        notes = f"\n{len(self.notes)} keys were derived or set aside: plan.notes" if self.notes else ""
+        return (
+            f"{axes} on {at.world_size} rank{'s' * (at.world_size != 1)}, schedule {at.schedule},"
+            f" {sharding.backend}{stage} {sharding.sync}, {sharding.params_dtype} parameters\n"
+            f"{self.batch.describe()}{notes}"
         )
 
     @property

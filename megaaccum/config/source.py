@@ -24,9 +24,8 @@ REPLACED = {"core_metric_every": "text_comparisons_every"}
 MEANT = REPLACED | {
     "warmup_steps": "lr_warmup_iters", "num_warmup_steps": "lr_warmup_iters", "lr_warmup_steps": "lr_warmup_iters",
     "epochs": "train_iters", "num_epochs": "train_iters", "num_train_epochs": "train_iters", "num_steps": "train_iters",
-    "train_steps": "train_iters", "batch_size": "micro_batch_size", "world_size": "nproc_per_node",
-    "num_gpus": "nproc_per_node", "nproc": "nproc_per_node", "zero": "zero_stage", "context_length": "seq_length",
-    "block_size": "seq_length", "n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+    "batch_size": "micro_batch_size", "world_size": "nproc_per_node", "num_gpus": "nproc_per_node",
+    "context_length": "seq_length", "block_size": "seq_length",
 }  # fmt: skip
 """Names of other programs that mean nearly the same as a key; the spelling alone would lead elsewhere."""
 

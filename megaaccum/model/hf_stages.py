@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.errors import ConfigError, did_you_mean
+from megaaccum.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -34,22 +34,15 @@ def hf_stages(model: Any, plan: Plan, rank: int | None = None) -> list[torch.nn.
     fewer layers than stages.
     """
     config, stages = model.config, plan.layout.num_stages
-    if config.model_type not in LLAMA_LIKE:
-        raise ConfigError(
-            f"hf_stages cuts models of type {', '.join(LLAMA_LIKE)}, not {config.model_type}"
-            f"{did_you_mean(config.model_type, LLAMA_LIKE)}: write its stages yourself, or train it without a pipeline"
-        )
-    if config.tie_word_embeddings and stages > 1:
-        raise ConfigError(
-            "hf_stages: tie_word_embeddings is true, but embedding and head are on different stages: give the head a"
-            " copy (model.lm_head.weight = Parameter(weight.clone()), config.tie_word_embeddings = False), or train"
-            " without a pipeline"
-        )
-    if config.num_hidden_layers < stages:
-        raise ConfigError(
-            f"hf_stages: the model has {config.num_hidden_layers} layers for {stages} stages: give the plan at most"
-            f" {config.num_hidden_layers} stages (pp * vpp)"
-        )
+    refused = {
+        f"model_type {config.model_type}, only {', '.join(LLAMA_LIKE)}": config.model_type not in LLAMA_LIKE,
+        "tie_word_embeddings over several stages: give the head a copy of the weight and set it to False": (
+            config.tie_word_embeddings and stages > 1
+        ),
+        f"{config.num_hidden_layers} layers on {stages} stages (pp * vpp)": config.num_hidden_layers < stages,
+    }
+    if problems := [f"hf_stages does not support {what}" for what, is_so in refused.items() if is_so]:
+        raise ConfigError(problems)
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     return [HfStage(model, stage, stages) for stage in plan.layout.stages(rank)]
 

@@ -20,13 +20,16 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 def check() -> list[str]:
     """Check the calls that are replaced here: each linear forward calls `self._forward_impl` with these keywords,
-    latent attention projects down by the method that `sum_rotated_key` replaces, and a bucket group has a handle while
-    it is being reduced. Sentences on those that this version lacks; empty when all is well."""
+    latent attention projects down by the method that `sum_rotated_key` replaces, a bucket group has a handle while it
+    is being reduced, and parallel_state's groups are globals. Sentences on those that this version lacks; empty when
+    all is well."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     problems = []
+    if not {"_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"} <= held_groups().keys():
+        problems.append("parallel_state does not hold its groups in globals")
     if "self._qkv_down_projection(" not in inspect.getsource(MLASelfAttention.get_query_key_value_tensors):
         problems.append("MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection")
     if "self.grad_reduce_handle" not in inspect.getsource(_ParamAndGradBucketGroup.start_grad_sync):

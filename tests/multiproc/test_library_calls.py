@@ -135,8 +135,8 @@ class FakePlan:
     ("change", "stages", "words"),
     [
         (dict(tie_word_embeddings=True), 2, "tie_word_embeddings"),
-        (dict(), 8, "has 4 layers for 8 stages: give the plan at most 4"),
-        (dict(model_type="gemma"), 2, "not gemma"),
+        (dict(), 8, "4 layers on 8 stages"),
+        (dict(model_type="gemma"), 2, "model_type gemma, only llama"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(change, stages, words):

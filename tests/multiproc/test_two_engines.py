@@ -62,6 +62,25 @@ def test_each_engine_has_the_gradient_of_one_process(cases):
         assert problems(case, [gradients[number] for gradients in by_rank]) == []
 
 
+def trained(cases: tuple[Case, ...]) -> list[list[tuple[float, float]]]:
+    """(loss, gradient norm) of three steps of each engine, step by step in turns."""
+    rigs = [rig_of(case) for case in cases]
+    found: list[list[tuple[float, float]]] = [[] for _ in rigs]
+    for _ in range(3):
+        for rig, steps in zip(rigs, found, strict=True):
+            result = rig.engine.train_step(rig.microbatches())
+            steps.append((result.loss, result.grad_norm))
+    return found
+
+
+def test_steps_in_turns_are_the_steps_of_each_engine_alone():
+    """Two DeepSpeed engines, whose library keeps the groups of the last one in a global of its own."""
+    for rank, (tensor, v) in enumerate(run_ranks(trained, 4, (TENSOR, V), timeout=100)):
+        if rank == 0:
+            alone = [run_ranks(trained, 4, (case,), timeout=100)[0][0] for case in (TENSOR, V)]
+        assert [tensor, v] == alone and len(set(tensor)) == 3
+
+
 def own_modules(switch: bool = True) -> list[list]:
     """[loss, pipeline ranks, those that parallel_state has in the forwards] of engines over plain modules, made
     without a word on groups: of pp 2, of pp 1, of the first once more."""
