@@ -30,8 +30,11 @@ def prepare(plan: Plan) -> None:
         return
     for name, value in defaults(plan).items():
         os.environ.setdefault(name, value)
-    # A launcher may show each rank its own GPU alone: that is device 0, whatever the rank's local number.
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    # A launcher may show each rank its own GPU alone: that is device 0, whatever the rank's local number. DeepSpeed
+    # reads the variable itself (deepspeed.initialize and zero.Init set the device again), so it is corrected too.
+    device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    os.environ["LOCAL_RANK"] = str(device)
+    torch.cuda.set_device(device)
 
 
 def defaults(plan: Plan) -> dict[str, str]:
