@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, arguments = find(argv)
     except MegaaccumError as error:
         return complain(error, 2)
+    from megaaccum.config import slurm
+
+    slurm.adopt()  # every command then finds the variables of a launcher, whoever started this process
     try:
         return importlib.import_module(command.module).main(arguments) or 0
     except (MegaaccumError, KeyboardInterrupt) as error:
