@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error, 2)
     from megaaccum.config import slurm
 
-    slurm.adopt()  # every command then finds the variables of a launcher, whoever started this process
+    slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
     try:
         return importlib.import_module(command.module).main(arguments) or 0
     except (MegaaccumError, KeyboardInterrupt) as error:
