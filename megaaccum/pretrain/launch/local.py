@@ -103,7 +103,6 @@ def _body(
 
 def _has_gpu() -> bool:
     """Whether there is a GPU, by the driver's management library, which starts no CUDA context."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     preload.import_torch()
     import torch
 
@@ -112,7 +111,6 @@ def _has_gpu() -> bool:
 
 def num_gpus() -> int:
     """GPUs of this machine; 0 if there is none."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     preload.import_torch()
     import torch
 
