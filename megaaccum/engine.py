@@ -414,10 +414,10 @@ class Engine:
 
 
 def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
-    """A torch optimizer over the chunks' parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
-    without an lr."""
+    """A torch optimizer over the trained parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
+    without an lr, and where a rank trains nothing."""
     if factory is None and not plan.config.optimizer.lr:
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in names.named_parameters(chunks)])
+    return factory([param for _, param in our_optimizer.trained(plan, chunks)])
