@@ -23,14 +23,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     Collective over the world. Raises ConfigError on every rank where one of them has nothing to train.
     """
     optimizer = plan.config.optimizer
-    named = trained(plan, chunks)
-    groups = lr_schedule.param_groups(
-        named,
-        plan.config.optimizer.weight_decay,
-        decoupled=_decoupled(plan),
-        hidden=_hidden(plan),
-        decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
-    )
+    groups = raise_on_all_ranks(_trained, plan, chunks)
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
@@ -44,22 +37,23 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
-    """(name in the whole model, parameter) of what an optimizer is given. Collective over the world. Raises ConfigError
-    on every rank where one of them has nothing to train: none of the backends starts there."""
-    return raise_on_all_ranks(_trained, plan, chunks)
-
-
-def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
+    """The groups; none of the backends starts on ranks without any."""
     named = list(names.named_parameters(chunks))
-    found = [(name, param) for name, param in named if param.requires_grad]
-    if not found:
+    groups = lr_schedule.param_groups(
+        named,
+        plan.config.optimizer.weight_decay,
+        decoupled=_decoupled(plan),
+        hidden=_hidden(plan),
+        decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
+    )
+    if not groups:
         raise ConfigError(
             f"all {len(named)} parameters of this pipeline rank are frozen, and each rank has to train some: give it a"
             " trained layer as well (decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers), or set"
             f" pipeline_model_parallel_size {plan.layout.pp} lower."
         )
-    return found
+    return groups
 
 
 def _decoupled(plan: Plan) -> dict[str, float] | None:
