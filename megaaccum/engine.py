@@ -420,4 +420,15 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in our_optimizer.trained(plan, chunks)])
+    return factory(raise_on_all_ranks(_trained, chunks))
+
+
+def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters that an optimizer is given. Raises ConfigError without any: none of the backends starts there."""
+    params = [param for _, param in names.named_parameters(chunks)]
+    if trained := [param for param in params if param.requires_grad]:
+        return trained
+    raise ConfigError(
+        f"all {len(params)} parameters of this pipeline rank are frozen, and each rank has to train some: cut the model"
+        " so that each stage has a trained parameter"
+    )

@@ -293,6 +293,8 @@ class Fsdp2Backend:
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The moments of a trained parameter; missing ones are made, as zeros."""
         state: dict[str, Any] = self._optimizer.state[param]
+        if isinstance(self._optimizer, torch.optim.Adam):  # which adds nothing to a state that exists
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=param.device))
         return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
 
     def adopt_state(self, num_steps: int) -> None:

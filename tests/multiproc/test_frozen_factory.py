@@ -28,7 +28,7 @@ def all_frozen(rank: int):
 
 
 def step(sharding: dict) -> dict[str, object]:
-    """What the optimizer was given, and which parameters a step changed."""
+    """Parameters that the optimizer was given, and which of them a step changed."""
     import torch
 
     given: list[torch.Size] = []
