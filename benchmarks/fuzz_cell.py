@@ -48,7 +48,7 @@ FROZEN = {
     "matrices": r"decoder\.layers\.\d+\..*linear_(fc1|qkv)\.weight",
 }
 """Names (from their beginning) of what does not train."""
-BAD_STEP, HOLLOW_STEP, SHORT_STEP, RESUME_AFTER = 1, 0, 2, 1
+BAD_STEP, HOLLOW_STEP, SHORT_STEP, RESUME_AFTER, DROP_STEP = 1, 0, 2, 1, 1
 """Steps, from 0, in which things happen."""
 
 
@@ -60,7 +60,8 @@ class Cell:
     on from a checkpoint. policies: keys of what happens to bad and short steps. hollow: of which data-parallel rank
     (modulo their number) all tokens are masked. bad: index of the micro-batch whose gradient is not a number. short:
     how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN. calls: of forward_backward in a
-    step; of one, train_step is called. told: the calls are given N of the whole step.
+    step; of one, train_step is called. told: the calls are given N of the whole step. lengths: micro-batches have
+    lengths of their own. dropped: a step is opened, and a load drops it.
     """
 
     world_size: int
@@ -78,6 +79,8 @@ class Cell:
     evaluate: bool = False
     calls: int = 1
     told: bool = True
+    lengths: bool = False
+    dropped: bool = False
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -116,6 +119,16 @@ def reference_plan(cell: Cell, lane: str) -> Plan:
     return config.resolve(load(None, _words(keys | ({"backend": "ddp"} if lane == "fp64" else {}))), world_size=1)
 
 
+def counts(cell: Cell) -> list[int]:
+    """Micro-batches of each step over all ranks, and of the evaluation: fewer while the batch warms up."""
+    if "batch_warmup_steps" not in cell.policies:
+        return [cell.microbatches] * (STEPS + 1)
+    ramp, sizes = plan_of(cell, cell.layout).ramp, list[int]()
+    for _ in range(STEPS):
+        sizes.append(ramp.size_at(sum(sizes)))
+    return [size // int(cell.model.get("micro_batch_size", 1)) for size in sizes] + [cell.microbatches]
+
+
 def _words(flags: Flags) -> list[str]:
     words = []
     for name, value in flags.items():
@@ -145,12 +158,14 @@ def microbatch(cell: Cell, step: int, index: int, *, hollow: bool) -> dict[str, 
         mask = (torch.rand(rows, SEQ, generator=generator) < 0.3).float()
     positions = torch.arange(SEQ).expand(rows, SEQ)
     made = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
-    return {name: each.contiguous() for name, each in (made | {"loss_mask": mask * (not hollow)}).items()}
+    length = 4 * int(torch.randint(1, SEQ // 4 + 1, (), generator=generator)) if cell.lengths else SEQ
+    made |= {"loss_mask": mask * (not hollow)}
+    return {name: each[:, :length].contiguous() for name, each in made.items()}
 
 
 def indices(cell: Cell, step: int, dp: int) -> list[list[int]]:
     """The indices of the micro-batches that each data-parallel rank has in `step`."""
-    by_rank = [list(range(rank, cell.microbatches, dp)) for rank in range(dp)]
+    by_rank = [list(range(rank, counts(cell)[step], dp)) for rank in range(dp)]
     if step == SHORT_STEP and cell.short:
         by_rank[-1] = by_rank[-1][: max(len(by_rank[-1]) - cell.short, 0)]
     return by_rank
@@ -183,6 +198,12 @@ def _train(cell: Cell, folder: Path) -> Trained:
             run.save(folder, step, num_updates=sum(not each.skipped for each in steps))
             run = _Run(cell, cell.resume)
             run.load(folder)
+        if cell.dropped and step == DROP_STEP:
+            run.save(folder / "again", step, num_updates=sum(not each.skipped for each in steps))
+            batch = run.step.batch_of(run.microbatches(step))
+            run.step.forward_backward(batch, step=step + 1, last=False)
+            run.step.abandon()
+            run.load(folder / "again")
         result = run.take(step)
         steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped))
         if cell.evaluate:
@@ -199,23 +220,31 @@ class _Run:
         from megaaccum.model import gpt, names
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.optim import adamw
+        from megaaccum.step.speculation import SpeculativeTrainStep
         from megaaccum.step.train_step import TrainStep
 
         self.cell, self.plan = cell, plan_of(cell, layout)
         groups.destroy()
         self.groups = groups.build(self.plan.layout, timeout_minutes=1)
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
+        for chunk in self.chunks:
+            chunk.config.variable_seq_lengths = cell.lengths  # as `initialize` sets it
         _freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
-        self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        kind = SpeculativeTrainStep if self.plan.config.step.speculative_step else TrainStep
+        self.step = kind(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        self._upcoming: list[dict[str, torch.Tensor]] | None = None
         self.buffers = dict(names.named_buffers(self.chunks))
 
     def take(self, step: int) -> StepResult:
         """One optimizer step. With several calls, an evaluation comes between the first two."""
-        mine, cell = self.microbatches(step), self.cell
+        cell = self.cell
+        mine, self._upcoming = self._upcoming or self.microbatches(step), None
         if cell.calls == 1:
-            return self.step.train(mine, step=step + 1)
+            if self.plan.config.step.speculative_step and step + 1 < STEPS:
+                self._upcoming = self.microbatches(step + 1)
+            return self.step.train(mine, step=step + 1, upcoming=self._upcoming)
         size = len(mine) // cell.calls
         total = self._total_weight(step) if cell.told else None
         for start in range(0, len(mine), size):
@@ -338,13 +367,21 @@ class _Loop:
             return Step(float("nan"), 0.0, 0, True)
         present = sorted(index for mine in indices(self.cell, step, dp) for index in mine)
         bad = any(is_bad(self.cell, step, index) for index in present)
-        drops = self.cell.policies.get("nonfinite") == "drop_microbatch"
+        policy = self.cell.policies.get("nonfinite")
+        drops, zeroes = policy == "drop_microbatch", policy == "zero"
         left = [index for index in present if not is_bad(self.cell, step, index)] if drops else present
         batches = [microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp)) for index in left]
         tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
-        if tokens == 0 or (bad and not drops):
+        if tokens == 0 or (bad and not drops and not zeroes):
             return Step(0.0, 0.0, tokens, True)
-        return self._update(batches, tokens)
+        return self._update(batches, tokens, [self._reduced_with(step, index, dp) for index in left])
+
+    def _reduced_with(self, step: int, index: int, dp: int) -> tuple[bool, tuple[int, ...]]:
+        """(whether micro-batch `index` is bad, what names the sum on a rank that it crosses ranks in)."""
+        layout = self.cell.resume if self.cell.resume is not None and step > RESUME_AFTER else self.cell.layout
+        call = index // dp * self.cell.calls // (counts(self.cell)[step] // dp)
+        at_once = (index % dp,) if layout.get("backend") != "fsdp2" else (index % dp, call)
+        return is_bad(self.cell, step, index), (index,) if layout.get("sync") == "streaming" else at_once
 
     def _dp(self, step: int) -> int:
         """Data-parallel ranks of the layout that takes `step`."""
@@ -352,19 +389,26 @@ class _Loop:
         layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
         return cell.world_size // ranks_of_a_model(layout)
 
-    def _update(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> Step:
-        """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time."""
+    def _update(
+        self, batches: list[dict[str, torch.Tensor]], tokens: int, sums: list[tuple[bool, tuple[int, ...]]]
+    ) -> Step:
+        """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time. sums: of
+        each micro-batch `_reduced_with`; elements that are not finite in one of these sums are 0 in it."""
         from megaaccum.lab.verification.reference import Gradients, add, clip_factor, norm_of
 
         by_weight = self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token"
         grads: Gradients = {}
+        by_sum: dict[tuple[int, ...], Gradients] = {}
         loss = 0.0
         self.loop.forget_tokens()
-        for batch in batches:
+        for batch, (bad, name) in zip(batches, sums, strict=True):
             share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
-            value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
+            scale = float("nan") if bad else self.scale
+            value, part = self.loop.backward(batch, float(tokens), len(batches), scale=scale, share=share)
             loss += value
-            add(grads, part)
+            add(by_sum.setdefault(name, {}), part)
+        for part in by_sum.values():
+            add(grads, {name: grad.nan_to_num(nan=0.0) for name, grad in part.items()})
         norm = norm_of(grads)
         factor = clip_factor(norm, self.plan.config.optimizer.clip_grad)
         self.loop.update({name: grad * factor for name, grad in grads.items()})
