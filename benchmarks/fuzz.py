@@ -6,8 +6,8 @@ Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, 
 dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known
 or not; stages of one's own, also in a V; precision; architecture, latent attention, experts, multi-token prediction,
 recompute, frozen parts; masks of unequal length, micro-batches of unequal length, batch warm-up, speculative steps,
-ranks without a token, ranks with too few micro-batches, micro-batches that are not finite (skipped, left out, or
-zeroed), evaluations between steps and calls, steps that a load drops, and a resume at another layout.
+ranks without a token, ranks with too few micro-batches, micro-batches that are not finite (skipped, or left
+out), evaluations between steps and calls, steps that a load drops, and a resume at another layout.
 
 What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. In 16 bits every
 token goes to all experts, since rounding would change which it goes to.
@@ -109,7 +109,7 @@ def is_legal(cell: Cell) -> bool:
     if cell.lane == "fp64" and (summed or ("num_experts" in cell.model and not cell.told)):
         return False
     ramps = len(set(fuzz_cell.counts(cell))) > 1
-    if not _can_be_zeroed(cell, plans) or ramps != ("batch_warmup_steps" in cell.policies):
+    if ramps != ("batch_warmup_steps" in cell.policies):
         return False
     if ramps and cell.resume is not None:
         return False
@@ -117,18 +117,6 @@ def is_legal(cell: Cell) -> bool:
         return False  # a mean over micro-batches, and over calls by weights that lengths change
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
     return all(plan.batch.global_batch_size == sequences and _can_be_called(plan, cell.calls) for plan in plans)
-
-
-def _can_be_zeroed(cell: Cell, plans: list[Plan]) -> bool:
-    """Whether it is known which elements of which sums a bad micro-batch makes not finite, if these are zeroed."""
-    if cell.policies.get("nonfinite") != "zero":
-        return True
-    tied = not cell.model.get("untie_embeddings_and_output_weights")
-    known = cell.lane != "fp16" and not cell.model.keys() & {"num_experts", "mtp_num_layers"} and not cell.short
-    return known and all(
-        plan.layout.cp == 1 and plan.config.sharding.reproducible == "none" and not (tied and plan.layout.pp > 1)
-        for plan in plans
-    )
 
 
 def _can_be_called(plan: Plan, calls: int) -> bool:
@@ -143,11 +131,8 @@ def _draw(chance: random.Random) -> Cell:
     world_size = chance.choice((1, 2, 2, 4, 4, 4, 4))
     lane = chance.choice(("fp64", "fp64", "fp64", "fp32", "fp32", "fp32", "bf16", "fp16"))
     microbatches = chance.choice((8, 8, 8, 16))
-    nonfinite = chance.choice(("skip", "drop_microbatch", "zero")) if chance.random() < 0.25 else None
-    experts = chance.random() < 0.5 and nonfinite != "zero"
-    model = _draw_model(chance, lane, experts=experts, latent=chance.random() < 0.2)
-    if nonfinite == "zero":
-        model |= {"untie_embeddings_and_output_weights": True}
+    nonfinite = chance.choice(("skip", "drop_microbatch")) if chance.random() < 0.25 else None
+    model = _draw_model(chance, lane, experts=chance.random() < 0.5, latent=chance.random() < 0.2)
     tp = chance.choice((1, 1, 1, 2))
     layout = _draw_layout(chance, world_size, tp, lane, microbatches, model)
     resume = None

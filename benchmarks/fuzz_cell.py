@@ -367,21 +367,13 @@ class _Loop:
             return Step(float("nan"), 0.0, 0, True)
         present = sorted(index for mine in indices(self.cell, step, dp) for index in mine)
         bad = any(is_bad(self.cell, step, index) for index in present)
-        policy = self.cell.policies.get("nonfinite")
-        drops, zeroes = policy == "drop_microbatch", policy == "zero"
+        drops = self.cell.policies.get("nonfinite") == "drop_microbatch"
         left = [index for index in present if not is_bad(self.cell, step, index)] if drops else present
         batches = [microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp)) for index in left]
         tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
-        if tokens == 0 or (bad and not drops and not zeroes):
+        if tokens == 0 or (bad and not drops):
             return Step(0.0, 0.0, tokens, True)
-        return self._update(batches, tokens, [self._reduced_with(step, index, dp) for index in left])
-
-    def _reduced_with(self, step: int, index: int, dp: int) -> tuple[bool, tuple[int, ...]]:
-        """(whether micro-batch `index` is bad, what names the sum on a rank that it crosses ranks in)."""
-        layout = self.cell.resume if self.cell.resume is not None and step > RESUME_AFTER else self.cell.layout
-        call = index // dp * self.cell.calls // (counts(self.cell)[step] // dp)
-        at_once = (index % dp,) if layout.get("backend") != "fsdp2" else (index % dp, call)
-        return is_bad(self.cell, step, index), (index,) if layout.get("sync") == "streaming" else at_once
+        return self._update(batches, tokens)
 
     def _dp(self, step: int) -> int:
         """Data-parallel ranks of the layout that takes `step`."""
@@ -389,26 +381,19 @@ class _Loop:
         layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
         return cell.world_size // ranks_of_a_model(layout)
 
-    def _update(
-        self, batches: list[dict[str, torch.Tensor]], tokens: int, sums: list[tuple[bool, tuple[int, ...]]]
-    ) -> Step:
-        """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time. sums: of
-        each micro-batch `_reduced_with`; elements that are not finite in one of these sums are 0 in it."""
+    def _update(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> Step:
+        """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time."""
         from megaaccum.lab.verification.reference import Gradients, add, clip_factor, norm_of
 
         by_weight = self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token"
         grads: Gradients = {}
-        by_sum: dict[tuple[int, ...], Gradients] = {}
         loss = 0.0
         self.loop.forget_tokens()
-        for batch, (bad, name) in zip(batches, sums, strict=True):
+        for batch in batches:
             share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
-            scale = float("nan") if bad else self.scale
-            value, part = self.loop.backward(batch, float(tokens), len(batches), scale=scale, share=share)
+            value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
             loss += value
-            add(by_sum.setdefault(name, {}), part)
-        for part in by_sum.values():
-            add(grads, {name: grad.nan_to_num(nan=0.0) for name, grad in part.items()})
+            add(grads, part)
         norm = norm_of(grads)
         factor = clip_factor(norm, self.plan.config.optimizer.clip_grad)
         self.loop.update({name: grad * factor for name, grad in grads.items()})

@@ -38,7 +38,7 @@ MODELS = {
         "--normalization RMSNorm --untie_embeddings_and_output_weights true --position_embedding_type rope"
         " --mtp_num_layers 2"
     ),
-    "own": f"--hidden_size {own_model.WIDTH}",
+    "own": "",
 }
 PP2, PP4 = "--pipeline_model_parallel_size 2", "--pipeline_model_parallel_size 4"
 STREAM, FSDP2 = "--sync streaming", "--backend fsdp2"

@@ -12,25 +12,25 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-WIDTH, HEADS, LAYERS = 32, 4, 8
+HEADS = 4
 
 
 class Layer(nn.Module):
-    def __init__(self, number: int):
+    def __init__(self, number: int, width: int):
         super().__init__()
         torch.manual_seed(number)
         self.layer_number = number
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(0.1)
         self.unread = nn.Linear(3, 5)
-        self.seldom = nn.Parameter(torch.randn(WIDTH))
+        self.seldom = nn.Parameter(torch.randn(width))
         for bias in (self.qkv.bias, self.out.bias, self.up.bias, self.down.bias):
             nn.init.normal_(bias, std=0.1)
 
     def forward(self, x: torch.Tensor, is_odd: bool) -> torch.Tensor:
-        """x: [sequence, micro-batch, WIDTH]."""
+        """x: [sequence, micro-batch, width]."""
         length, rows, _ = x.shape
         heads = self.qkv(self.norms[0](x)).view(length, rows, HEADS, -1).permute(1, 2, 0, 3)
         query, key, value = heads.chunk(3, dim=-1)
@@ -42,18 +42,18 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage `stage` of `stages` of the model."""
+    """Stage `stage` of `stages` of a model of `layers` layers."""
 
-    def __init__(self, stage: int, stages: int, vocab_size: int):
+    def __init__(self, stage: int, stages: int, vocab_size: int, *, layers: int, width: int):
         super().__init__()
         self.pre_process, self.post_process = stage == 0, stage == stages - 1
         self.received: Any = None
         torch.manual_seed(1000)
-        self.embedding = nn.Embedding(vocab_size, WIDTH) if self.pre_process else None
-        numbers = range(1 + stage * LAYERS // stages, 1 + (stage + 1) * LAYERS // stages)
-        self.layers = nn.ModuleList(Layer(number) for number in numbers)
+        self.embedding = nn.Embedding(vocab_size, width) if self.pre_process else None
+        numbers = range(1 + stage * layers // stages, 1 + (stage + 1) * layers // stages)
+        self.layers = nn.ModuleList(Layer(number, width) for number in numbers)
         torch.manual_seed(2000)
-        self.head = nn.Linear(WIDTH, vocab_size) if self.post_process else None
+        self.head = nn.Linear(width, vocab_size) if self.post_process else None
 
     def set_input_tensor(self, tensor: Any) -> None:
         self.received = tensor[0] if isinstance(tensor, list) else tensor
@@ -69,9 +69,11 @@ def build_stages(plan: Any, vocab_size: int) -> list[nn.Module]:
     """This rank's stages, in the order of the plan's schedule and in its precision."""
     from megaaccum.model import names
 
-    layout, dtype = plan.layout, names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
+    layout, model = plan.layout, plan.config.model
+    dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
+    sizes = dict(layers=model.num_layers, width=model.hidden_size)
     mine = layout.stages(torch.distributed.get_rank())
-    return [Stage(stage, layout.num_stages, vocab_size).to(dtype) for stage in mine]
+    return [Stage(stage, layout.num_stages, vocab_size, **sizes).to(dtype) for stage in mine]
 
 
 def forward_step(data_iterator: Iterator[Any], chunk: Stage) -> tuple[torch.Tensor, Any]:
