@@ -170,6 +170,11 @@ class ZeroDriver(ABC):
         self.optimizer._get_norm_groups = lambda: [0.0]  # stage 3; a tensor would be read, and the host wait for it
         self.optimizer.compute_grad_norm = False  # stages 1 and 2
 
+    @staticmethod
+    def numel(param: torch.nn.Parameter) -> int:
+        """Elements of the whole parameter."""
+        return param.numel()
+
     @property
     @abstractmethod
     def masters(self) -> list[torch.Tensor]:
