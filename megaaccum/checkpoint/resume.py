@@ -12,16 +12,20 @@ from megaaccum.errors import CheckpointError
 
 
 def first_good[Loaded](
-    folder: str | os.PathLike[str], load: Callable[[Path], Loaded], report: Callable[[str], None]
+    folder: str | os.PathLike[str],
+    load: Callable[[Path], Loaded],
+    report: Callable[[str], None],
+    *,
+    step: int | None = None,
 ) -> Loaded | None:
     """Call `load` with the current checkpoint of `folder` and, while that is damaged, with the one before it. Returns
-    what `load` returns, or None if `folder` holds no checkpoint. Each damaged one is passed to `report`. Collective
-    over the world.
+    what `load` returns, or None if `folder` holds no checkpoint. Each damaged one is passed to `report`. step: only the
+    checkpoint of this step will do. Collective over the world.
 
     Raises CheckpointError on every rank if no checkpoint is whole, RankDisagreement if hosts see different folders, and
     whatever `load` raises other than DamagedCheckpoint.
     """
-    found, problem = raise_on_all_ranks(resume_candidates, folder)
+    found, problem = raise_on_all_ranks(resume_candidates, folder, step)
     # Ranks that resumed from different checkpoints would wait for each other forever.
     assert_same_on_ranks(
         "the checkpoints to resume from; hosts have to share their folder",
@@ -37,7 +41,7 @@ def first_good[Loaded](
             problems.append(str(error))
     if not problems:
         return None
-    remedy = f"{folder} holds no other whole checkpoint: start afresh with --no_load"
+    remedy = f"{folder} holds no other whole checkpoint: set no_load to true to start afresh"
     raise printed_once(CheckpointError("\n".join([*problems, remedy])))
 
 
@@ -50,5 +54,5 @@ def check_differences(
     if refused:
         texts = [f"{text}; {remedy}" for name in refused for text, remedy in differing[name].items()]
         names = ",".join(refused)
-        raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or add --override {names}"]))
+        raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or set override to {names}"]))
     return [f"override {name}: {text}" for name, texts in differing.items() for text in texts]

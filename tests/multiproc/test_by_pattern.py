@@ -10,7 +10,10 @@ from tests.support.parity import VOCAB, Case, Rig
 
 BATCH = "--global_batch_size 8 --micro_batch_size 1 "
 # No biases: that of keys has the gradient 0, of whose rounding Adam would make a whole step.
-MODEL = "--num_layers 4 --no_add_bias_linear --untie_embeddings_and_output_weights --lr 1e-2 --weight_decay 0.1 --clip_grad 0 "
+MODEL = (
+    "--num_layers 4 --no_add_bias_linear --untie_embeddings_and_output_weights --lr 1e-2 --weight_decay 0.1 "
+    "--clip_grad 0 "
+)
 FREEZE = "--freeze decoder.layers.[01].*,embedding.* "
 FACTORS = "--lr_mult output_layer.*=0.5,decoder.layers.3.*=0 --wd_mult decoder.layers.2.mlp.*=3 "
 LAYOUTS = ["", "--zero_stage 1 ", "--tensor_model_parallel_size 2 ", "--backend fsdp2 ", "--sync streaming "]

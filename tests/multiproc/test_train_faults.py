@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import journal, receipts
 from tests.support import whole_runs
 from tests.support.data_samples import write_pair
 from tests.support.whole_runs import VOCAB, flags, losses, make_data, train
@@ -188,7 +190,11 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on_from_it(whol
         pytest.skip("a full disk is a small file system in a mount namespace: run it as root, or allow user namespaces")
     first, second = ended
     error = only_error(first, "the checkpoint of step 4 could not be written: No space left on device")
-    assert "0.00 GiB are free" in error
+    assert re.search(r"[\d.]+ KiB are free in .*, the checkpoint's tensors are [\d.]+ [KM]iB\)", error)
+    hint = "go on from it with: megaaccum train --num_layers"
+    assert first.output.splitlines()[0] == "starting 2 ranks, importing torch, DeepSpeed and Megatron"
+    assert first.output.count("starting 2 ranks") == 1, "the ranks do not repeat it"
+    assert "Free some space. The last checkpoint is" in first.output and hint in first.output
     assert error.endswith("the last good checkpoint is " + str(tmp_path / "disk/checkpoints/step_0000002"))
     assert second.code == 0, second.output
     assert "resumed from" in second.output
@@ -267,6 +273,26 @@ def test_a_signal_waits_for_the_checkpoint_that_is_being_written(whole, tmp_path
     assert not list(checkpoints.glob("*.tmp"))
     assert train(tmp_path, async_save=True).code == 0
     assert losses(tmp_path) == whole[1]
+
+
+def test_a_hang_up_finishes_the_step_and_saves(whole, tmp_path):
+    make_data(tmp_path)
+    ended = train(tmp_path, worker="is_hung_up_in_step_3", save_interval=0)
+    assert ended.code == 0, ended.output
+    assert "Stopped by a signal after step 4" in ended.output
+    assert train(tmp_path).code == 0
+    assert losses(tmp_path) == whole[1]
+
+
+@pytest.mark.parametrize(("how", "why"), [("dead", "Broken pipe"), ("full", "No space left on device"), ("closed", "")])
+def test_an_output_that_cannot_be_written_ends_nothing(whole, tmp_path, how, why):
+    make_data(tmp_path)
+    ended = train(tmp_path, env={whole_runs.STDOUT: how})
+    assert (ended.code, ended.errors()) == (0, []), ended.output
+    assert losses(tmp_path) == whole[1]
+    noted = [each["output"] for each in journal.lines(tmp_path / "run" / "log.jsonl") if "output" in each]
+    events = [each["text"] for each in receipts.read_all(tmp_path / "run")[-1]["events"] if each["kind"] == "output"]
+    assert noted == events == ([f"standard output is lost: {why}"] if why else [])
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_kept(half):

@@ -31,6 +31,7 @@ COMMANDS_FLAGS = {
     "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "weights", "run", "no-logits"},
     "config": {"from-hf"},
     "export": {"hf", "consolidated", "checkpoint", "family", "dtype", "max_shard_size"},
+    "keys": set(),
     "plan": {
         "gpus",
         "gpu",
@@ -93,6 +94,8 @@ def problems(line: str) -> list[str]:
     else:
         return []
     files = [word for word in words if re.match(r"(configs|launch|docs)/", word) and not (ROOT / word).exists()]
+    if words[0] == "srun":  # its own flags come before the program
+        words = words[words.index("python") :]
     flags = [word[2:] for word in words if word.startswith("--") and word[2:] not in known]
     return files + [flag for flag in flags if not is_key(flag)]
 

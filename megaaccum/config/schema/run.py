@@ -17,7 +17,8 @@ class StepConfig:
     initial_loss_scale: Annotated[float, Facts(above=0, needs="fp16")] = 65536.0
     """Dynamic loss scale of the first step."""
     min_loss_scale: Annotated[float, Facts(above=0, needs="fp16")] = 1.0
-    """Floor of the dynamic loss scale: a step that overflows there ends the run."""
+    """Floor of the dynamic loss scale. After an overflow there the step counts without the elements that overflowed
+    (nonfinite zero), or the run ends (skip, drop_microbatch, raise)."""
     loss_scale_window: Annotated[int, Facts(at_least=1, needs="fp16")] = 2000
     """Steps in a row without an overflow after which the dynamic loss scale doubles."""
     hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 1
@@ -195,7 +196,9 @@ class RunConfig:
     save: Annotated[str | None, Facts(per_host=True)] = None
     """Folder of checkpoints; default output_dir/checkpoints."""
     load: Annotated[str | None, Facts(per_host=True)] = None
-    """Folder to resume from; default: save, when it holds a checkpoint."""
+    """Folder to resume from, or one checkpoint's own; default: save, when it holds a checkpoint."""
+    load_step: Annotated[int | None, Facts(at_least=0)] = None
+    """Resume from the checkpoint of this step, in every start until it is removed; default: the current checkpoint."""
     init_from: Annotated[str | None, Facts(per_host=True)] = None
     """Folder of a Hugging Face model whose weights the run begins with, if there is no checkpoint to resume from."""
     exit_on_missing_checkpoint: bool = False

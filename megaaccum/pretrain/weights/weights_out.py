@@ -68,11 +68,12 @@ class WholeCheckpoint:
 
     def __init__(self, folder: Path):
         self._reader = CheckpointReader(folder, read_progress(folder).metadata_sha256)
-        keys = [key for key in self._reader.stored if not key.startswith(("rng/", _BUFFER))]
-        self._stored = Stored(keys)
+        stored = self._reader.stored.items()
+        sizes = {key: tensor.size for key, tensor in stored if not key.startswith(("rng/", _BUFFER))}
+        self._stored = Stored(sizes)
         buffers = (key.removeprefix(_BUFFER) for key in self._reader.stored if key.startswith(_BUFFER))
         self._buffers = {name for name in buffers if not name.startswith("fp8/")}
-        self._reader.check_files(keys)
+        self._reader.check_files(sizes)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter and trained buffer, in the order of the model."""

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import io
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from typing import Any
 import yaml
 
 from megaaccum.config.keys import all_keys, canonical
-from megaaccum.config.source import Source, read_command_line
+from megaaccum.config.source import Source, meant, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
 from megaaccum.pretrain.interop.megatron.verdicts import fork_flags, listed
@@ -278,7 +279,8 @@ def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
 
 def _nearest(flag: str) -> str:
     known = [option for action in parser()._actions for option in action.option_strings]
-    return did_you_mean(flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], cutoff=0.7)
+    keys = ("--" + key.replace("_", "-") for key in all_keys())
+    return meant(flag) or did_you_mean(flag, [*known, *keys], cutoff=0.7)
 
 
 # --- Megatron's own check ------------------------------------------------------------------------------------------
@@ -305,7 +307,12 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
     try:
         with _as_on_a_gpu({"CUDA_DEVICE_MAX_CONNECTIONS": "32" if fsdp else "1", "NVTE_CPU_OFFLOAD_V1": "1"}):
             _arguments().validate_args(args, {})
-    except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SystemExit) as error:
+    except ZeroDivisionError:
+        zeros = [name for name in given.written if vars(args).get(name) == 0 and re.search("size|heads|stage", name)]
+        given.problems.append(f"Megatron refuses this list: {given.shown(*zeros)}: a size is at least 1.")
+    except (
+        AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SystemExit,
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         given.problems.append(f"Megatron refuses this list: {(reason or type(error).__name__).rstrip('.')}.")
     else:
