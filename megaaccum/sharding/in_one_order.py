@@ -8,14 +8,18 @@ keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megaaccum.sharding.reduction import PartitionReducer
+from megaaccum.model import names
+from megaaccum.sharding.experts import ReducerByRanks
 from megaaccum.sharding.sum_tree import AnyOrder, Order, SumTree, exchange_rows
 from megaaccum.upstream import zero, zero12
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
 
 OtherSums = Callable[[torch.Tensor], list[torch.Tensor]]
 """A rank's other partial sums of the gradients in a flat tensor, each laid out like it."""
@@ -25,7 +29,7 @@ class Zero3InOneOrder(zero.Zero3):
     """The driver of a ZeRO-3 engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums,
     not averages. bucket: elements that are summed in one collective."""
 
-    def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
+    def __init__(self, engine: Any, reducer: ReducerByRanks, bucket: int):
         super().__init__(engine)
         self._reducer, self._bucket = reducer, bucket
         self._pending: list[torch.nn.Parameter] = []
@@ -59,14 +63,14 @@ class Zero12InOneOrder(zero12.Zero12):
     def __init__(
         self,
         engine: Any,
-        group: dist.ProcessGroup,
+        groups: Groups,
         accumulate_in: torch.dtype,
-        order: Order,
+        order: Callable[[dist.ProcessGroup], Order | None],
         sums: AnyOrder,
         bucket: int,
     ):
         super().__init__(engine, accumulate_in)
-        self._ranks, self._order, self._sums, self._bucket = group, order, sums, bucket
+        self._groups, self._order, self._sums, self._bucket = groups, order, sums, bucket
         self._pending: list[torch.nn.Parameter] = []
 
     def begin_reduction(self) -> None:
@@ -92,21 +96,28 @@ class Zero12InOneOrder(zero12.Zero12):
         return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
 
     def _send(self) -> None:
-        """Start one all-to-all that sends each rank its part of the bucket."""
-        params, self._pending = self._pending, []
-        if not params:
-            return
+        """Send the bucket: dense parameters over their ranks, then experts over theirs."""
+        pending, self._pending = self._pending, []
+        for is_expert in (False, True):
+            if params := [param for param in pending if names.is_expert(param) == is_expert]:
+                group = names.dp_group(params[0], self._groups)
+                order = self._order(group)
+                assert order is not None
+                self._send_over(group, order, params)
+
+    def _send_over(self, group: dist.ProcessGroup, order: Order, params: list[torch.nn.Parameter]) -> None:
+        """Make one all-to-all that sends each rank of `group` its part of the gradients of `params`."""
         cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
         parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
-        counts, rank = self._order.counts, self._ranks.rank()
+        counts, rank = order.counts, group.rank()
         mine = parts[rank].numel() // counts[rank]
         theirs = parts[0].new_empty(sum(counts) * mine)
         taken, sent = [count * mine for count in counts], [part.numel() for part in parts]
         for param in params:
             param.grad = None
-        dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=self._ranks)
+        dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=group)
         if mine:
-            total = self._order.add(theirs.view(-1, mine), theirs.dtype)
+            total = order.add(theirs.view(-1, mine), theirs.dtype)
             places = [self.gradient_partition(param) for param in params]
             for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
                 place.copy_(part)

@@ -85,7 +85,10 @@ def same_weights(chunks):
 
     from megaaccum.model import gpt
 
-    groups: Any = SimpleNamespace(tp=parallel_state.get_tensor_model_parallel_group())
+    groups: Any = SimpleNamespace(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_group(),
+    )
     for chunk in chunks:
         gpt.initialize(chunk, groups, seed=7)
     return chunks
