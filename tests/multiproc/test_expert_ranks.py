@@ -26,10 +26,10 @@ WHOLE = TP + "--expert_tensor_parallel_size 1 "
 PP = "--pipeline_model_parallel_size 2 "
 
 
-def cell(mode: str, ranks: int, layout: str, model: str = "") -> Case:
-    """In float64 if the backend can."""
+def cell(mode: str, ranks: int, layout: str, model: str = "", *, exact: bool = True) -> Case:
+    """exact: in float64 if the backend can."""
     flags = MODES[mode]
-    lane = "fp64" if "fsdp2" in flags or "ddp" in flags else "fp32"
+    lane = "fp64" if exact and ("fsdp2" in flags or "ddp" in flags) else "fp32"
     precision = "--params_dtype fp64 " if lane == "fp64" else ""
     return Case(ranks, f"--pp_microbatches 4 {flags}{precision}{layout}", MODEL + model, lane)
 
