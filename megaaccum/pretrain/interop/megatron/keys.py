@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
+from megaaccum.config.megatron_arguments import listed, loss_scale_keys
 from megaaccum.pretrain.interop.megatron.parser import ParsedFlags, built_fields, model_fields, parse, sort_into_lists
 from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
-from megaaccum.pretrain.interop.megatron.verdicts import listed
 
 LEFT_TO_RULES = frozenset(
     {
@@ -123,9 +123,8 @@ def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
         theirs["params_dtype"] = "fp32"
     if args.eval_interval is None:
         theirs["eval_interval"] = 0
-    if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):
-        names = ("initial_loss_scale", "loss_scale_window", "hysteresis")
-        theirs |= {name: getattr(args, name) for name in names}
+    if reading.deepspeed is None and not args.loss_scale:
+        theirs |= {name: getattr(args, name) for name in loss_scale_keys(args)}
     sizes = {"global_batch_size", "device_batch_size", "grad_accum_steps", "step_batch_size_schedule"}
     if args.micro_batch_size and not sizes & values.keys():
         theirs["grad_accum_steps"] = 1

@@ -11,12 +11,12 @@ import pytest
 
 from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
+from megaaccum.config.megatron_arguments import listed, lists
 from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
 from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS, read_flags, verdict_of
 from megaaccum.pretrain.interop.megatron.page import as_markdown
 from megaaccum.pretrain.interop.megatron.parser import defaults, model_fields, parser
-from megaaccum.pretrain.interop.megatron.verdicts import listed, lists
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[4] / "docs"
