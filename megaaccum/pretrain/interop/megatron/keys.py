@@ -143,7 +143,8 @@ def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
     conversion."""
     if given.checked is not None:
         asked = {name for name in given.written if name in model_fields() or name in CONVERTED}
-        if not asked - all_keys().keys() - listed().keys() and not given.args.multi_latent_attention:
+        hybrid = given.has("hybrid_layer_pattern", "hybrid_override_pattern")
+        if not (asked - all_keys().keys() - listed().keys() or given.args.multi_latent_attention or hybrid):
             return
         taken = built_fields(given)
         if given.args.multi_latent_attention:

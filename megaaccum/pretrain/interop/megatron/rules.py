@@ -263,7 +263,8 @@ def _hybrid(given: ParsedFlags, reading: Reading) -> None:
     """Pass on the layer pattern of a HybridModel, whose kernels need a GPU, and refuse layers of a user's own."""
     pattern = given.args.hybrid_layer_pattern or given.args.hybrid_override_pattern
     if pattern is not None:
-        reading.megatron["hybrid_layer_pattern"] = pattern
+        # The second sets how initial weights are scaled by depth.
+        reading.megatron |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True}
         reading.notes.append(
             "a hybrid model: its Mamba layers need a GPU with mamba_ssm and Transformer Engine; memory and times are"
             " predicted as if each layer were attention and an MLP."

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
@@ -16,7 +17,7 @@ from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
 from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS, read_flags, verdict_of
 from megaaccum.pretrain.interop.megatron.page import as_markdown
-from megaaccum.pretrain.interop.megatron.parser import defaults, model_fields, parser
+from megaaccum.pretrain.interop.megatron.parser import built_fields, defaults, model_fields, parse, parser
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[4] / "docs"
@@ -252,6 +253,33 @@ def test_the_loss_is_megatrons_unless_tokens_are_asked_for():
 )  # fmt: skip
 def test_fields_of_the_model_need_no_key(text, fields):
     assert whole(text).config.megatron == fields
+
+
+def test_a_layer_pattern_alone_makes_a_hybrid_model():
+    """The width of its output layers' initial weights, as that of Megatron's own conversion of the same list."""
+    from megatron.core.transformer import TransformerConfig
+
+    config = config_of("--hybrid-layer-pattern M*M* --position-embedding-type none")
+    assert config.megatron["is_hybrid_model"] is True
+    words = f"{BASE} --hybrid-layer-pattern M*M* --mamba-num-groups 4 --position-embedding-type none"
+    assert built_fields(parse(words.split()))["is_hybrid_model"] is True
+    sizes = dict(num_layers=4, hidden_size=64, num_attention_heads=4)
+    std = [
+        TransformerConfig(**sizes, **fields).output_layer_init_method(torch.empty(500, 500)).std()
+        for fields in ({"is_hybrid_model": config.megatron["is_hybrid_model"]}, {})
+    ]
+    assert std[0] == pytest.approx(0.02 / 2, rel=0.02)
+    assert std[1] == pytest.approx(0.02 / 8**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--allow-ambiguous-pad-tokens", "--train-idx-path x", "--train-doc-idx-path x", "--train-sample-idx-path x",
+     "--train-shuffle-idx-path x"],
+)  # fmt: skip
+def test_other_samples_than_megatrons_order_gives_are_refused(flag):
+    (problem,) = some(flag).problems
+    assert problem.startswith(f"{flag}: samples are drawn in Megatron's own seeded order")
 
 
 def test_latent_attention_rotates_as_megatron_does_unless_a_file_says_otherwise(tmp_path):
