@@ -148,3 +148,13 @@ def numbers(lines: Sequence[str]) -> list[float]:
     """Losses and norms, as printed."""
     found = [re.findall(r"(?:loss|loss value|PPL|norm): *([0-9.E+-]+)", line) for line in lines]
     return [float(each) for line in found for each in line]
+
+
+def scales(lines: Sequence[str]) -> list[float]:
+    """Loss scales, as printed."""
+    return [float(each) for line in lines for each in re.findall(r"loss scale: *([0-9.E+-]+)", line)]
+
+
+def losses(lines: Sequence[str]) -> list[float]:
+    """Losses of the steps, as printed."""
+    return [float(each) for line in lines for each in re.findall(r"lm loss: *([0-9.E+-]+)", line)]
