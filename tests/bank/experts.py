@@ -24,7 +24,7 @@ ROUTER = r"decoder\.layers\.0\.mlp\.router\.weight"
 @mistake(
     "fully_shard averages experts over the ranks that hold the same ones, and not over all whose tokens they saw",
     "https://github.com/pytorch/pytorch/issues/160285",
-    base="spread experts, FSDP2", axes="ep, dp, experts", parameter=EXPERT,
+    base="spread experts, FSDP2", axes="ep, dp, backend, experts", parameter=EXPERT,
 )  # fmt: skip
 def experts_averaged_over_their_own_ranks(plan: Plan) -> Iterator[None]:
     def finish(original: Any, self: fsdp2.Fsdp2Backend) -> None:
@@ -40,7 +40,7 @@ def experts_averaged_over_their_own_ranks(plan: Plan) -> Iterator[None]:
 @mistake(
     "an expert that is on one rank alone is added to itself in every micro-batch",
     "https://github.com/NVIDIA/Megatron-LM/issues/6660",
-    base="spread experts, one rank each", axes="ep, dp, experts", parameter=EXPERT,
+    base="spread experts, one rank each", axes="ep, dp, backend, experts", parameter=EXPERT,
 )  # fmt: skip
 def experts_doubled_where_nothing_is_reduced(plan: Plan) -> Iterator[None]:
     def after(param: Any) -> None:
@@ -69,7 +69,7 @@ def whole_experts_over_the_ranks_of_cut_matrices(plan: Plan) -> Iterator[None]:
 @mistake(
     "the norm counts the experts of the first tensor-parallel rank alone",
     "https://github.com/NVIDIA/Megatron-LM/pull/6470",
-    base="spread experts, tensor parallel, clipped", axes="tp, experts",
+    base="spread experts, tensor parallel, clipped", axes="tp, ep, backend, experts",
 )  # fmt: skip
 def experts_of_other_tensor_ranks_missing_in_the_norm(plan: Plan) -> Iterator[None]:
     counts = grad_norm.counts_in_norm
