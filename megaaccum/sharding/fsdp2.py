@@ -92,7 +92,8 @@ class Fsdp2Backend:
         grad_reduce_dtype."""
         sharding = plan.config.sharding
         compute = next(chunk.parameters()).dtype
-        if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
+        is_trained = any(param.requires_grad for param in chunk.parameters())
+        if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32" and is_trained:
             chunk.float()
         self._sum_dtype = None if compute is torch.float64 else names.DTYPES[sharding.grad_reduce_dtype]
         policy = MixedPrecisionPolicy(
@@ -318,7 +319,7 @@ class Fsdp2Backend:
 
 
 def _replica(param: torch.nn.Parameter) -> int:
-    """Of the replicas (HSDP) of a parameter's shard, which one this rank holds."""
+    """The number of the replica (HSDP) of a parameter that this rank has a shard of."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh
     return mesh.get_local_rank(0) if mesh.ndim > 1 else 0

@@ -44,7 +44,7 @@ RUNS += [("spread", "ZeRO-3 resident"), ("spread and cut", "FSDP2 resident"), ("
 
 @pytest.fixture(scope="module")
 def printed() -> dict[tuple[str, str], list[str]]:
-    """What each run prints, by layout and backend; Megatron's own objects are backend "theirs"."""
+    """Lines that each run prints, by layout and backend; Megatron's own objects are backend "theirs"."""
     runs = {(name, "theirs"): Run(flags, ours=False) for name, flags in LAYOUTS.items()}
     runs |= {(name, mode): Run(LAYOUTS[name], keys=KEYS[mode]) for name, mode in RUNS}
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron insists on it under tp
