@@ -16,14 +16,15 @@ BY_NAME = (
     "fuzz",
     "experts",
     "restarts",
+    "kills",
     "tune",
     "tune_faults",
     "verify",
     "libraries",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, experts, restarts, tune_faults, verify,
-libraries and megatron_train measure no speed."""
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, experts, restarts, kills, tune_faults,
+verify, libraries and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

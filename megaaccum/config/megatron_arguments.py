@@ -109,12 +109,13 @@ def distributed_optimizer(args: Any, *, offload: bool) -> tuple[dict[str, object
 
 
 ORDER_OF_COLLECTIVES = (
-    "--deterministic-mode: at ZeRO-1 and -2 with the optimizer in host memory, sums over ranks are in the order of the"
-    " collectives, so a run repeats up to rounding."
+    "--deterministic-mode: at ZeRO-1 and -2 with the optimizer in host memory or BF16 messages, sums over ranks are in"
+    " the order of the collectives, so a run repeats up to rounding."
 )
 
 
 def repeats_to_the_bit(keys: Mapping[str, object]) -> bool:
     """Whether the key `deterministic` holds beside other keys; otherwise ORDER_OF_COLLECTIVES is the note."""
     by_deepspeed = keys.get("backend", "deepspeed") == "deepspeed"
-    return not (by_deepspeed and keys.get("zero_stage", 3) != 3 and keys.get("offload_optimizer") == "cpu")
+    by_its_sums = keys.get("offload_optimizer") == "cpu" or keys.get("grad_reduce_dtype") == "bf16"
+    return not (by_deepspeed and keys.get("zero_stage", 3) != 3 and by_its_sums)

@@ -56,6 +56,7 @@ class DdpBackend(UnshardedBackend):
         # An average over the ranks of experts would be another than that of the rest.
         sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
         for param in self._compute_params():
+            param.grad_dtype = torch.float32  # else what arrives in FP32 (of torch's RMSNorm) would be rounded
             pytorch.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums.in_one_order else ():
             for param in _trainable(ddp):
@@ -98,7 +99,7 @@ class DdpBackend(UnshardedBackend):
         refuses gradients of another precision than the parameter's, so it is given the masters."""
         assert param.grad is not None
         grad, param.grad = param.grad, None
-        pytorch.add_by_autograd(self._masters[id(param)], grad.float())
+        pytorch.add_by_autograd(self._masters[id(param)], grad)
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
