@@ -14,6 +14,7 @@ BY_NAME = (
     "sync_modes",
     "layouts",
     "fuzz",
+    "experts",
     "restarts",
     "kills",
     "tune",
@@ -23,8 +24,8 @@ BY_NAME = (
     "weights",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, kills, tune_faults, verify,
-libraries and megatron_train measure no speed."""
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, experts, restarts, kills, tune_faults,
+verify, libraries and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

@@ -217,12 +217,11 @@ def _draw_layout(chance: random.Random, world_size: int, tp: int, lane: str, mic
     layout |= _draw_recompute(chance, experts=experts)
     if "moe_shared_expert_intermediate_size" in model and chance.random() < 0.3:
         layout |= {"moe_shared_expert_overlap": True}
-    if experts and lane != "fp64" and world_size > pp and chance.random() < 0.6:
-        spread = chance.choice([size for size in (2, 2, 4) if size * pp <= world_size])
-        layout |= {"expert_model_parallel_size": spread, "expert_tensor_parallel_size": 1, "zero_stage": 3}
+    if experts and world_size > pp and chance.random() < 0.6:
+        spread = chance.choice([size for size in (1, 2, 2, 4) if size * pp <= world_size])
+        layout |= {"expert_model_parallel_size": spread, "expert_tensor_parallel_size": chance.choice((1, 1, tp))}
         if lane == "bf16" and chance.random() < 0.3:
             layout |= {"overlap_moe_expert_parallel_comm": True}
-        return layout | _draw_cold_experts(chance)
     return layout | _draw_sharding(chance, lane, experts=experts)
 
 

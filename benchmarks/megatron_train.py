@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import megatron_cases, megatron_reference
+from megaaccum.config.megatron_arguments import fork_flags
 from megaaccum.lab.verification.testing.ranks import RanksFailed, run_ranks
 from megaaccum.pretrain.data.indexed import PairWriter, id_type
-from megaaccum.pretrain.interop.megatron.verdicts import fork_flags
 
 STEPS, VOCAB, TOLERANCE = 3, 128, 1e-5
 LAUNCH = Path(__file__).parents[1] / "launch" / "pretrain_gpt.py"

@@ -34,6 +34,7 @@ from megaaccum.model import fp8, names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import adamw as our_optimizer
 from megaaccum.optim import lr_schedule
+from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
 from megaaccum.step.result import StepResult
@@ -93,6 +94,7 @@ def initialize(
     with built.current():
         raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
         raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
+        experts.check_same_on_ranks(built, chunks)
         return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
 
 

@@ -52,11 +52,11 @@ class Cut:
     @classmethod
     def from_param(cls, param: torch.nn.Parameter, groups: Groups) -> Self:
         """This rank's part of `param`."""
-        shape = names.whole_shape(param, groups)
-        if groups.tp.size() == 1 or not names.is_sharded_over_tp(param):
+        shape, group = names.whole_shape(param, groups), names.tp_group(param, groups)
+        if group.size() == 1 or not names.is_sharded_over_tp(param):
             return cls(math.prod(shape))
         axis, stride = param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
-        return cls(math.prod(shape), math.prod(shape[:axis]) * stride, groups.tp.rank(), groups.tp.size())
+        return cls(math.prod(shape), math.prod(shape[:axis]) * stride, group.rank(), group.size())
 
     @property
     def _lengths(self) -> tuple[int, int]:
@@ -124,10 +124,10 @@ class Piece:
         return is_cut and 0 <= self.start < self.stop <= numel // runs
 
 
-def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
+def is_elsewhere(piece: StatePiece, groups: Groups) -> bool:
     """Whether another rank holds the same piece and writes it."""
     twice = names.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and names.is_same_over_tp(piece.param))
-    return twice or backend.replica > 0 or piece.replica > 0
+    return twice or piece.replica > 0
 
 
 def is_state_space(name: str) -> bool:
@@ -141,7 +141,7 @@ def held_pieces(
     """(piece, flat view of its tensor, whether this rank writes it) for every piece on this rank."""
     for state in backend.state():
         shape, cut = names.whole_shape(state.param, groups), Cut.from_param(state.param, groups)
-        writes = not is_elsewhere(state, backend, groups)
+        writes = not is_elsewhere(state, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
                 piece = Piece(state.name, kind, tuple(shape), cut, state.start, state.start + tensor.numel())

@@ -75,6 +75,18 @@ class Groups:
         return group
 
     @property
+    def expert_tp(self) -> dist.ProcessGroup:
+        """Ranks that share each matrix of an expert."""
+        group: dist.ProcessGroup = self.collection.expt_tp
+        return group
+
+    @property
+    def expert_dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same experts: those of a stage, tp * cp * dp, without etp and ep."""
+        group: dist.ProcessGroup = self.collection.expt_dp
+        return group
+
+    @property
     def embedding(self) -> dist.ProcessGroup | None:
         """First and last stage of this pipeline: the two copies of a tied embedding. None on the stages between, and in
         a V, whose first rank holds both."""
@@ -244,17 +256,18 @@ class Mpu:
         self.get_tensor_model_parallel_src_rank = lambda: dist.get_global_rank(groups.tp, 0)
 
 
-def replica_mesh(groups: Groups, replicas: int) -> DeviceMesh:
-    """Device mesh of dp x cp for torch's fully_shard: one dimension, or (replica, shard) with more than one replica.
+def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> DeviceMesh:
+    """Device mesh of the ranks `among` which the same parameters are cut, for torch's fully_shard: one dimension, or
+    (replica, shard) with more than one replica.
 
     Consecutive ranks share a replica, so that its traffic stays inside a node if it fits. Collective over the world.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
     device = cpu.device().type
-    ranks = dist.get_process_group_ranks(groups.dp_cp)
+    ranks = dist.get_process_group_ranks(among)
     if replicas == 1:
-        return DeviceMesh.from_group(groups.dp_cp, device, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(among, device, mesh_dim_names=("shard",))
     everyone: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, ranks)
     mine: dict[str, dist.ProcessGroup] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ def get_forward_backward_func(
     fused: FusedPass | None = None,
     own: bool = False,
     trace: str | None = None,
+    allow_underfilled_pipeline: bool | None = None,
 ) -> Callable[..., list[Any]]:
     """The function that runs a flush, called as Megatron-core's `forward_backward_func` (keywords only).
 
@@ -49,11 +51,15 @@ def get_forward_backward_func(
     by a `ForwardBackward`. fused: runs a fused forward and backward; default: one after the other, so that
     the forward's output leaves as early as it can. trace: a file for the timeline of the second
     flush beside the planned one (schedules of a ForwardBackward; default: a Plan's `schedule_trace`).
+    allow_underfilled_pipeline: accept flushes of fewer than 2 * pp micro-batches; default: a Plan's key of that name,
+    else False. Flushes without a backward may have any number.
 
     Raises ScheduleError (a ConfigError) for a schedule that is not known. The number of pipeline ranks and of
     micro-batches is only known when the function is called, which then raises for those.
     """
     name = config if isinstance(config, str) else config.layout.schedule
+    if allow_underfilled_pipeline is None:
+        allow_underfilled_pipeline = not isinstance(config, str) and config.config.batch.allow_underfilled_pipeline
     if name == "none" or not (own or by_executor(name)):
         from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
 
@@ -61,13 +67,39 @@ def get_forward_backward_func(
         found: Callable[..., list[Any]] = megatrons(
             pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None
         )
-        return found
+        return found if allow_underfilled_pipeline or name == "none" else partial(_when_filled, found)
     group_size = timeout_minutes = None
     if not isinstance(config, str):
         group_size = config.config.parallel.microbatch_group_size_per_vp_stage
         timeout_minutes = config.config.parallel.distributed_timeout_minutes
         trace = trace or config.config.run.schedule_trace
-    return ForwardBackward(name, fused=fused, group_size=group_size, trace=trace, timeout_minutes=timeout_minutes)
+    return ForwardBackward(
+        name,
+        fused=fused,
+        group_size=group_size,
+        trace=trace,
+        timeout_minutes=timeout_minutes,
+        allow_underfilled_pipeline=allow_underfilled_pipeline,
+    )
+
+
+def _when_filled(run: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
+    """A flush of Megatron's. Raises ConfigError if it does not fill the pipeline."""
+    pp = (arguments.get("pg_collection") or groups.default_collection()).pp
+    if problem := underfilled(pp.size(), arguments["num_microbatches"], arguments.get("forward_only")):
+        raise ConfigError(problem)
+    return run(**arguments)
+
+
+def underfilled(pp: int, num_microbatches: int, forward_only: bool | None) -> str | None:
+    """The text of the rule that a flush with a backward has at least 2 * pp micro-batches, or None if it does."""
+    if pp == 1 or forward_only or num_microbatches >= 2 * pp:
+        return None
+    return (
+        f"num_microbatches {num_microbatches} does not fill {pp} pipeline ranks: a flush needs at least 2 * {pp} ="
+        f" {2 * pp} micro-batches; raise the global batch, or, to accept a longer bubble, set"
+        " allow_underfilled_pipeline to true"
+    )
 
 
 class ForwardBackward:
@@ -85,8 +117,9 @@ class ForwardBackward:
         group_size: int | None = None,
         trace: str | None = None,
         timeout_minutes: float | None = None,
+        allow_underfilled_pipeline: bool = True,
     ):
-        self._timeout_minutes = timeout_minutes
+        self._timeout_minutes, self._allow_underfilled = timeout_minutes, allow_underfilled_pipeline
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
         self._channels: dict[int, PipelineChannels] = {}
@@ -153,9 +186,11 @@ class ForwardBackward:
         ]
         if call.adjust_tensor_shapes_fn is not None:
             problems.append(f"adjust_tensor_shapes_fn: schedule {self.name} sends messages of one shape; leave it out")
+        pp = call.pg_collection.pp
+        too_few = underfilled(pp.size(), call.num_microbatches, call.forward_only)
+        problems += [too_few] if too_few and not self._allow_underfilled else []
         if problems:
             raise ConfigError(problems)
-        pp = call.pg_collection.pp
         schedule = self._schedule(pp.size(), call.num_microbatches, len(call.chunks))
         for chunk in call.chunks:
             if chunk not in self._installed:

@@ -92,7 +92,7 @@ def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
             global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
             global_offset=(piece.start,),
             axis_fragmentations=None,
-            replica_id=int(pieces.is_elsewhere(piece, backend, groups)),
+            replica_id=int(pieces.is_elsewhere(piece, groups)),
         )
     return {STATE: state}
 
@@ -117,7 +117,7 @@ def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, Stat
     """(key, piece, flat view) for every tensor that is not empty on this rank."""
     for piece in backend.state():
         copy = "copy" if names.is_tied_copy(piece.param) else ""  # a V has both on one rank
-        rank = groups.tp.rank() if names.is_sharded_over_tp(piece.param) else 0
+        rank = names.tp_group(piece.param, groups).rank() if names.is_sharded_over_tp(piece.param) else 0
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 yield f"{piece.name}/{kind}/tp{rank}/{copy}", piece, tensor

@@ -35,7 +35,9 @@ from megaaccum.engine import OptimizerFactory, groups_of, optimizer_of
 from megaaccum.errors import ConfigError
 from megaaccum.executor import entry
 from megaaccum.loop import checkpoint as loop_checkpoint
+from megaaccum.model import names
 from megaaccum.platform import cpu
+from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
 from megaaccum.step.train_step import TrainStep
 
@@ -420,6 +422,7 @@ def wrap(
     per_token = plan.batch.loss_norm == "token" if config is None else config.calculate_per_token_loss
     raise_on_all_ranks(_check, plan, bare)
     raise_on_all_ranks(chunk_config.prepare, plan, built, bare)
+    experts.check_same_on_ranks(built, bare)
     _broadcast(built, bare)
     inner = optimizer_of(plan, bare, optimizer)
     step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token)
@@ -459,7 +462,7 @@ def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Broadcast weights and buffers of the first data-parallel rank."""
     for chunk in chunks:
         for tensor in (*chunk.parameters(), *chunk.buffers()):
-            group = groups.dp_cp if getattr(tensor, "allreduce", True) else groups.collection.expt_dp
+            group = names.dp_group(tensor, groups)
             dist.broadcast(tensor.data, src=dist.get_global_rank(group, 0), group=group)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,15 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megaaccum.config import Plan
+from megaaccum.config.megatron_arguments import (
+    LOSS_SCALE,
+    NO_EFFECT_ON_SCALE,
+    ORDER_OF_COLLECTIVES,
+    distributed_optimizer,
+    lists_in_loop,
+    loss_scale_keys,
+    repeats_to_the_bit,
+)
 from megaaccum.distributed.agreement import printed_once
 from megaaccum.engine import groups_of
 from megaaccum.errors import ConfigError
@@ -43,6 +53,8 @@ def pretrain(
     """
     args = megatron_training.args_of_run()
     plan = plan_of(args, keys or {})
+    if args.rank == 0:
+        print("".join(f"megaaccum: {note}\n" for note in plan.notes), end="", flush=True)
     # A sharding backend overlaps reductions and gathers in its own way, and owns the gradient buffers.
     args.overlap_grad_reduce = args.overlap_param_gather = args.gradient_accumulation_fusion = False
     objects = _Objects(plan, megatron_training.function("get_model"))
@@ -69,51 +81,68 @@ def pretrain(
         )
 
 
-REFUSED = {
-    "fp8": "scales are to follow micro-batches, which this loop does not hand over",
-    "log_params_norm": "parameters are in partitions between steps",
-    "log_num_zeros_in_grad": "zeros of the gradient are not counted",
-    "check_weight_hash_across_dp_replicas_interval": "data-parallel ranks hold parts of the weights, no replicas",
-    "save_wgrads_interval": "gradients are reduced into partitions",
-    "save_params_interval": "parameters are in partitions between steps",
-    "moe_use_upcycling": "the model would be built twice",
-    "perform_rl_step": "its inference reads whole weights at any time",
-    "optimizer_cuda_graph": "the optimizer's step reads a verdict",
-    "use_mup": "learning rates by width are not set here",
-}
-"""Arguments of Megatron's that this loop cannot have, and why."""
+HONOURED = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+    "sequence_parallel", "num_experts",
+    "hidden_size", "distributed_timeout_minutes", "micro_batch_size", "seq_length", "global_batch_size",
+    "bf16", "fp16", "lr", "min_lr", "decoupled_lr",
+    "decoupled_min_lr", "weight_decay", "apply_wd_to_qk_layernorm", "adam_beta1", "adam_beta2", "adam_eps",
+    "clip_grad",
+)  # fmt: skip
+"""Arguments that are keys of the plan under the same name."""
+
+TRANSLATED = frozenset(
+    {*LOSS_SCALE, "use_distributed_optimizer", "optimizer_cpu_offload", "grad_reduce_in_bf16", "deterministic_mode"}
+)
+"""Arguments that set keys of other names, or that have an effect with another one alone."""
+
+
+def verdict_of(name: str) -> str:
+    """How an argument of Megatron's is treated in this loop: key, rule, the verdict of its list, or megatron: it acts
+    through what is Megatron's own."""
+    if name in HONOURED:
+        return "key"
+    if name in TRANSLATED:
+        return "rule"
+    return next((str(row.loop) for row in lists_in_loop() if name in row.names), "megatron")
 
 
 def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
-    """The plan that Megatron's arguments and `keys` make. Raises ConfigError."""
-    problems = [
-        f"--{name.replace('_', '-')}: {why}: leave it out" for name, why in REFUSED.items() if getattr(args, name, None)
-    ]
-    if args.optimizer != "adam":
-        problems.append(f"--optimizer {args.optimizer}: partitions are stepped by AdamW: set it to adam")
-    if args.ckpt_format != "torch_dist":
-        problems.append(f"--ckpt-format {args.ckpt_format}: partitions are written as torch_dist: set it to that")
-    if problems:
+    """The plan that Megatron's arguments and `keys` make. Its first notes are on arguments that act otherwise here.
+    Raises ConfigError."""
+    flags = megatron_training.flags_of_run(args)
+    rows = [(row, ", ".join(flags[name] for name in row.names if name in flags)) for row in lists_in_loop()]
+    if problems := [row.text(shown) for row, shown in rows if shown and row.loop == "refuse"]:
         raise printed_once(ConfigError(problems))
-    distributed: dict[str, Any] = {"backend": "megatron"} if args.use_distributed_optimizer else {}
-
-    def same(*names: str) -> dict[str, Any]:
-        return {name: getattr(args, name) for name in names}
-
-    return Plan.of(
-        layout=same(
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-        ),
-        batch=same("micro_batch_size", "seq_length", "global_batch_size") | {"allow_underfilled_pipeline": True},
-        sharding=same("bf16", "fp16"),
-        optimizer=same("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
-        **same("hidden_size", "distributed_timeout_minutes"),
-        **(distributed | dict(keys)),
+    notes = [row.text(shown) for row, shown in rows if shown and row.loop == "note"]
+    values = {name: getattr(args, name) for name in HONOURED} | _translated(args, flags, keys, notes)
+    plan = Plan.of(
+        batch={name: values.pop(name) for name in ("micro_batch_size", "seq_length", "global_batch_size")},
+        **(values | dict(keys)),
     )
+    return replace(plan, notes=notes + plan.notes)
+
+
+def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The keys that TRANSLATED arguments set. keys: those that are given beside them, and outrank them."""
+    acting = loss_scale_keys(args)
+    idle = [flags[name] for name in LOSS_SCALE if name in flags and name not in acting]
+    if idle:
+        notes.append(f"{', '.join(idle)}: {NO_EFFECT_ON_SCALE[args.fp16]}.")
+    values: dict[str, Any] = {name: getattr(args, name) for name in acting}
+    values |= {"grad_reduce_dtype": "bf16"} if args.grad_reduce_in_bf16 else {}
+    values |= {"offload_optimizer": "cpu"} if args.optimizer_cpu_offload else {}
+    if args.use_distributed_optimizer and not {"backend", "zero_stage"} & keys.keys():
+        chosen, note = distributed_optimizer(args, offload=bool(args.optimizer_cpu_offload))
+        values |= chosen
+        notes += [f"--use-distributed-optimizer: {note}"] if note else []
+    if args.deterministic_mode:
+        if repeats_to_the_bit(values | dict(keys)):
+            values["deterministic"] = True
+        else:
+            notes.append(ORDER_OF_COLLECTIVES)
+    return values
 
 
 class _Objects:

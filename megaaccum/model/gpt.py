@@ -310,5 +310,6 @@ def tp_part(full: torch.Tensor, param: Any, groups: Groups) -> torch.Tensor:
     """This tp rank's part of `full`. A gated linear_fc1 holds [gate; up], and each rank a part of both."""
     if not names.is_sharded_over_tp(param):
         return full
-    axis, rank, size = param.partition_dim, groups.tp.rank(), groups.tp.size()
+    axis, group = param.partition_dim, names.tp_group(param, groups)
+    rank, size = group.rank(), group.size()
     return torch.cat([each.chunk(size, axis)[rank] for each in full.chunk(param.partition_stride, axis)], axis)

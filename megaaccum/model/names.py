@@ -99,16 +99,26 @@ def tied_pair(chunks: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, to
     return (originals[0], copies[0]) if copies and originals else None
 
 
-def is_expert(param: torch.nn.Parameter) -> bool:
+def is_expert(param: torch.Tensor) -> bool:
     """Whether this is a parameter of routed experts with ranks of their own: spread over expert-parallel ranks, or not
     cut over tp as the dense matrices are."""
     return not getattr(param, "allreduce", True)
 
 
+def tp_group(param: torch.nn.Parameter, groups: Groups) -> torch.distributed.ProcessGroup:
+    """The ranks that share this matrix, if it is cut. Experts that Megatron marks as cut are whole where theirs is a
+    group of one."""
+    return groups.expert_tp if is_expert(param) else groups.tp
+
+
+def dp_group(param: torch.Tensor, groups: Groups) -> torch.distributed.ProcessGroup:
+    """The ranks that hold the same part of this parameter, over which its gradient is summed."""
+    return groups.expert_dp if is_expert(param) else groups.dp_cp
+
+
 def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
-    """Whether each tp rank holds a piece of its own of this matrix. Spread experts are not cut: each is whole on one
-    rank, but Megatron marks them as if they were."""
-    return bool(getattr(param, "tensor_model_parallel", False)) and not is_expert(param)
+    """Whether each rank of its `tp_group` holds a piece of its own of this matrix."""
+    return bool(getattr(param, "tensor_model_parallel", False))
 
 
 def is_same_over_tp(param: torch.nn.Parameter) -> bool:
@@ -128,5 +138,5 @@ def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
     shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left
     if is_sharded_over_tp(param):
         marked: Any = param
-        shape[marked.partition_dim] *= groups.tp.size()
+        shape[marked.partition_dim] *= tp_group(param, groups).size()
     return shape

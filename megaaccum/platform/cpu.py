@@ -55,6 +55,7 @@ def install() -> None:
     _redirect_cuda_module()
     _redirect_rng()
     _redirect_all_to_all()
+    _redirect_uneven()
     _allow_fp16()
     _installed = True
 
@@ -196,6 +197,42 @@ def _redirect_all_to_all() -> None:
         return exchange(output, input, numbers(output_split_sizes), numbers(input_split_sizes), *args, **kwargs)
 
     dist.all_to_all_single = all_to_all_single
+
+
+def _redirect_uneven() -> None:
+    """Gather and reduce-scatter pieces of different lengths, which NCCL does and gloo refuses: where experts are spread
+    and cut, Megatron's dispatcher gathers over tp what came from other experts' ranks. Each is one all-to-all here."""
+    import torch
+
+    dist: Any = torch.distributed
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def is_uneven(tensors: list[torch.Tensor]) -> bool:
+        return len({tensor.shape for tensor in tensors}) > 1
+
+    @functools.wraps(gather)
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_uneven(tensor_list):
+            return gather(tensor_list, tensor, *args, **kwargs)
+        sizes = [each.numel() for each in tensor_list]
+        theirs, mine = tensor.new_empty(sum(sizes)), tensor.reshape(-1).repeat(len(sizes))
+        dist.all_to_all_single(theirs, mine, sizes, [tensor.numel()] * len(sizes), *args, **kwargs)
+        for each, part in zip(tensor_list, theirs.split(sizes), strict=True):
+            each.copy_(part.view_as(each))
+        return None
+
+    @functools.wraps(scatter)
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not is_uneven(input_list):
+            return scatter(output, input_list, *args, **kwargs)
+        sizes = [each.numel() for each in input_list]
+        mine = torch.cat([each.reshape(-1) for each in input_list])
+        theirs = output.new_empty(len(sizes), output.numel())
+        dist.all_to_all_single(theirs.view(-1), mine, [output.numel()] * len(sizes), sizes, *args, **kwargs)
+        output.copy_(theirs.sum(dim=0).view_as(output))
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def _redirect_rng() -> None:

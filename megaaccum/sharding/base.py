@@ -30,13 +30,15 @@ class GradShard:
     """This rank's part of one parameter's reduced gradient, after `finish_reduction`.
 
     name: the parameter's name in the whole model. grad: flat view, in the precision that the optimizer reads; writing
-    to it changes what the optimizer sees. start: offset of the part in the flattened parameter, in elements.
+    to it changes what the optimizer sees. start: offset of the part in the flattened parameter, in elements. replica:
+    of the data-parallel ranks that hold the same numbers, which one this is; the norm counts them on number 0.
     """
 
     name: str
     param: torch.nn.Parameter
     grad: torch.Tensor
     start: int
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,11 @@ class StatePiece:
     replica: int = 0
 
 
-def whole_frozen_pieces(chunks: list[torch.nn.Module], replica: int) -> Iterator[StatePiece]:
+def whole_frozen_pieces(chunks: list[torch.nn.Module], groups: Groups) -> Iterator[StatePiece]:
     """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
     for name, param in names.named_parameters(chunks):
         if not param.requires_grad:
+            replica = names.dp_group(param, groups).rank()
             yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
 
@@ -68,10 +71,6 @@ class ShardingBackend(Protocol):
 
     reduction_divisor: int
     """By how much the reduction divides the sum over ranks (data-parallel averaging); step/loss.py takes it back."""
-
-    replica: int
-    """Index of this rank among the data-parallel ranks that hold the same part of the reduced gradient; the norm counts
-    that part on index 0."""
 
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""

@@ -13,11 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megaaccum.model import names
+from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
 from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
@@ -48,11 +50,11 @@ class DdpBackend(UnshardedBackend):
         self._names = {id(param): name for name, param in self._parameters}
         for group in optimizer.param_groups:
             group["params"] = [self._masters.get(id(param), param) for param in group["params"]]
-        owners = [self._owner(chunk) for chunk in chunks if _trainable(chunk)]
-        self._ddp = [DistributedDataParallel(owner, process_group=groups.dp_cp) for owner in owners]
-        order, self.sums = order_of(plan), MicrobatchSums.from_plan(plan, groups)
-        average = allreduce_hook if groups.dp_cp.size() > 1 else noop_hook
-        self._reduce_bucket = average if order is None else partial(all_reduce_in_one_order, order, self.sums)
+        owners = [owner for chunk in chunks for owner in self._owners(chunk)]
+        self._ddp = [DistributedDataParallel(owner, process_group=_group(owner, groups)) for owner in owners]
+        self.sums = MicrobatchSums.from_plan(plan, groups)
+        # An average over the ranks of experts would be another than that of the rest.
+        sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
         for param in self._compute_params():
             param.grad_dtype = torch.float32  # else what arrives in FP32 (of torch's RMSNorm) would be rounded
             pytorch.on_gradient(param, self._hand_to_master)
@@ -60,9 +62,12 @@ class DdpBackend(UnshardedBackend):
             for param in _trainable(ddp):
                 pytorch.on_gradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
-            ddp.register_comm_hook((number, groups.dp_cp), self._show_and_reduce)
-        self.reduction_divisor = groups.dp_cp.size() if order is None else 1
-        self.replica = groups.dp_cp.rank()
+            ranks = _group(ddp, groups)
+            order = order_of(plan, ranks)
+            by_collective = noop_hook if ranks.size() == 1 else _all_reduce if sums else allreduce_hook
+            reduce = by_collective if order is None else partial(all_reduce_in_one_order, order, self.sums)
+            ddp.register_comm_hook((number, ranks, reduce), self._show_and_reduce)
+        self.reduction_divisor = 1 if sums else groups.dp_cp.size()
         self._syncing = False
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
@@ -71,13 +76,19 @@ class DdpBackend(UnshardedBackend):
         else:
             for ddp in self._ddp:
                 for param in _trainable(ddp):
-                    param.register_hook(partial(self._before_gradient, ddp, param))
+                    # An expert may see no token in a rank's last micro-batch; all are then reduced after the flush.
+                    if not names.is_expert(param):
+                        param.register_hook(partial(self._before_gradient, ddp, param))
 
-    def _owner(self, chunk: torch.nn.Module) -> torch.nn.Module:
-        """The module whose parameters DDP reduces: the chunk itself, or one of its masters and what has none."""
-        if not self._masters:
-            return chunk
-        return torch.nn.ParameterList([self._masters.get(id(param), param) for param in _trainable(chunk)])
+    def _owners(self, chunk: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules whose parameters a DDP reduces: the chunk itself, or one of its masters and what has none; and
+        one of experts with ranks of their own. None for a chunk that does not train."""
+        trained = _trainable(chunk)
+        own_ranks = [param for param in trained if names.is_expert(param)]
+        if trained and not own_ranks and not self._masters:
+            return [chunk]
+        parts = ([param for param in trained if not names.is_expert(param)], own_ranks)
+        return [torch.nn.ParameterList([self._masters.get(id(p), p) for p in part]) for part in parts if part]
 
     def _compute_params(self) -> list[torch.nn.Parameter]:
         """The 16-bit parameters that have masters, in the order of these."""
@@ -153,13 +164,13 @@ class DdpBackend(UnshardedBackend):
         """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
         the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
         Without annotations: torch reads them and takes no strings."""
-        number, group = place
+        number, group, reduce = place
         self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 for each in sums_of(param, grad, self.sums):
                     self.before_reduce(self._names[id(param)], each)
-        return self._reduce_bucket(group, bucket)
+        return reduce(group, bucket)
 
     def begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
@@ -173,7 +184,7 @@ class DdpBackend(UnshardedBackend):
             if not param.requires_grad:
                 continue
             assert param.grad is not None, f"{name} has no gradient"
-            yield GradShard(name, param, param.grad.view(-1), 0)
+            yield GradShard(name, param, param.grad.view(-1), 0, names.dp_group(param, self._groups).rank())
 
     def step(self) -> None:
         self._optimizer.step()
@@ -191,8 +202,9 @@ class DdpBackend(UnshardedBackend):
     def state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             if param.requires_grad:
-                yield StatePiece(name, param, 0, adam.adam_views(self._optimizer, param))
-        yield from whole_frozen_pieces(self._chunks, self.replica)
+                replica = names.dp_group(param, self._groups).rank()
+                yield StatePiece(name, param, 0, adam.adam_views(self._optimizer, param), replica)
+        yield from whole_frozen_pieces(self._chunks, self._groups)
 
     def adopt_state(self, num_steps: int) -> None:
         adam.set_adam_step(self._optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
@@ -212,6 +224,18 @@ class DdpBackend(UnshardedBackend):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
+
+
+def _group(owner: torch.nn.Module, groups: Groups) -> dist.ProcessGroup:
+    """The ranks over which the parameters of a DDP are reduced."""
+    return names.dp_group(_trainable(owner)[0], groups)
+
+
+def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for torch DDP: the sum over `group`."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    total: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return total
 
 
 def _is_16_bit(param: torch.nn.Parameter) -> bool:

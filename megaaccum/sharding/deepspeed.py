@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -33,7 +34,7 @@ from megaaccum.sharding.base import (
 )
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
-from megaaccum.sharding.reduction import PartitionReducer, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, pytorch, zero, zero12
 
@@ -51,7 +52,6 @@ class DeepSpeedBackend:
 
     grad_sync_func: GradSync = None
     can_defer = True
-    replica = 0
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
 
@@ -60,13 +60,15 @@ class DeepSpeedBackend:
         self._groups = groups
         self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         self._chunks = chunks
-        experts.assign_groups(groups, chunks)
+        own_ranks = experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
         separate_tied_copies(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
         accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
         model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
+        if own_ranks and plan.config.sharding.zero_stage != 3:
+            zero12.separate_experts(model, optimizer)
         config = zero12.zero1_config(deepspeed_config(plan), dtype)
         if plan.config.sharding.sync == "streaming":
             # One parameter after the other comes to the device and is cut; deepspeed.initialize would bring all first.
@@ -99,13 +101,14 @@ class DeepSpeedBackend:
 
     def _driver(self, plan: Plan) -> zero.Zero3 | zero12.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
-        sharding, order = plan.config.sharding, order_of(plan)
+        sharding, order = plan.config.sharding, order_of(plan, self._groups.dp_cp)
         accumulate_in, bucket = names.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
         if order is None:
             return zero12.driver_of(self.engine, accumulate_in)
         if sharding.zero_stage == 3:
-            return Zero3InOneOrder(self.engine, PartitionReducer.from_plan(plan, self._groups, self.sums), bucket)
-        return Zero12InOneOrder(self.engine, self._groups.dp_cp, accumulate_in, order, self.sums, bucket)
+            return Zero3InOneOrder(self.engine, experts.ReducerByRanks(plan, self._groups, self.sums), bucket)
+        order_over = partial(order_of, plan)
+        return Zero12InOneOrder(self.engine, self._groups, accumulate_in, order_over, self.sums, bucket)
 
     # --- Megatron's five hooks ---
 
@@ -205,7 +208,7 @@ class DeepSpeedBackend:
         for param, start, tensors in self.driver.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
         if not isinstance(self.driver, zero.Zero3):
-            yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
+            yield from whole_frozen_pieces(self._chunks, self._groups)
 
     def adopt_state(self, num_steps: int) -> None:
         self.driver.adopt_state(num_steps)

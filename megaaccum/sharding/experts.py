@@ -1,28 +1,183 @@
-"""Experts over DeepSpeed ZeRO-3 that have ranks of their own.
+"""Experts that have ranks of their own.
 
-With expert parallelism, or without tensor parallelism inside experts (expert_tensor_parallel_size 1), the ranks that
-share an expert are not those that share a dense matrix: they are the expert data-parallel group, tp * dp * cp / ep
-ranks. An expert's parameters are cut over that group, and its gradients added up over it. It saw the tokens of all
-ranks that sent it some, so the sum is divided by dp * cp, as everybody's.
+With expert parallelism, or if the matrices of experts are not cut as the dense ones are (expert_tensor_parallel_size
+other than tensor_model_parallel_size), the ranks that hold the same part of an expert are not those that hold the same
+part of a dense matrix: they are the expert data-parallel group, the tp * cp * dp ranks of a stage / (etp * ep).
+Megatron marks the parameters of such experts (`allreduce = False`), and the marks decide here, whatever the
+configuration says.
 
-Which layouts do is the rule `expert_groups` of the configuration.
+An expert's parameters are cut over that group, and its gradients summed over it. It saw the tokens of all ranks that
+sent it some, so an average divides the sum by dp * cp, as everybody's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
+from megaaccum.errors import ConfigError
 from megaaccum.model import names
+from megaaccum.sharding.reduction import PartitionReducer, Share
 from megaaccum.upstream import zero
 
 if TYPE_CHECKING:
-    import torch
-
+    from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding.sum_tree import AnyOrder
 
 
-def assign_groups(groups: Groups, chunks: list[torch.nn.Module]) -> None:
-    """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up."""
-    experts = [param for chunk in chunks for param in chunk.parameters() if names.is_expert(param)]
-    if experts:
-        zero.set_expert_ranks(experts, groups.collection.ep, groups.collection.expt_dp)
+def of_chunks(chunks: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters of experts with ranks of their own."""
+    return [param for chunk in chunks for param in chunk.parameters() if names.is_expert(param)]
+
+
+def assign_groups(groups: Groups, chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up. Returns the
+    experts' parameters."""
+    if experts := of_chunks(chunks):
+        zero.set_expert_ranks(experts, groups.collection.ep, groups.expert_dp)
+    return experts
+
+
+def modules_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The largest modules all of whose parameters are of experts with ranks of their own. Raises ConfigError if a
+    module has such a parameter beside others."""
+    found: list[torch.nn.Module] = []
+
+    def look(module: torch.nn.Module) -> None:
+        marks = {names.is_expert(param) for param in module.parameters()}
+        if marks == {True}:
+            found.append(module)
+        elif len(marks) == 2:
+            if any(names.is_expert(param) for param in module.parameters(recurse=False)):
+                raise ConfigError(
+                    f"{type(module).__name__} has parameters of experts (allreduce = False) beside others: backend"
+                    " fsdp2 gathers them over other ranks, so put them into a module of their own"
+                )
+            for child in module.children():
+                look(child)
+
+    look(chunk)
+    return found
+
+
+def problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Experts of this rank's chunks that the plan or the groups do not describe."""
+    return [
+        *(problem for chunk in chunks for problem in _config_problems(plan, chunk)),
+        *_mark_problems(plan, chunks),
+        *_group_problems(plan, groups),
+    ]
+
+
+def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
+    """Keys of a chunk's configuration that the plan has otherwise."""
+    config: Any = chunk.config
+    built, planned = getattr(config, "num_moe_experts", None), plan.config.model.num_experts
+    if built != planned:
+        yield (
+            f"the chunks were built with {built or 'no'} experts (num_moe_experts), but num_experts of the plan is"
+            f" {planned}: {f'give Plan.of num_experts={built}' if built else 'leave num_experts out'}"
+        )
+    elif built is not None:
+        layout = plan.layout
+        for name, size in (
+            ("expert_model_parallel_size", layout.ep),
+            ("expert_tensor_parallel_size", layout.etp),
+        ):
+            if getattr(config, name) != size:
+                yield (
+                    f"{name} of the chunks' configuration is {getattr(config, name)}, but the plan's is {size}: make"
+                    " them equal"
+                )
+        if config.moe_router_topk > built:
+            yield f"moe_router_topk {config.moe_router_topk} of the chunks is more than their {built} experts"
+
+
+def _mark_problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    """Parameters that Megatron's marks, or their absence, would have summed over the wrong ranks."""
+    ep, etp, tp = plan.layout.ep, plan.layout.etp, plan.layout.tp
+    for name, param in names.named_parameters(chunks):
+        if names.is_expert(param) and not _has_own_ranks(plan):
+            yield (
+                f"{name} is marked as an expert's with ranks of its own (allreduce = False), but by the plan experts"
+                f" have the ranks of dense matrices (ep 1, etp {etp} = tp): set expert_model_parallel_size or"
+                " expert_tensor_parallel_size as the chunks were built"
+            )
+            return
+        if ".experts." in name and not names.is_expert(param) and _has_own_ranks(plan):
+            yield (
+                f"{name} is not marked as an expert's with ranks of its own (allreduce = False), but by the plan it has"
+                f" them (ep {ep}, etp {etp}, tp {tp}): build the chunks for this layout"
+            )
+            return
+
+
+def _group_problems(plan: Plan, groups: Groups) -> Iterator[str]:
+    """Groups of experts that are missing, or not of the plan's sizes."""
+    layout = plan.layout
+    if not _has_own_ranks(plan):
+        return
+    for name, size in (("ep", layout.ep), ("expt_tp", layout.etp), ("expt_dp", layout.edp)):
+        group = getattr(groups.collection, name, None)
+        if group is None:
+            yield f"the process group collection lacks {name}, which experts need: give it every group of the layout"
+        elif group.size() != size:
+            yield (
+                f"the {name} group has {group.size()} ranks, but the plan says {size}: give the groups of this layout"
+            )
+
+
+def check_same_on_ranks(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise ConfigError on every rank if ranks of a stage have built different numbers of experts. Collective over the
+    world."""
+    mine = groups.pp.rank(), sum(param.numel() for param in of_chunks(chunks))
+    everyone: list[tuple[int, int]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for stage in sorted({stage for stage, _ in everyone}):
+        by_count: dict[int, list[int]] = {}
+        for rank, (at, count) in enumerate(everyone):
+            if at == stage:
+                by_count.setdefault(count, []).append(rank)
+        if len(by_count) > 1:
+            held = ", ".join(f"ranks {ranks} hold {count}" for count, ranks in sorted(by_count.items()))
+            raise ConfigError(
+                f"pipeline rank {stage} has experts on some ranks only (elements of parameters with allreduce = False:"
+                f" {held}): build the same layers on all of them"
+            )
+
+
+class ReducerByRanks:
+    """Adds whole gradients to partitions, each summed over the ranks that hold the parameter: a `PartitionReducer` for
+    dense parameters, and one for experts."""
+
+    def __init__(self, plan: Plan, groups: Groups, sums: AnyOrder):
+        self._dense = PartitionReducer.from_plan(plan, groups.dp_cp, sums)
+        self._experts = PartitionReducer.from_plan(plan, groups.expert_dp, sums) if _has_own_ranks(plan) else None
+
+    def add(self, shares: list[Share]) -> None:
+        """Start to add `shares` (PartitionReducer.add)."""
+        experts = [share for share in shares if names.is_expert(share[0])]
+        if dense := [share for share in shares if not names.is_expert(share[0])]:
+            self._dense.add(dense)
+        if experts:
+            assert self._experts is not None, "the plan was checked against the chunks"
+            self._experts.add(experts)
+
+    def exchange(self, shares: list[Share], take: Callable[[torch.Tensor], None]) -> None:
+        """Exchange the rows of dense parameters (PartitionReducer.exchange)."""
+        self._dense.exchange(shares, take)
+
+    def wait(self) -> None:
+        """Wait until the partitions hold everything that was added."""
+        self._dense.wait()
+        if self._experts is not None:
+            self._experts.wait()
+
+
+def _has_own_ranks(plan: Plan) -> bool:
+    """Whether experts have ranks of their own by the plan's layout."""
+    return plan.layout.ep > 1 or plan.layout.etp != plan.layout.tp

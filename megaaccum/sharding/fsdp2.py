@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.observe.memory import HighWater
+from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, GradSync, StatePiece, copied_gradients, sums_of
 from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
 from megaaccum.sharding.reduction import fill, sum_over_tp, sum_tied_copies
@@ -28,8 +30,6 @@ from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, fsdp2, pytorch
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
@@ -55,16 +55,21 @@ class Fsdp2Backend:
         self._last_flush = True
         self._waiting: list[FSDPModule] = []
         whole = [param for _, param in names.named_parameters(chunks)]
-        mesh = process_groups.replica_mesh(groups, sharding.data_parallel_replicas)
-        self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+        own_ranks = bool(experts.of_chunks(chunks))
+        self._mesh = process_groups.replica_mesh(groups, groups.dp_cp, sharding.data_parallel_replicas)
+        if own_ranks or plan.layout.ep > 1 or plan.layout.etp != plan.layout.tp:  # making groups is collective
+            among = groups.expert_dp
+            self._expert_mesh = process_groups.replica_mesh(groups, among, sharding.data_parallel_replicas)
         self.sums = MicrobatchSums.from_plan(plan, groups)
-        self.reduction_divisor = 1 if self.sums.in_one_order else groups.dp_cp.size()
+        # An average over the ranks of experts would be another than that of the rest.
+        self._adds = self.sums.in_one_order or own_ranks
+        self.reduction_divisor = 1 if self._adds else groups.dp_cp.size()
         self._trees: list[StreamedReduceScatter] = []
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
         """Gradients that an I has computed and its W reduces, by chunk and micro-batch, if other passes lie between."""
         self._is_w = False
         for number, chunk in enumerate(chunks):
-            self._shard(chunk, mesh, plan)
+            self._shard(chunk, plan)
             for held, param in fsdp2.whole_parameters(chunk) if self.sums.in_one_order else ():
                 param.grad_dtype = self._sum_dtype or param.dtype  # what arrives in it is not rounded on its way
                 if not self._streaming:
@@ -86,7 +91,7 @@ class Fsdp2Backend:
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
-    def _shard(self, chunk: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    def _shard(self, chunk: torch.nn.Module, plan: Plan) -> None:
         """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
         grad_reduce_dtype."""
         sharding = plan.config.sharding
@@ -100,25 +105,30 @@ class Fsdp2Backend:
             reduce_dtype=self._sum_dtype,
             cast_forward_inputs=False,
         )
-        kept: dict[str, Any] = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=self._streaming)
+        kept: dict[str, Any] = dict(mp_policy=policy, reshard_after_forward=self._streaming)
+        own_ranks = experts.modules_of(chunk)
+        for module in own_ranks:
+            fully_shard(module, mesh=self._expert_mesh, **kept)
         for layer in layers_of(chunk):
-            fully_shard(layer, **kept)
-        root = fully_shard(chunk, **kept)
+            fully_shard(layer, mesh=self._mesh, **kept)
+        root = fully_shard(chunk, mesh=self._mesh, **kept)
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
-        if sharding.deterministic:
-            for module in chunk.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(self._scatter(plan, module))  # type: ignore[arg-type]  # private base
-                    if self.sums.in_one_order:  # sums: an average over three ranks is rounded
-                        module.set_force_sum_reduction_for_comms(True)
-                        module.set_gradient_divide_factor(1.0)
+        for module in chunk.modules():
+            if isinstance(module, FSDPModule):
+                if sharding.deterministic:
+                    mesh = self._expert_mesh if any(module is each for each in own_ranks) else self._mesh
+                    scatter = self._scatter(plan, module, mesh.get_group(mesh.ndim - 1))
+                    module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # private base
+                if self._adds:  # sums: an average over three ranks is rounded
+                    module.set_force_sum_reduction_for_comms(True)
+                    module.set_gradient_divide_factor(1.0)
 
-    def _scatter(self, plan: Plan, module: FSDPModule) -> ReduceScatter:
+    def _scatter(self, plan: Plan, module: FSDPModule, group: dist.ProcessGroup) -> ReduceScatter:
         """The reduce-scatter of the unit of `module`."""
         if self.sums.in_one_order and self._streaming:
             self._trees.append(StreamedReduceScatter(self.sums, partial(plan.batch.sample_index, in_runs=False)))
             return self._trees[-1]
-        order = order_of(plan)
+        order = order_of(plan, group)
         assert order is not None
         return ReduceScatter(order, partial(self._others, module)) if self.sums.in_one_order else ReduceScatter(order)
 
@@ -274,7 +284,7 @@ class Fsdp2Backend:
             if not param.requires_grad:
                 continue
             assert param.grad is not None, f"{name} has no gradient"
-            yield GradShard(name, param, _local(param.grad).view(-1), fsdp2.first_element(param))
+            yield GradShard(name, param, _local(param.grad).view(-1), fsdp2.first_element(param), _replica(param))
 
     def step(self) -> None:
         self._optimizer.step()
@@ -289,7 +299,7 @@ class Fsdp2Backend:
         for name, param in self._parameters:
             tensors: dict[str, Any] = {"param": param} | (self._moments(param) if param.requires_grad else {})
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
-            yield StatePiece(name, param, fsdp2.first_element(param), views)
+            yield StatePiece(name, param, fsdp2.first_element(param), views, _replica(param))
 
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The moments of a trained parameter; missing ones are made, as zeros."""
@@ -315,6 +325,13 @@ class Fsdp2Backend:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
+
+
+def _replica(param: torch.nn.Parameter) -> int:
+    """The number of the replica (HSDP) of a parameter that this rank has a shard of."""
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    return mesh.get_local_rank(0) if mesh.ndim > 1 else 0
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

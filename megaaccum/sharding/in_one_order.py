@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megaaccum.sharding.reduction import PartitionReducer
+from megaaccum.model import names
+from megaaccum.sharding.experts import ReducerByRanks
 from megaaccum.sharding.sum_tree import AnyOrder, Order, SumTree, exchange_rows
 from megaaccum.upstream import zero, zero12
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
 
 OtherSums = Callable[[torch.Tensor], list[torch.Tensor]]
 """A rank's other partial sums of the gradients in a flat tensor, each laid out like it."""
@@ -67,7 +71,7 @@ class _InOneOrder(zero.ZeroDriver):
 class Zero3InOneOrder(_InOneOrder, zero.Zero3):
     """ZeRO-3, where a rank owns a part of every parameter."""
 
-    def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
+    def __init__(self, engine: Any, reducer: ReducerByRanks, bucket: int):
         super().__init__(engine, bucket=bucket)
         self._reducer = reducer
 
@@ -89,14 +93,14 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
     def __init__(
         self,
         engine: Any,
-        group: dist.ProcessGroup,
+        groups: Groups,
         accumulate_in: torch.dtype,
-        order: Order,
+        order: Callable[[dist.ProcessGroup], Order | None],
         sums: AnyOrder,
         bucket: int,
     ):
         super().__init__(engine, accumulate_in, bucket=bucket)
-        self._ranks, self._order, self._sums = group, order, sums
+        self._groups, self._order, self._sums = groups, order, sums
 
     def _begin_partitions(self) -> None:
         self.begin_partitions()
@@ -112,18 +116,27 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
         return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
 
     def _send(self, params: list[torch.nn.Parameter]) -> None:
-        """One all-to-all sends each rank its part of the bucket."""
+        """Send the bucket: dense parameters over their ranks, then experts over theirs."""
+        for is_expert in (False, True):
+            if part := [param for param in params if names.is_expert(param) == is_expert]:
+                group = names.dp_group(part[0], self._groups)
+                order = self._order(group)
+                assert order is not None
+                self._send_over(group, order, part)
+
+    def _send_over(self, group: dist.ProcessGroup, order: Order, params: list[torch.nn.Parameter]) -> None:
+        """Make one all-to-all that sends each rank of `group` its part of the gradients of `params`."""
         cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
         parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
-        counts, rank = self._order.counts, self._ranks.rank()
+        counts, rank = order.counts, group.rank()
         mine = parts[rank].numel() // counts[rank]
         theirs = parts[0].new_empty(sum(counts) * mine)
         taken, sent = [count * mine for count in counts], [part.numel() for part in parts]
         for param in params:
             param.grad = None
-        dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=self._ranks)
+        dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=group)
         if mine:
-            total = self._order.add(theirs.view(-1, mine), theirs.dtype)
+            total = order.add(theirs.view(-1, mine), theirs.dtype)
             places = [self.gradient_partition(param) for param in params]
             for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
                 place.copy_(part)

@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaaccum.model import names
 from megaaccum.platform import cpu
+from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, has_experts, sums_of, whole_frozen_pieces
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
@@ -34,7 +35,6 @@ class MegatronBackend(UnshardedBackend):
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
     """
 
-    replica = 0
     reduction_divisor = 1
     """Megatron sums where the loss is per token, as its configuration says here."""
 
@@ -56,13 +56,14 @@ class MegatronBackend(UnshardedBackend):
                 grad_scaler=None,
                 init_state_fn=None,
                 model_chunks=self._ddp,
-                per_model_buffers={index: ddp.buffers for index, ddp in enumerate(self._ddp)},
+                # Each buffer knows the ranks over which it is cut, those of experts too.
+                per_model_buffers={i: ddp.buffers + ddp.expert_parallel_buffers for i, ddp in enumerate(self._ddp)},
                 data_parallel_group=groups.dp_cp,
                 data_parallel_group_gloo=None,
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
-        order = order_of(plan)
+        order = order_of(plan, groups.dp_cp)
         if self.sums.in_one_order and order is not None:
             # After the optimizer, which sets it too.
             megatron.reduce_scatter(ReduceScatter(order, self._others))
@@ -93,6 +94,7 @@ class MegatronBackend(UnshardedBackend):
             settings.bucket_size if bucketed else None,
             groups.dp_cp.size(),
             settings,
+            groups.expert_dp.size() if experts.of_chunks([chunk]) else None,
         )
         return DistributedDataParallel(
             chunk.config,
@@ -196,7 +198,7 @@ class MegatronBackend(UnshardedBackend):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, megatron.state(self.optimizer, param))
-        yield from whole_frozen_pieces(self._chunks, self._groups.dp_cp.rank())
+        yield from whole_frozen_pieces(self._chunks, self._groups)
 
     def adopt_state(self, num_steps: int) -> None:
         megatron.adopt(self.optimizer, num_steps)

@@ -45,11 +45,11 @@ class PartitionReducer:
         self._finish: Callable[[], None] | None = None
 
     @classmethod
-    def from_plan(cls, plan: Plan, groups: Groups, sums: AnyOrder) -> PartitionReducer:
+    def from_plan(cls, plan: Plan, group: dist.ProcessGroup, sums: AnyOrder) -> PartitionReducer:
         sharding = plan.config.sharding
-        crosses = groups.dp_cp.size() > 1  # else nothing is to be rounded
+        crosses = group.size() > 1  # else nothing is to be rounded
         dtype = names.DTYPES[sharding.grad_reduce_dtype if crosses else sharding.grad_accum_dtype]
-        return cls(groups.dp_cp, dtype, order=order_of(plan), sums=sums)
+        return cls(group, dtype, order=order_of(plan, group), sums=sums)
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).

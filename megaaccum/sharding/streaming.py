@@ -30,7 +30,7 @@ from megaaccum.executor import wgrad
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.sharding import released_linear
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
-from megaaccum.sharding.reduction import PartitionReducer
+from megaaccum.sharding.experts import ReducerByRanks
 from megaaccum.sharding.sum_tree import SumTree
 from megaaccum.upstream import pytorch, zero
 
@@ -74,7 +74,7 @@ class StreamingBackend(DeepSpeedBackend):
         readers = Counter(id(param) for unit in self.units for param in unit.params)
         self._read_elsewhere = {key for key, count in readers.items() if count > 1}
         _keep_within(self.units, plan.config.sharding.max_live_parameters)
-        self._reducer = PartitionReducer.from_plan(plan, groups, self.sums)
+        self._reducer = ReducerByRanks(plan, groups, self.sums)
         self._batch = plan.batch
         self._trees: dict[int, SumTree] = {}
         """Sums over the micro-batches of all ranks, each parameter's partition, where they are made in one order."""

@@ -363,13 +363,13 @@ def in_rank_order(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
-def order_of(plan: Plan) -> Order | None:
-    """The order in which `plan` adds rows from all ranks; None leaves it to the collective."""
-    sharding, ranks = plan.config.sharding, plan.layout.dp * plan.layout.cp
+def order_of(plan: Plan, group: dist.ProcessGroup) -> Order | None:
+    """The order in which `plan` adds rows from the ranks of `group`; None leaves it to the collective."""
+    sharding = plan.config.sharding
     if sharding.reproducible == "layout":
-        runs = Runs(plan.batch.num_microbatches, ranks)
+        runs = Runs(plan.batch.num_microbatches, group.size())
         return Order(runs.counts, runs.add)
-    return Order([1] * ranks, in_rank_order) if sharding.deterministic else None
+    return Order([1] * group.size(), in_rank_order) if sharding.deterministic else None
 
 
 def exchange_rows(

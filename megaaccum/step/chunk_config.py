@@ -13,6 +13,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.sharding import experts
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -34,6 +35,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):
             chunk.config = _own_config(plan, chunk)
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
+    problems += dict.fromkeys(experts.problems(plan, groups, chunks))  # chunks share a configuration
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
     for config in configs.values():
         problems += _config_problems(plan, config)

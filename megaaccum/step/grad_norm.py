@@ -64,7 +64,7 @@ def own_square(backend: ShardingBackend, groups: Groups) -> torch.Tensor:
 
 def _counted(backend: ShardingBackend, groups: Groups) -> list[torch.Tensor]:
     """The gradients that this rank adds to the norm."""
-    return [shard.grad for shard in backend.shards() if shard.grad.numel() and counts_in_norm(shard, backend, groups)]
+    return [shard.grad for shard in backend.shards() if shard.grad.numel() and counts_in_norm(shard, groups)]
 
 
 def _square(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -119,9 +119,9 @@ def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
 
 
-def counts_in_norm(shard: GradShard, backend: ShardingBackend, groups: Groups) -> bool:
+def counts_in_norm(shard: GradShard, groups: Groups) -> bool:
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
-    if backend.replica != 0:
+    if shard.replica != 0:
         return False
     if names.is_tied_copy(shard.param):
         return False

@@ -107,7 +107,8 @@ class TrainStep:
         self.opened: OpenStep | None = None
         self.before_update: Callable[[], None] | None = None
         """Called when the backend's `shards` are as the optimizer is about to read them, if set."""
-        self.schedule: Any = get_forward_backward_func(plan)
+        # The plan has been checked, and a short last batch may have fewer.
+        self.schedule: Any = get_forward_backward_func(plan, allow_underfilled_pipeline=True)
         if isinstance(self.schedule, ForwardBackward):
             self.schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.observer.trace)

@@ -49,6 +49,20 @@ def _own_units(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
+def _by_layer(root: Any) -> list[list[Any]]:
+    """The units of `units`, each with those inside it (experts, in a layer)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    layers: list[list[Any]] = []
+    for module in (module for module in root.modules() if isinstance(module, FSDPModule) and module is not root):
+        if layers and any(module is inside for inside in layers[-1][0].modules()):
+            layers[-1].append(module)
+        else:
+            layers.append([module])
+    inner = [[unit for module in reversed(layer) for unit in _own_units(module)] for layer in reversed(layers)]
+    return [*inner, _own_units(root)]
+
+
 def even_out(unit: Any) -> None:
     """Give the parameters of a unit that have no gradient yet zeros in the precision of the others' sums.
 
@@ -72,11 +86,12 @@ class WeightGrads:
 
     def __init__(self, root: Any):
         self._root, self._units, self._last = root, units(root), _own_units(root)
-        self._left: list[Any] = []
+        self._left: list[list[Any]] = []
+        """Units that are not reduced yet, those of a layer together: the router's W may come before its experts'."""
 
     def begin(self, *, reduce: bool) -> None:
         """Begin a W. reduce: reduce all gradients that its units have by then."""
-        self._reduces, self._left = reduce, list(self._units)
+        self._reduces, self._left = reduce, _by_layer(self._root)
         self._of = {
             id(param._unsharded_param): (unit, param)
             for unit in self._units
@@ -87,7 +102,7 @@ class WeightGrads:
     def add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add `grad`, in the precision in which gradients are reduced; reduce the units before the weight's."""
         unit, param = self._of[id(weight)]
-        while self._reduces and unit not in self._last and self._left[0] is not unit:
+        while self._reduces and unit not in self._last and unit not in self._left[0]:
             self._reduce(self._left.pop(0))
         torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape
         param.accumulate_unsharded_grad_if_needed()
@@ -96,14 +111,15 @@ class WeightGrads:
     def finish(self) -> None:
         """Reduce the units that are left, on every rank in one order, and end this backward for torch."""
         if self._reduces:
-            for unit in self._left:
-                self._reduce(unit)
+            for layer in self._left:
+                self._reduce(layer)
             self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     @staticmethod
-    def _reduce(unit: Any) -> None:
-        even_out(unit)
-        unit.post_backward()
+    def _reduce(layer: list[Any]) -> None:
+        for unit in layer:
+            even_out(unit)
+            unit.post_backward()
 
 
 def drop_unreduced(root: Any) -> None:

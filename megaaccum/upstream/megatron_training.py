@@ -7,9 +7,11 @@ INFO. Megatron's functions, arguments and models have no types: `Any`.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,7 @@ __all__ = [
     "answer_for_cuda",
     "args_of_run",
     "check",
+    "flags_of_run",
     "function",
     "gpt_builder",
     "in_place_of",
@@ -40,7 +43,7 @@ _NAMES = {
         " set_jit_fusion_options"
     ).split(),
     "training.initialize": ["_compile_dependencies"],
-    "training.arguments": ["get_device_arch_version"],
+    "training.arguments": ["get_device_arch_version", "add_megatron_arguments"],
     "training.global_vars": ["get_args"],
     "core.parallel_state": ["is_pipeline_first_stage", "is_pipeline_last_stage"],
 }
@@ -61,6 +64,33 @@ def check() -> list[str]:
 def args_of_run() -> Any:
     """Megatron's arguments of this run, as its parser has set them."""
     return _module("training.global_vars").get_args()
+
+
+@cache
+def _actions() -> list[argparse.Action]:
+    """Megatron's arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _module("training.arguments").add_megatron_arguments(parser)
+    return parser._actions
+
+
+_CHECKED = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "None": "auto", "1": None}
+"""Values that Megatron's check gives to arguments, and what stood there before it: names of dtypes, sizes."""
+
+
+def flags_of_run(args: Any) -> dict[str, str]:
+    """The arguments that differ from Megatron's defaults, by destination, as flags."""
+    found: dict[str, str] = {}
+    for action in _actions():
+        value, default = getattr(args, action.dest, action.default), action.default
+        if default in (value, _CHECKED.get(str(value), value)):
+            continue
+        if action.nargs != 0:
+            words = value if isinstance(value, list | tuple) else [value]
+            found[action.dest] = " ".join([action.option_strings[0], *map(str, words)])
+        elif action.const == value:
+            found[action.dest] = action.option_strings[0]
+    return found
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -80,7 +80,8 @@ def without_shared_memory_operator() -> None:
     _deepspeed_backend().build_shm_op = lambda: None
 
 
-_EXPERTS = "megaaccum_experts"
+EXPERTS = "megaaccum_experts"
+"""The name of the experts' groups in DeepSpeed."""
 
 
 def set_expert_ranks(
@@ -88,22 +89,22 @@ def set_expert_ranks(
     expert_parallel: torch.distributed.ProcessGroup,
     expert_data_parallel: torch.distributed.ProcessGroup,
 ) -> None:
-    """Have ZeRO-3 cut and reduce `params` over `expert_data_parallel`, and divide the sum by the whole data-parallel
+    """Have ZeRO cut and reduce `params` over `expert_data_parallel`, and divide the sum by the whole data-parallel
     size. Call it before deepspeed.initialize.
 
     DeepSpeed 0.19 does that for experts of its own layers (AutoEP), which it knows by these attributes and by groups
     under a name (deepspeed.utils.groups); zero.Init reads the group of a parameter from it, and the reduction
-    the divisor from its family.
+    the divisor from its family. ZeRO-1 and -2 read the name alone (and zero12.separate_experts).
     """
     from deepspeed.utils import groups
 
-    groups._EXPERT_PARALLEL_GROUP[_EXPERTS] = expert_parallel
-    groups._EXPERT_DATA_PARALLEL_GROUP[_EXPERTS] = expert_data_parallel
+    groups._EXPERT_PARALLEL_GROUP[EXPERTS] = expert_parallel
+    groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = expert_data_parallel
     for param in params:
         marks: Any = param
-        marks.group_name = _EXPERTS
+        marks.group_name = EXPERTS
         marks.ds_zero_placement_family = "autoep_expert"
-        marks.ds_zero_partition_group_name = _EXPERTS
+        marks.ds_zero_partition_group_name = EXPERTS
         marks.ds_zero_partition_process_group = expert_data_parallel
 
 

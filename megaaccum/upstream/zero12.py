@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megaaccum.upstream.adam import set_adam_step, views
-from megaaccum.upstream.zero import Zero3, ZeroDriver
+from megaaccum.upstream.zero import EXPERTS, Zero3, ZeroDriver
 
 
 class Zero12(ZeroDriver):
@@ -188,6 +188,37 @@ def zero1_config(config: dict[str, Any], params_dtype: torch.dtype) -> dict[str,
     if config["zero_optimization"]["stage"] == 1 and params_dtype is torch.bfloat16:
         return config | {"data_types": {**config.get("data_types", {}), "grad_accum_dtype": "bf16"}}
     return config
+
+
+def separate_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have a ZeRO-1 or -2 engine of `model` cut and reduce experts over ranks of their own (`zero.set_expert_ranks`).
+
+    DeepSpeed 0.19 flattens a whole parameter group over one process group, so experts get groups with its marks; and it
+    reads the marks only if the model has a layer of its class MoE, which it otherwise asks for nothing.
+    """
+    from deepspeed.moe.layer import MoE
+
+    class Mark(MoE):  # type: ignore[misc]  # DeepSpeed has no types
+        """A layer of experts without any parameter."""
+
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.num_experts = 0
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            """Do nothing: the groups exist."""
+
+    model.add_module(EXPERTS, Mark())
+    apart: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        members = list(zip(group["params"], group.get("param_names", group["params"]), strict=True))
+        for is_expert in (False, True):
+            part = [each for each in members if (not getattr(each[0], "allreduce", True)) == is_expert]
+            names = {"param_names": [name for _, name in part]} if "param_names" in group else {}
+            marks = {"moe": True, "name": EXPERTS} if is_expert else {}
+            if part:
+                apart.append(group | names | marks | {"params": [param for param, _ in part]})
+    optimizer.param_groups[:] = apart
 
 
 def driver_of(engine: Any, accumulate_in: torch.dtype) -> Zero3 | Zero12:

@@ -74,8 +74,8 @@ def cut_parameters_counted_on_one_rank(plan: Plan) -> Iterator[None]:
 def tied_copy_counted_twice(plan: Plan) -> Iterator[None]:
     counts = grad_norm.counts_in_norm
 
-    def both(shard: Any, backend: Any, groups: Any) -> bool:
-        return counts(shard, backend, groups) or (names.is_tied_copy(shard.param) and backend.replica == 0)
+    def both(shard: Any, groups: Any) -> bool:
+        return counts(shard, groups) or (names.is_tied_copy(shard.param) and shard.replica == 0)
 
     with replaced(grad_norm, "counts_in_norm", both):
         yield
@@ -89,9 +89,9 @@ def tied_copy_counted_twice(plan: Plan) -> Iterator[None]:
 def experts_missing_in_the_norm(plan: Plan) -> Iterator[None]:
     counts = grad_norm.counts_in_norm
 
-    def own(shard: Any, backend: Any, groups: Any) -> bool:
+    def own(shard: Any, groups: Any) -> bool:
         elsewhere = names.is_expert(shard.param) and plan.layout.ep > 1 and dist.get_rank() % plan.layout.ep != 0
-        return counts(shard, backend, groups) and not elsewhere
+        return counts(shard, groups) and not elsewhere
 
     with replaced(grad_norm, "counts_in_norm", own):
         yield

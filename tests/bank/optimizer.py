@@ -239,7 +239,7 @@ def one_stage_does_not_skip(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def one_rank_skips(plan: Plan) -> Iterator[None]:
     def step(original: Any, self: DdpBackend) -> None:
-        if plan.layout.dp == 1 or self.replica == 0:
+        if plan.layout.dp == 1 or self._groups.dp_cp.rank() == 0:
             original(self)
 
     with wrapped(DdpBackend, "step", step):

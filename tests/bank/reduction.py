@@ -310,7 +310,7 @@ def streamed_twice(plan: Plan) -> Iterator[None]:
 @mistake(
     "gradients of experts that were spread over ranks are not divided by the expert-parallel size",
     "https://github.com/NVIDIA/Megatron-LM/pull/5956",
-    base="spread experts", axes="ep, dp, experts",
+    base="spread experts", axes="ep, dp, backend, experts",
     parameter=r"decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight",
 )  # fmt: skip
 def experts_over_the_wrong_group(plan: Plan) -> Iterator[None]:

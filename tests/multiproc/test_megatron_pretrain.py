@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.megatron_pretrain import INTERLEAVED, Run, numbers, pretrained
+from tests.support.megatron_pretrain import INTERLEAVED, Run, losses, numbers, pretrained, scales
 
 ROUNDING = 1e-5
 
@@ -79,3 +79,33 @@ def test_megatron_reads_our_weights(printed):
     """They are in Megatron's own form: its loss of the next batch is the same."""
     (loss, *_), (ours, *_) = numbers(printed["theirs, with our weights"]), numbers(printed["ours, resumed"])
     assert loss == ours
+
+
+# --- arguments of the optimizer, which is replaced ------------------------------------------------------------------
+
+MATRICES = "--untie-embeddings-and-output-weights --qk-layernorm --weight-decay 0.5 --apply-wd-to-qk-layernorm "
+OPTIMIZERS = {
+    "decoupled lr": MATRICES + "--decoupled-lr 3e-2 --decoupled-min-lr 1e-3 ",
+    "dynamic loss scale": "--fp16 --initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 2 --hysteresis 1 ",
+    "fixed loss scale": "--fp16 --loss-scale 512 ",
+}
+
+
+@pytest.fixture(scope="module")
+def optimized() -> dict[tuple[str, bool], list[str]]:
+    """The lines of each run, over our objects (True) and over Megatron's."""
+    runs = {(name, ours): Run(flags, ours=ours) for name, flags in OPTIMIZERS.items() for ours in (True, False)}
+    return dict(zip(runs, run_ranks(pretrained, 4, list(runs.values()), timeout=120)[-1], strict=True))
+
+
+def test_decoupled_learning_rates_and_decayed_norms_are_megatrons(optimized):
+    assert len(optimized["decoupled lr", True]) == 10
+    assert optimized["decoupled lr", True] == optimized["decoupled lr", False]
+
+
+@pytest.mark.parametrize("name", ["dynamic loss scale", "fixed loss scale"])
+def test_the_loss_scale_is_megatrons(optimized, name):
+    ours, theirs = (scales(optimized[name, ours]) for ours in (True, False))
+    assert ours == theirs
+    assert len(set(ours)) == (4 if name.startswith("dynamic") else 1)
+    assert losses(optimized[name, True]) == pytest.approx(losses(optimized[name, False]), rel=1e-3)

@@ -14,7 +14,12 @@ from tests.support.parity import VOCAB, Case, Gradient, Rig, microbatches
 
 def forward_step(data_iterator, chunk, unit=1.0):
     """A forward step function of a Megatron user: per-token losses, summed, weighed by unmasked tokens."""
-    batch = next(data_iterator)
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch, cp = next(data_iterator), parallel_state.get_context_parallel_group(check_initialized=False)
+    if cp is not None and cp.size() > 1:
+        batch = get_batch_on_this_cp_rank(dict(batch), is_hybrid_cp=False, cp_group=cp)
     mask = batch["loss_mask"]
     output = chunk(
         batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], loss_mask=mask

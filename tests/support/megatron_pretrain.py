@@ -85,7 +85,10 @@ def same_weights(chunks):
 
     from megaaccum.model import gpt
 
-    groups: Any = SimpleNamespace(tp=parallel_state.get_tensor_model_parallel_group())
+    groups: Any = SimpleNamespace(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_group(),
+    )
     for chunk in chunks:
         gpt.initialize(chunk, groups, seed=7)
     return chunks
@@ -110,10 +113,12 @@ def _pretrained(run: Run) -> list[str]:
     from megaaccum.loop import pretrain as our_pretrain  # isort: skip  # the changed import
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
+    from megaaccum.model.local_norm import Norm
     from megaaccum.platform import cpu
 
     training.destroy_global_state()
@@ -129,6 +134,8 @@ def _pretrained(run: Run) -> list[str]:
     with ExitStack() as stack:
         stack.enter_context(suppress(SystemExit))  # after --exit-interval
         stack.enter_context(patch.object(training, "print_rank_last", lines.append))
+        # Megatron's wrapper of torch's norms refuses sequence parallelism, without which no experts train under tp.
+        stack.enter_context(patch.object(WrappedTorchNorm, "__new__", Norm.__new__))
         if not run.ours:
             stack.enter_context(cpu.cuda_type_names())  # Megatron's clipping asks for it
         start(whole, datasets, ModelType.encoder_or_decoder, forward_step, *provider, **more)
@@ -141,3 +148,13 @@ def numbers(lines: Sequence[str]) -> list[float]:
     """Losses and norms, as printed."""
     found = [re.findall(r"(?:loss|loss value|PPL|norm): *([0-9.E+-]+)", line) for line in lines]
     return [float(each) for line in found for each in line]
+
+
+def scales(lines: Sequence[str]) -> list[float]:
+    """Loss scales, as printed."""
+    return [float(each) for line in lines for each in re.findall(r"loss scale: *([0-9.E+-]+)", line)]
+
+
+def losses(lines: Sequence[str]) -> list[float]:
+    """Losses of the steps, as printed."""
+    return [float(each) for line in lines for each in re.findall(r"lm loss: *([0-9.E+-]+)", line)]

@@ -187,22 +187,22 @@ class Rig:
 
         params = dict(names.named_parameters(self.chunks))
         mine = [
-            (name, start, flat.detach().cpu().double().numpy(), names.is_expert(param))  # arrays are pickled faster
+            # Arrays are pickled faster. Ranks of another place in a parameter's tp group hold another part of it.
+            (name, start, flat.detach().cpu().double().numpy(), names.tp_group(param, self.groups).rank())
             for name, param, start, flat in parts
             if flat.numel()
         ]
         group = self.groups.collection.tp_dp_cp
         everyone: list = [None] * group.size()
-        torch.distributed.all_gather_object(everyone, (self.groups.tp.rank(), mine), group=group)
+        torch.distributed.all_gather_object(everyone, mine, group=group)
         shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in params.items()}
         whole = {
             name: torch.full((torch.Size(shape).numel(),), float("nan"), dtype=torch.float64)
             for name, shape in shapes.items()
         }
-        for tp_rank, pieces in everyone:
-            for name, start, grad, is_expert in pieces:
-                # Other ranks of tp hold other parts of a dense parameter, and parts of the same expert.
-                if name in whole and (is_expert or tp_rank == self.groups.tp.rank()):
+        for pieces in everyone:
+            for name, start, grad, tp_rank in pieces:
+                if name in whole and tp_rank == names.tp_group(params[name], self.groups).rank():
                     whole[name][start : start + grad.size] = torch.from_numpy(grad).view(-1)
         return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megaaccum import Plan
+from megaaccum.config.megatron_arguments import listed, lists
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.pretrain.interop.megatron.verdicts import listed, lists
 from megaaccum.schedule import build
 from megaaccum.schedule.build import BUILT_IN
 

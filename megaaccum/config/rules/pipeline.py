@@ -116,6 +116,8 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
         yield f"{key} needs 16-bit parameters, as Megatron-core refuses it elsewhere: set bf16 to true, {off}."
     if subject.sharding.sync == "streaming":
         yield f"{key} runs layers in pieces, around which sync streaming cannot gather: set sync to resident, {off}."
+    if subject.sharding.backend == "fsdp2":
+        yield f"{key} runs layers in pieces, around which backend fsdp2 cannot gather: set backend to deepspeed, {off}."
     if subject.quantization.fp8_format is not None:
         yield f"{key} runs two chunks at once, but FP8 keeps one's histories at a time: leave fp8_format out, {off}."
     if model.moe_token_dispatcher_type == "allgather":

@@ -115,6 +115,8 @@ def replicas(subject: Subject) -> Iterator[str]:
     count, backend, parallel = subject.sharding.data_parallel_replicas, subject.sharding.backend, subject.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     dp, rest = divmod(subject.world_size, max(model_ranks, 1))
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or 1
+    of_experts = dp * parallel.tensor_model_parallel_size // max(ep * etp, 1)
     if count > 1 and backend != "fsdp2":
         yield (
             f"data_parallel_replicas {count} needs backend fsdp2, but backend is {backend}: set backend to fsdp2,"
@@ -125,24 +127,23 @@ def replicas(subject: Subject) -> Iterator[str]:
             f"data_parallel_replicas {count} does not divide the {dp} ranks of dp * cp: set it to"
             f" {either(nearest_divisors(count, dp))}."
         )
+    elif count > 1 and of_experts > 0 and of_experts % count:
+        yield (
+            f"data_parallel_replicas {count} does not divide the {of_experts} ranks that hold the same experts (tp * cp"
+            f" * dp / (expert_tensor_parallel_size {etp} * expert_model_parallel_size {ep})): set it to"
+            f" {either(nearest_divisors(count, of_experts))}."
+        )
 
 
 def expert_groups(subject: Subject) -> Iterator[str]:
-    """Experts with a data-parallel group of their own (spread, or whole beside cut dense matrices) are summed by the
-    DeepSpeed backend alone, at ZeRO-3 with resident parameters. Only whole experts were tested."""
-    sharding, parallel = subject.sharding, subject.parallel
-    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
-    if subject.model.num_experts is None or (ep == 1 and etp == parallel.tensor_model_parallel_size):
-        return
-    who = f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp}:"
-    instead = "or expert_model_parallel_size to 1 and expert_tensor_parallel_size to tensor_model_parallel_size"
-    if etp != 1:
-        yield f"{who} spread experts must be whole: set expert_tensor_parallel_size to 1, {instead}."
-    yield from _needs_zero3(subject, who, instead)
-    if sharding.sync == "streaming":
-        yield f"{who} has no sync streaming: set sync to resident, {instead}."
-    if sharding.deterministic and sharding.reproducible == "none":
-        yield f"{who} has no deterministic sums: set deterministic to false, {instead}."
+    """Experts are whole, or cut as the dense matrices are. (Other cuts were not tested.)"""
+    tp, etp = subject.parallel.tensor_model_parallel_size, subject.parallel.expert_tensor_parallel_size
+    if etp not in (1, tp):
+        either_size = f"1 or {tp}" if tp > 1 else "1"
+        yield (
+            f"expert_tensor_parallel_size {etp} is neither 1 nor tensor_model_parallel_size {tp}: set it to"
+            f" {either_size}."
+        )
 
 
 def _needs_zero3(subject: Subject, what: str, instead: str) -> Iterator[str]:

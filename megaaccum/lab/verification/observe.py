@@ -113,11 +113,11 @@ def place_in(groups: Groups) -> dict[str, int]:
 
 def piece_of(chunk: Any, groups: Groups, name: str, param: Any, values: torch.Tensor, start: int) -> Piece:
     """The piece of `param` with these values, which begin at element `start` of the part that this tp rank holds."""
-    cut = names.is_sharded_over_tp(param)
+    cut, group = names.is_sharded_over_tp(param), names.tp_group(param, groups)
     gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False)) and "linear_fc1" in name
     return Piece(
         name, values.detach().double().reshape(-1).clone(), start,
-        tp_rank=groups.tp.rank() if cut else 0, tp_size=groups.tp.size() if cut else 1,
+        tp_rank=group.rank() if cut else 0, tp_size=group.size() if cut else 1,
         axis=param.partition_dim if cut else -1, gated=cut and gated,
     )  # fmt: skip
 

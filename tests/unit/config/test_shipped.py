@@ -55,7 +55,7 @@ def test_a_configuration_is_accepted_at_its_cluster_size(path):
     settled = plan(path)
     pp = settled.layout.pp
     assert pp == 1 or settled.batch.microbatches_per_flush >= 2 * pp
-    assert settled.config.sharding.zero_stage == 3
+    assert settled.config.sharding.zero_stage == (1 if path.stem == "deepseek_v3_like" else 3)
 
 
 @pytest.mark.parametrize("at", ["its own world", "its smallest world"])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
+from megaaccum.config.megatron_arguments import listed, loss_scale_keys
 from megaaccum.pretrain.interop.megatron.parser import ParsedFlags, built_fields, model_fields, parse, sort_into_lists
 from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
-from megaaccum.pretrain.interop.megatron.verdicts import listed
 
 LEFT_TO_RULES = frozenset(
     {
@@ -124,9 +124,8 @@ def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
         theirs["params_dtype"] = "fp32"
     if args.eval_interval is None:
         theirs["eval_interval"] = 0
-    if args.fp16 and reading.deepspeed is None and not given.has("loss_scale"):
-        names = ("initial_loss_scale", "loss_scale_window", "hysteresis")
-        theirs |= {name: getattr(args, name) for name in names}
+    if reading.deepspeed is None and not args.loss_scale:
+        theirs |= {name: getattr(args, name) for name in loss_scale_keys(args)}
     sizes = {"global_batch_size", "device_batch_size", "grad_accum_steps", "step_batch_size_schedule"}
     if args.micro_batch_size and not sizes & values.keys():
         theirs["grad_accum_steps"] = 1
@@ -145,7 +144,8 @@ def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
     conversion."""
     if given.checked is not None:
         asked = {name for name in given.written if name in model_fields() or name in CONVERTED}
-        if not asked - all_keys().keys() - listed().keys() and not given.args.multi_latent_attention:
+        hybrid = given.has("hybrid_layer_pattern", "hybrid_override_pattern")
+        if not (asked - all_keys().keys() - listed().keys() or given.args.multi_latent_attention or hybrid):
             return
         taken = built_fields(given)
         if given.args.multi_latent_attention:

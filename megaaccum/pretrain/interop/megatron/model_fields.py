@@ -6,10 +6,10 @@ import typing
 from functools import cache
 
 from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.megatron_arguments import listed
 from megaaccum.config.source import Unknown
 from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS
 from megaaccum.pretrain.interop.megatron.parser import model_fields
-from megaaccum.pretrain.interop.megatron.verdicts import listed
 
 
 @cache

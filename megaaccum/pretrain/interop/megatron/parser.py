@@ -1,8 +1,8 @@
 """Parsing flags of Megatron-LM and Megatron-DeepSpeed with Megatron's own parser.
 
 `megatron.training.arguments` parses and checks the list, and Megatron's own conversion gives the model's configuration;
-the tables of `keys` and `verdicts` have the rest. Importing Megatron takes seconds, so it is imported when the first
-flag is read.
+the tables of `keys` and of `config.megatron_arguments` have the rest. Importing Megatron takes seconds, so it is
+imported when the first flag is read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 import yaml
 
 from megaaccum.config.keys import all_keys, canonical
+from megaaccum.config.megatron_arguments import fork_flags, listed
 from megaaccum.config.source import Source, meant, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
-from megaaccum.pretrain.interop.megatron.verdicts import fork_flags, listed
 
 _ABSENT: Any = object()
 
@@ -358,11 +358,8 @@ def sort_into_lists(given: ParsedFlags) -> None:
         if row is not None and row.verdict != "run" and not is_default(name, getattr(given.args, name)):
             rows.setdefault(row.title, []).append(name)
     for names in rows.values():
-        row, shown = listed()[names[0]], given.shown(*names)
-        if row.verdict == "note":
-            given.notes.append(f"{shown}: {row.why}.")
-        else:
-            given.problems.append(f"{shown}: {row.why}; {row.instead}.")
+        row = listed()[names[0]]
+        (given.notes if row.verdict == "note" else given.problems).append(row.text(given.shown(*names)))
 
 
 def built_fields(given: ParsedFlags) -> dict[str, object]:

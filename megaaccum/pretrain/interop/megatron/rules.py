@@ -10,6 +10,14 @@ from typing import Any
 from megaaccum.config.batch_ramp import BatchRamp, parse_schedule, requested_intervals
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
+from megaaccum.config.megatron_arguments import (
+    LOSS_SCALE,
+    NO_EFFECT_ON_SCALE,
+    ORDER_OF_COLLECTIVES,
+    distributed_optimizer,
+    loss_scale_keys,
+    repeats_to_the_bit,
+)
 from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
@@ -101,11 +109,12 @@ def _precision(given: ParsedFlags, reading: Reading) -> None:
     """Set the precision of gradient sums, FP32 unless BF16 is requested, and for FP16 the loss scale."""
     if given.args.grad_reduce_in_bf16:
         reading.put("grad_reduce_dtype", "bf16", given, "grad_reduce_in_bf16")
-    for name in ("hysteresis", "initial_loss_scale", "loss_scale", "loss_scale_window", "min_loss_scale"):
-        if given.has(name) and given.args.fp16 and getattr(given.args, name):
+    acting = loss_scale_keys(given.args)
+    for name in LOSS_SCALE:
+        if given.has(name) and name in acting:
             reading.put(name, getattr(given.args, name), given, name)
-        elif given.has(name):
-            reading.notes.append(f"{given.written[name]}: only FP16 needs its loss scaled.")
+        elif given.has(name) and getattr(given.args, name):
+            reading.notes.append(f"{given.written[name]}: {NO_EFFECT_ON_SCALE[given.args.fp16]}.")
 
 
 def _experts(given: ParsedFlags, reading: Reading) -> None:
@@ -132,19 +141,10 @@ def _experts(given: ParsedFlags, reading: Reading) -> None:
         reading.values.pop("expert_model_parallel_size", None)
         return
     reading.put("num_experts", number, given, "num_experts")
-    asked, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
-    if _spread(given) and (asked or tp) != 1:
-        reading.put("expert_tensor_parallel_size", 1, given, "expert_model_parallel_size")
-        reading.notes.append(f"expert_tensor_parallel_size 1 in place of {asked or tp}: spread experts are whole here.")
-    elif asked is not None:
-        reading.put("expert_tensor_parallel_size", asked, given, "expert_tensor_parallel_size")
-
-
-def _spread(given: ParsedFlags) -> bool:
-    """Whether experts have data-parallel ranks of their own."""
-    args = given.args
-    asked, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
-    return bool(args.num_experts) and (args.expert_model_parallel_size > 1 or (asked or tp) != tp)
+    if args.expert_tensor_parallel_size is not None:
+        reading.put(
+            "expert_tensor_parallel_size", args.expert_tensor_parallel_size, given, "expert_tensor_parallel_size"
+        )
 
 
 def _deepspeed(given: ParsedFlags, reading: Reading) -> None:
@@ -172,40 +172,33 @@ def _sharding(given: ParsedFlags, reading: Reading) -> None:
     """Set the backend or ZeRO stage that gives the same result as Megatron's own sharding."""
     args, values = given.args, reading.values
     chosen = {"backend", "zero_stage"} & values.keys() or reading.deepspeed is not None
-    only_deepspeed = _spread(given) or "offload_optimizer" in values
+    offload = "offload_optimizer" in values
     if chosen:
         used = given.shown("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
         if used:
             reading.notes.append(f"{used}: the backend or ZeRO stage that is given beside it holds.")
-    elif args.use_torch_fsdp2 and not only_deepspeed:
+    elif args.use_torch_fsdp2 and not offload:
         reading.put("backend", "fsdp2", given, "use_torch_fsdp2")
         reading.notes.append("--use-torch-fsdp2: backend fsdp2, torch's fully_shard under megaaccum's own hooks.")
     elif args.use_megatron_fsdp or args.use_torch_fsdp2:
-        strategy = (
-            "optim_grads_params" if args.use_torch_fsdp2 or only_deepspeed else args.data_parallel_sharding_strategy
-        )
+        strategy = "optim_grads_params" if args.use_torch_fsdp2 or offload else args.data_parallel_sharding_strategy
         name = "use_torch_fsdp2" if args.use_torch_fsdp2 else "use_megatron_fsdp"
         reading.put("zero_stage", _STAGES[strategy], given, name)
         reading.notes.append(f"{given.written[name]}: DeepSpeed ZeRO-{_STAGES[strategy]} shards the same in its place.")
-    elif args.use_distributed_optimizer and only_deepspeed:
-        reading.notes.append("--use-distributed-optimizer: DeepSpeed ZeRO-3, which spread experts and offload need.")
-    elif args.use_distributed_optimizer and args.fp16:
-        reading.put("zero_stage", 1, given, "use_distributed_optimizer")
-        reading.notes.append("--use-distributed-optimizer: DeepSpeed ZeRO-1 shards the same optimizer state, for FP16.")
     elif args.use_distributed_optimizer:
-        reading.put("backend", "megatron", given, "use_distributed_optimizer")
+        keys, note = distributed_optimizer(args, offload=offload)
+        for key, value in keys.items():
+            reading.put(key, value, given, "use_distributed_optimizer")
+        reading.notes += [f"--use-distributed-optimizer: {note}"] if note else []
 
 
 def _deterministic(given: ParsedFlags, reading: Reading) -> None:
     if not given.args.deterministic_mode:
         return
-    if _spread(given):
-        reading.notes.append(
-            "--deterministic-mode: with spread experts, sums over ranks are in the order of the collectives, so a run"
-            " repeats up to rounding."
-        )
-    else:
+    if repeats_to_the_bit(reading.values):
         reading.put("deterministic", True, given, "deterministic_mode")
+    else:
+        reading.notes.append(ORDER_OF_COLLECTIVES)
 
 
 def _tokenizer(given: ParsedFlags, reading: Reading) -> None:
@@ -264,7 +257,8 @@ def _hybrid(given: ParsedFlags, reading: Reading) -> None:
     """Pass on the layer pattern of a HybridModel, whose kernels need a GPU, and refuse layers of a user's own."""
     pattern = given.args.hybrid_layer_pattern or given.args.hybrid_override_pattern
     if pattern is not None:
-        reading.megatron["hybrid_layer_pattern"] = pattern
+        # The second sets how initial weights are scaled by depth.
+        reading.megatron |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True}
         reading.notes.append(
             "a hybrid model: its Mamba layers need a GPU with mamba_ssm and Transformer Engine; memory and times are"
             " predicted as if each layer were attention and an MLP."

@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
+from megaaccum.config.megatron_arguments import listed, lists
 from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
 from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS, read_flags, verdict_of
 from megaaccum.pretrain.interop.megatron.page import as_markdown
-from megaaccum.pretrain.interop.megatron.parser import defaults, model_fields, parser
-from megaaccum.pretrain.interop.megatron.verdicts import listed, lists
+from megaaccum.pretrain.interop.megatron.parser import built_fields, defaults, model_fields, parse, parser
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[4] / "docs"
@@ -267,6 +268,33 @@ def test_fields_of_the_model_need_no_key(text, fields):
     assert whole(text).config.megatron == fields
 
 
+def test_a_layer_pattern_alone_makes_a_hybrid_model():
+    """The width of its output layers' initial weights, as that of Megatron's own conversion of the same list."""
+    from megatron.core.transformer import TransformerConfig
+
+    config = config_of("--hybrid-layer-pattern M*M* --position-embedding-type none")
+    assert config.megatron["is_hybrid_model"] is True
+    words = f"{BASE} --hybrid-layer-pattern M*M* --mamba-num-groups 4 --position-embedding-type none"
+    assert built_fields(parse(words.split()))["is_hybrid_model"] is True
+    sizes = dict(num_layers=4, hidden_size=64, num_attention_heads=4)
+    std = [
+        TransformerConfig(**sizes, **fields).output_layer_init_method(torch.empty(500, 500)).std()
+        for fields in ({"is_hybrid_model": config.megatron["is_hybrid_model"]}, {})
+    ]
+    assert std[0] == pytest.approx(0.02 / 2, rel=0.02)
+    assert std[1] == pytest.approx(0.02 / 8**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--allow-ambiguous-pad-tokens", "--train-idx-path x", "--train-doc-idx-path x", "--train-sample-idx-path x",
+     "--train-shuffle-idx-path x"],
+)  # fmt: skip
+def test_other_samples_than_megatrons_order_gives_are_refused(flag):
+    (problem,) = some(flag).problems
+    assert problem.startswith(f"{flag}: samples are drawn in Megatron's own seeded order")
+
+
 def test_latent_attention_rotates_as_megatron_does_unless_a_file_says_otherwise(tmp_path):
     """Megatron's default there is YaRN, with whatever --rotary-scaling-factor says; a YAML file's is plain rope."""
     text = "--multi-latent-attention --kv-channels 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
@@ -300,10 +328,11 @@ def test_an_underfilled_pipeline_is_an_error_unless_it_is_allowed():
     assert any("idle" in note for note in whole(text, world_size=4).notes)
 
 
-def test_spread_experts_take_zero_3_in_place_of_the_distributed_optimizer():
+def test_spread_experts_keep_the_distributed_optimizer_and_their_cut():
     text = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear --use-distributed-optimizer"
-    plan = whole(text, world_size=2)
-    assert (plan.config.sharding.backend, plan.config.sharding.zero_stage) == ("deepspeed", 3)
+    text += " --tensor-model-parallel-size 2 --sequence-parallel"
+    plan = whole(text, world_size=4)
+    assert (plan.config.sharding.backend, plan.layout.ep, plan.layout.etp) == ("megatron", 2, 2)
 
 
 def test_sequence_parallel_without_tensor_parallel_is_noted():

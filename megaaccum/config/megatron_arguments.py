@@ -1,0 +1,121 @@
+"""Megatron's arguments: the verdicts on those that are neither a key of megaaccum's nor a field of Megatron's model
+configuration, and what those that concern the step mean, for `check` and for Megatron's own loop alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+Verdict = Literal["run", "note", "refuse"]
+VERDICTS: tuple[Verdict, ...] = ("run", "note", "refuse")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Arguments that share a verdict and its reason."""
+
+    title: str
+    verdict: Verdict
+    why: str
+    """The reason, for the reader of a note, a problem or the documentation."""
+    instead: str
+    """The replacement for a refused argument."""
+    names: tuple[str, ...]
+    """argparse destinations."""
+    loop: Verdict | None
+    """The verdict in Megatron's own loop (`megaaccum.loop.pretrain`), where they act through an object that is
+    replaced; None where they are Megatron's own."""
+
+    def text(self, shown: str) -> str:
+        """The note or problem on the arguments `shown`."""
+        return f"{shown}: {self.why}; {self.instead}." if self.instead else f"{shown}: {self.why}."
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    text = resources.files("megaaccum.config").joinpath("megatron_arguments.yaml").read_text(encoding="utf-8")
+    tables: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tables
+
+
+def _rows(tables: dict[str, Any], *, loop: bool = False) -> tuple[Listed, ...]:
+    return tuple(
+        Listed(
+            row["title"], verdict, row["why"], row.get("instead", ""), tuple(row["names"].split()),
+            verdict if loop else row.get("loop"),
+        )
+        for verdict in VERDICTS
+        for row in tables[verdict]
+    )  # fmt: skip
+
+
+@cache
+def lists() -> tuple[Listed, ...]:
+    """Every list, in the order of megatron_arguments.yaml."""
+    return _rows(_tables())
+
+
+@cache
+def listed() -> dict[str, Listed]:
+    """The list of each listed argument, by destination."""
+    return {name: row for row in lists() for name in row.names}
+
+
+@cache
+def lists_in_loop() -> tuple[Listed, ...]:
+    """The lists that hold in Megatron's own loop."""
+    return (*(row for row in lists() if row.loop), *_rows(_tables()["loop"], loop=True))
+
+
+def fork_flags() -> dict[str, tuple[str, ...]]:
+    """Destinations of Megatron-DeepSpeed's own flags, by kind of value (switch, int, float, str, words)."""
+    return {kind: tuple(names.split()) for kind, names in _tables()["fork"].items()}
+
+
+# --- what arguments of the step mean --------------------------------------------------------------------------------
+
+LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+"""Arguments of the loss scale, which have the names of their keys."""
+
+NO_EFFECT_ON_SCALE = {
+    True: "no effect beside --loss-scale, which fixes the scale",
+    False: "only FP16 needs its loss scaled",
+}
+"""Why an argument of the loss scale has no effect, with FP16 and without."""
+
+
+def loss_scale_keys(args: Any) -> tuple[str, ...]:
+    """The arguments of the loss scale that have an effect: none without FP16, and one if the scale is fixed."""
+    if not args.fp16:
+        return ()
+    return ("loss_scale",) if args.loss_scale else LOSS_SCALE[1:]
+
+
+def distributed_optimizer(args: Any, *, offload: bool) -> tuple[dict[str, object], str]:
+    """(keys that --use-distributed-optimizer sets, the note on it if another backend takes its place).
+
+    offload: the optimizer goes to host memory.
+    """
+    if offload:
+        return {}, "DeepSpeed ZeRO-3, which offload needs."
+    if args.fp16:
+        return {"zero_stage": 1}, "DeepSpeed ZeRO-1 shards the same optimizer state, for FP16."
+    return {"backend": "megatron"}, ""
+
+
+ORDER_OF_COLLECTIVES = (
+    "--deterministic-mode: at ZeRO-1 and -2 with the optimizer in host memory or BF16 messages, sums over ranks are in"
+    " the order of the collectives, so a run repeats up to rounding."
+)
+
+
+def repeats_to_the_bit(keys: Mapping[str, object]) -> bool:
+    """Whether the key `deterministic` holds beside other keys; otherwise ORDER_OF_COLLECTIVES is the note."""
+    by_deepspeed = keys.get("backend", "deepspeed") == "deepspeed"
+    by_its_sums = keys.get("offload_optimizer") == "cpu" or keys.get("grad_reduce_dtype") == "bf16"
+    return not (by_deepspeed and keys.get("zero_stage", 3) != 3 and by_its_sums)
