@@ -1,4 +1,4 @@
-# make setup | te | demo | quick | test | bank | lint | types | docs | bench
+# make setup | te | demo | quick | test | bank | long | lint | types | docs | bench
 #
 # Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo quick quick-long quick-rest test bank lint types docs bench
+.PHONY: setup te demo quick quick-long quick-rest test bank long lint types docs bench
 
 setup: $(STAMP)
 
@@ -73,6 +73,10 @@ test-%: setup
 # Every documented mistake, made on purpose: each is caught by a wrong number.
 bank: setup
 	$(BIN)/python -m pytest tests/bank
+
+# Tables that take minutes and of which `make test` runs one cell per backend: Muon on every backend and layout.
+long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/long
 
 lint: setup
 	$(BIN)/ruff check

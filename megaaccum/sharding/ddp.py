@@ -190,7 +190,7 @@ class DdpBackend(UnshardedBackend):
     def state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             if param.requires_grad:
-                yield StatePiece(name, param, 0, adam.adam_views(self._optimizer, param))
+                yield StatePiece(name, param, 0, adam.adam_views(self._optimizer, param, adam.moments(param)))
         yield from whole_frozen_pieces(self._chunks, self.replica)
 
     def adopt_state(self, num_steps: int) -> None:
