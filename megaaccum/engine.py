@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,6 +349,7 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
         steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
+        steps["optimizer"] = self.plan.config.optimizer.optimizer
         return self.train_steps.transaction.state_dict() | steps
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
@@ -380,7 +382,8 @@ class Engine:
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)
         notes = raise_on_all_ranks(resume.check_differences, checkpoint, self.differences(progress), self.override)
-        save_load.load(checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers)
+        load = partial(save_load.load, checkpoint, self.backend, self.groups, new_momenta="optimizer" in self.override)
+        load(shape=self.shape, buffers=self.buffers)
         self.resume(progress)
         for note in notes:
             self.print(note)
@@ -396,7 +399,13 @@ class Engine:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
         schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
-        return {"batch": self.plan.ramp_differences(progress.batch_ramp), "lr_schedule": schedule}
+        now, then = self.plan.config.optimizer.optimizer, progress.transaction.get("optimizer", "adam")
+        other = {f"optimizer: the checkpoint was made with {then}, the configuration says {now}": f"set it to {then}"}
+        return {
+            "batch": self.plan.ramp_differences(progress.batch_ramp),
+            "lr_schedule": schedule,
+            "optimizer": other if now != then else {},
+        }
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
         """Continue after `progress`, whose tensors have been loaded. with_optimizer: its LR schedule is loaded too.

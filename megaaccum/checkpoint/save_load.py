@@ -222,9 +222,11 @@ def load(
     shape: dict[str, Any],
     buffers: Buffers | None = None,
     only_weights: bool = False,
+    new_momenta: bool = False,
 ) -> Progress:
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
-    optimizer's moments and this rank's random states keep their initial values.
+    optimizer's moments and this rank's random states keep their initial values. new_momenta: of AdamW's run, for one of
+    Muon, whose momenta begin at zero.
 
     Raises CheckpointError on every rank, with the model as it was: if the checkpoint is of another model, naming what
     differs; DamagedCheckpoint if a file or a piece is missing or not what was written.
@@ -234,16 +236,20 @@ def load(
     raise_on_all_ranks(_check_shape, current, progress.shape, shape, groups.tp.size())
     reader = raise_on_all_ranks(CheckpointReader, current, progress.metadata_sha256)
     stored = pieces.Stored(key for key in reader.stored if not key.startswith((_RNG, _BUFFER)))
-    raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, only_weights=only_weights)
+    fits = {"only_weights": only_weights, "new_momenta": new_momenta}
+    raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, **fits)
     _check_size(current, stored, backend, groups)
     # Everything is read and checked before the model changes: an error leaves the model as it was.
-    held = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
+    every = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
+    held = [each for each in every if stored.has(each[0].name, each[0].kind)]
     covering = raise_on_all_ranks(lambda: [stored.covering(piece) for piece, _, _ in held])
     random = {key for key in _rng(groups) if key in reader.stored and not only_weights}
     keys = random.union(found.key for each in covering for found, _, _ in each)
     keys |= raise_on_all_ranks(_buffer_keys, current, reader, buffers)
     raise_on_all_ranks(reader.check_files, keys)
     read = raise_on_all_ranks(reader.read, keys)
+    for _, tensor, _ in every if new_momenta else ():
+        tensor.zero_()
     for (piece, tensor, _), each in zip(held, covering, strict=True):
         for found, start, stop in each:
             pieces.copy(read[found.key], found, start, stop, piece, tensor)
