@@ -149,6 +149,8 @@ class Engine:
         self.shape: dict[str, Any] = {}
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
         self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
+        if self.backend.matrices is not None:
+            self.print(self.backend.matrices.summary)
         low_precision = fp8.build(plan, chunks)
         self.buffers = dict(names.named_buffers(chunks)) | low_precision.tensors
         kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
