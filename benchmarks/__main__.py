@@ -19,6 +19,7 @@ BY_NAME = (
     "tune_faults",
     "verify",
     "libraries",
+    "muon",
     *NEED_FILES,
 )
 """layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, tune_faults, verify,

@@ -431,4 +431,6 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
+    if plan.config.optimizer.optimizer == "muon":
+        raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")
     return factory([param for _, param in names.named_parameters(chunks)])

@@ -47,7 +47,7 @@ def mark_matrices(plan: Plan, chunks: list[torch.nn.Module]) -> set[str]:
     no parameter, or if one asks for a parameter that is no matrix.
     """
     patterns = plan.config.optimizer.muon_matrices
-    wanted, hits = raise_on_all_ranks(_matrices, patterns, chunks)
+    wanted, hits = raise_on_all_ranks(matrices_of, patterns, chunks)
     counts = torch.tensor([len(wanted), *hits], dtype=torch.int64, device=cpu.device())
     dist.all_reduce(counts)
     total, *fits = counts.tolist()
@@ -59,13 +59,17 @@ def mark_matrices(plan: Plan, chunks: list[torch.nn.Module]) -> set[str]:
         raise printed_once(
             ConfigError("optimizer muon: no trained parameter is a weight matrix of a layer: set optimizer to adam")
         )
-    for name, param in names.named_parameters(chunks):
-        if name in wanted:
-            names.mark_matrix(param, _parts(plan, name, param, chunks[0].config))
+    raise_on_all_ranks(_mark, plan, wanted, chunks)
     return wanted
 
 
-def _matrices(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:
+def _mark(plan: Plan, wanted: set[str], chunks: list[torch.nn.Module]) -> None:
+    for name, param in names.named_parameters(chunks):
+        if name in wanted:
+            names.mark_matrix(param, parts_of(plan, name, param, chunks[0].config))
+
+
+def matrices_of(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:
     """Names of this rank's matrices, and how many parameters each pattern fits."""
     if not emerging.is_installed():
         raise ConfigError("optimizer muon needs emerging-optimizers: install megaaccum[muon], or set optimizer to adam")
@@ -99,7 +103,7 @@ def _matrices(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set[s
     return found, hits
 
 
-def _parts(plan: Plan, name: str, param: torch.nn.Parameter, config: Any) -> tuple[Part, ...]:
+def parts_of(plan: Plan, name: str, param: torch.nn.Parameter, config: Any) -> tuple[Part, ...]:
     """The matrices of a parameter, by the rows that this rank's tensor-parallel part has of each."""
     keys, rows = plan.config.optimizer, int(getattr(param, "ds_shape", param.shape)[0])
     if keys.muon_split_qkv and name.endswith(".linear_qkv.weight"):

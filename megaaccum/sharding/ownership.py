@@ -156,7 +156,7 @@ class MatrixUpdates:
             parts = self._parts(step.mine, coming.pop())
             for later in self._rounds[number + 1 : number + 2]:
                 coming.append(self._send(later.gives, later.gets, self._read(inputs)))
-            results = {matrix: self._iterate(matrix, parts[matrix]) for matrix in step.mine}
+            results = {matrix: self.iterate(matrix, parts[matrix]) for matrix in step.mine}
             going.append(self._send(step.returns, step.updates, self._cut(results), self._wire))
             if number:
                 self._write(going.pop(0), grads)
@@ -204,7 +204,7 @@ class MatrixUpdates:
             parts[move.matrix][move.tp].narrow(0, move.run[1], move.numel).copy_(elements)
         return parts
 
-    def _iterate(self, matrix: Matrix, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def iterate(self, matrix: Matrix, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Orthogonalise a whole matrix. Returns its tensor-parallel parts, flat."""
         form = self._form[matrix]
         columns = form.columns

@@ -82,7 +82,7 @@ def blocks_orthogonalised(plan: Plan) -> Iterator[None]:
         whole = emerging.scale_factor(matrix.rows, matrix.columns, self._keys.muon_scale_mode)
         return [(_iterated(self, part.view(-1, form.columns)) / whole).reshape(-1) for part in parts]
 
-    with wrapped(MatrixUpdates, "_iterate", blockwise):
+    with wrapped(MatrixUpdates, "iterate", blockwise):
         yield
 
 
@@ -92,13 +92,13 @@ def blocks_orthogonalised(plan: Plan) -> Iterator[None]:
     base="Muon, micro-batches", axes="", parameter=QKV,
 )  # fmt: skip
 def fused_weight_as_one(plan: Plan) -> Iterator[None]:
-    original = muon._parts
+    original = muon.parts_of
 
     def parts(plan: Plan, name: str, param: torch.nn.Parameter, config: Any) -> tuple[muon.Part, ...]:
         rows = param.shape[0]
         return (muon.Part(0, rows, rows),) if "linear_qkv" in name else original(plan, name, param, config)
 
-    with replaced(muon, "_parts", parts):
+    with replaced(muon, "parts_of", parts):
         yield
 
 
@@ -125,12 +125,12 @@ def momentum_of_a_skipped_step(plan: Plan) -> Iterator[None]:
     base="Muon, micro-batches", axes="", parameter=PROJ,
 )  # fmt: skip
 def matrix_falls_back(plan: Plan) -> Iterator[None]:
-    original = muon._matrices
+    original = muon.matrices_of
 
     def fewer(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:
         found, hits = original(patterns, chunks)
         return {name for name in found if "linear_proj" not in name}, hits
 
     assert adamw.muon is muon
-    with replaced(muon, "_matrices", fewer):
+    with replaced(muon, "matrices_of", fewer):
         yield

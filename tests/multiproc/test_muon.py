@@ -241,3 +241,49 @@ def test_every_backend_of_the_table_is_one_that_can_be_chosen():
     for layout in BACKENDS.values():
         Case(4, f"--grad_accum_steps 2 {layout}", FLAGS).plan()
     assert Path(__file__).parents[1].joinpath("long", "test_muon_table.py").exists()
+
+
+# --- bytes and memory -------------------------------------------------------------------------------------------------
+
+
+UNSPLIT = "--no_muon_split_qkv --no_muon_split_gated"
+
+
+def counted(case: Case) -> tuple[float, float, int, int]:
+    """(bytes that this rank received for Muon in a step, bytes of the optimizer's state, calls, matrices it owns)."""
+    rig = Rig.of(case)
+    size = rig.plan.batch.global_batch_size
+    result = [rig.train(step=step, first=step * size) for step in range(2)][-1]
+    lanes = {lane: count.num_bytes for lane, count in result.traffic.items()}
+    moved = sum(size for lane, size in lanes.items() if lane.startswith("all_to_all/tp_dp_cp/"))
+    held = {id(each): each.nbytes for each in rig.backend.tensors()["optimizer"]}
+    updates = rig.backend.matrices
+    return moved, float(sum(held.values())), updates.num_calls, len(updates.owned[rig.groups.dp.rank()])
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("--zero_stage 3 --grad_accum_steps 2", ""),
+        ("--zero_stage 3 --grad_accum_steps 2", UNSPLIT),
+        ("--backend fsdp2 --grad_accum_steps 2", f"--muon_fp32_matmul_prec medium {UNSPLIT}"),
+        ("--backend fsdp2 --data_parallel_replicas 2 --grad_accum_steps 2", ""),
+        ("--backend ddp --grad_accum_steps 2", "--muon_fp32_matmul_prec medium"),
+    ],
+)
+def test_bytes_and_memory_are_the_predicted_ones(layout, more):
+    from megaaccum.lab.planner import footprint, matrices
+    from megaaccum.lab.planner.sync_mode import Forecast
+    from tests.support.parity import VOCAB
+
+    case = Case(4, layout, f"{TWO_LAYERS} {more}")
+    by_rank, plan = run_ranks(counted, 4, case, timeout=60), case.plan()
+    found = matrices.forecast(plan)
+    moved, predicted = sum(moved for moved, *_ in by_rank), 4 * (found.to_owners + found.back)
+    if "zero_stage 3" in layout and UNSPLIT not in more:  # shards of fused weights are no shards of their matrices
+        assert predicted <= moved <= predicted * 4 / 3
+    else:
+        assert moved == pytest.approx(predicted, rel=1e-6)
+    held = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory["optimizer"]
+    assert max(size for _, size, *_ in by_rank) == pytest.approx(held, rel=0.02)
+    assert all(calls == 2 * owned for *_, calls, owned in by_rank)

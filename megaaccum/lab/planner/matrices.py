@@ -74,7 +74,9 @@ class Forecast:
     """A step of Muon on the stage with the most work.
 
     flops: of the busiest owner's iterations. balance: its cost over the mean. to_owners, back: bytes that a rank
-    receives, in the mean over the stage. saved: bytes of second moments that the stage does not hold.
+    receives, in the mean over the stage, if each holds an even share of every matrix; the owner of a part of a fused
+    weight may hold none of it, and receives at most ranks / (ranks - 1) as much. saved: bytes of second moments that
+    the stage does not hold.
     """
 
     count: int

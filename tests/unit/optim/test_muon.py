@@ -7,9 +7,14 @@ import itertools
 import pytest
 import torch
 
+from megaaccum.config import resolve
+from megaaccum.engine import optimizer_of
+from megaaccum.errors import ConfigError
 from megaaccum.optim.muon import Muon, Part
+from megaaccum.pretrain.interop.load import load
 from megaaccum.sharding.ownership import Held
 from megaaccum.upstream import emerging
+from tests.support.parity import MODEL, merged
 
 torch.manual_seed(0)
 
@@ -95,6 +100,13 @@ def test_matrices_of_a_part_cut_over_tp_are_whole():
     across = Held("proj", (Part(0, 16, 16),), 16, 3, 1, 2, 0, 0, 48)
     assert [(m.rows, m.columns) for m in across.matrices()] == [(16, 6)]
     assert [(m.rows, m.columns) for m in held(0, 48).matrices()] == [(8, 3), (4, 3), (4, 3)]
+
+
+def test_an_optimizer_of_the_callers_own_is_refused():
+    plan = resolve(load(None, merged(MODEL, "--optimizer muon")), world_size=1)
+    with pytest.raises(ConfigError) as caught:
+        optimizer_of(plan, [], torch.optim.AdamW)
+    assert "give initialize none" in str(caught.value)
 
 
 def test_an_empty_shard_has_no_runs():
