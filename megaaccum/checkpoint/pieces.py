@@ -249,7 +249,7 @@ def check_fit(
         elif not only_weights and (lacks := _lacks(stored, state, new_momenta)):
             wrong.append(
                 f"{name} has no {lacks} in {current}, where another optimizer stepped it: set optimizer or"
-                " muon_matrices back (a run goes from adam to muon with --override optimizer, and not back)"
+                " muon_matrices back (a run goes from adam to muon with override optimizer, and not back)"
             )
         elif _STATE_SPACE.search(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")

@@ -185,7 +185,7 @@ def test_a_run_goes_from_adam_to_muon_by_an_override_and_not_back(tmp_path):
     for refused, zero, same in run_ranks(switched, 2, str(tmp_path), case, timeout=120):
         assert len(refused) == 3
         assert "optimizer: the checkpoint was made with adam, the configuration says muon; set it to adam" in refused[0]
-        assert "or add --override optimizer" in refused[0]
+        assert "or set override to optimizer" in refused[0]
         assert "made with muon, the configuration says adam" in refused[1]
         assert "where another optimizer stepped it" in refused[2]
         assert not any(zero.values())
