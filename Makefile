@@ -1,4 +1,4 @@
-# make setup | te | demo | quick | test | bank | weights | lint | types | docs | bench | dist | hashes
+# make setup | te | demo | quick | test | bank | long | weights | lint | types | docs | bench | dist | hashes
 #
 # Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo quick quick-long quick-rest test bank weights lint types docs bench dist hashes
+.PHONY: setup te demo quick quick-long quick-rest test bank long weights lint types docs bench dist hashes
 
 setup: $(STAMP)
 
@@ -77,6 +77,10 @@ bank: setup
 # Every family of Hugging Face's models in every layout, in and out and through 20 steps.
 weights: setup
 	$(BIN)/python -m pytest tests/bank/test_weights.py
+
+# Tables that take minutes and of which `make test` runs one cell per backend: Muon on every backend and layout.
+long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/long
 
 lint: setup
 	$(BIN)/ruff check

@@ -21,6 +21,7 @@ BY_NAME = (
     "tune_faults",
     "verify",
     "libraries",
+    "muon",
     "weights",
     *NEED_FILES,
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,8 @@ class Engine:
         """Whether any rank trains a parameter; if none does, the engine has no optimizer."""
         inner = optimizer_of(plan, chunks, optimizer) if self.trains else no_optimizer(plan)
         self.backend = sharding.build(plan, groups, chunks, inner)
+        if self.backend.matrices is not None:
+            self.print(self.backend.matrices.summary)
         low_precision = fp8.build(plan, chunks)
         self.trained_buffers = dict(names.named_buffers(chunks))
         """{name in the whole model: tensor} of trained state that is no parameter (expert biases)."""
@@ -381,6 +384,7 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
         steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
+        steps["optimizer"] = self.plan.config.optimizer.optimizer
         return self.train_steps.transaction.state_dict() | steps
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
@@ -417,9 +421,8 @@ class Engine:
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differences = self.differences(progress) if self.trains else {}
         notes = raise_on_all_ranks(resume.check_differences, checkpoint, differences, self.override)
-        save_load.load(
-            checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers, only_weights=not self.trains
-        )
+        load = partial(save_load.load, checkpoint, self.backend, self.groups, new_momenta="optimizer" in self.override)
+        load(shape=self.shape, buffers=self.buffers, only_weights=not self.trains)
         if self.trains:
             self.resume(progress)
         for note in notes:
@@ -466,7 +469,13 @@ class Engine:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
         schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
-        return {"batch": self.plan.ramp_differences(progress.batch_ramp), "lr_schedule": schedule}
+        now, then = self.plan.config.optimizer.optimizer, progress.transaction.get("optimizer", "adam")
+        other = {f"optimizer: the checkpoint was made with {then}, the configuration says {now}": f"set it to {then}"}
+        return {
+            "batch": self.plan.ramp_differences(progress.batch_ramp),
+            "lr_schedule": schedule,
+            "optimizer": other if now != then else {},
+        }
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:
         """Continue after `progress`, whose tensors have been loaded. with_optimizer: its LR schedule is loaded too.
@@ -500,6 +509,8 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
+    if plan.config.optimizer.optimizer == "muon":
+        raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")
     return factory(raise_on_all_ranks(_trained, chunks))
 
 

@@ -90,8 +90,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg
-    or exp_avg_sq."""
+    """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg,
+    exp_avg_sq, or Muon's momentum_buffer."""
 
     name: str
     kind: str
@@ -184,7 +184,11 @@ class Stored:
 
     def is_trained(self, name: str) -> bool:
         """Whether the checkpoint holds moments of a parameter."""
-        return (name, "exp_avg") in self._pieces
+        return self.has(name, "exp_avg") or self.has(name, "momentum_buffer")
+
+    def has(self, name: str, kind: str) -> bool:
+        """Whether the checkpoint holds this tensor of a parameter."""
+        return (name, kind) in self._pieces
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The whole shape of a parameter; None if the checkpoint has no parameter of that name."""
@@ -240,9 +244,18 @@ def copy(source: torch.Tensor, stored: Piece, start: int, stop: int, wanted: Pie
         target[(to[mine] - wanted.start).to(target.device)] = values
 
 
-def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: Groups, *, only_weights: bool) -> None:
+def check_fit(
+    current: Path,
+    stored: Stored,
+    backend: ShardingBackend,
+    groups: Groups,
+    *,
+    only_weights: bool,
+    new_momenta: bool = False,
+) -> None:
     """Check that the checkpoint `current` has this rank's parameters with their shapes and, unless only_weights, with
-    moments exactly if they are trained here. Raises CheckpointError, naming what differs."""
+    moments exactly if they are trained here. new_momenta: momenta of matrices that it lacks begin at zero. Raises
+    CheckpointError, naming what differs."""
     wrong = []
     for state in backend.state():
         name, here, there = state.name, tuple(names.whole_shape(state.param, groups)), stored.shape(state.name)
@@ -253,12 +266,25 @@ def check_fit(current: Path, stored: Stored, backend: ShardingBackend, groups: G
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
+        elif not only_weights and (lacks := _lacks(stored, state, new_momenta)):
+            wrong.append(
+                f"{name} has no {lacks} in {current}, where another optimizer stepped it: set optimizer or"
+                " muon_matrices back (a run goes from adam to muon with override optimizer, and not back)"
+            )
         elif is_state_space(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")
     if wrong:
         raise CheckpointError(
             "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else "")
         )
+
+
+def _lacks(stored: Stored, state: StatePiece, new_momenta: bool) -> str:
+    """The optimizer's tensor that the checkpoint has not, because it has another optimizer's; empty otherwise."""
+    kinds = ("momentum_buffer", "exp_avg")
+    own, other = kinds if names.is_matrix(state.param) else kinds[::-1]
+    switches = stored.has(state.name, other) and not stored.has(state.name, own)
+    return own if switches and not (new_momenta and own == "momentum_buffer") else ""
 
 
 def _by(shape: tuple[int, ...]) -> str:

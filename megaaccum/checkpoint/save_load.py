@@ -225,9 +225,11 @@ def load(
     shape: dict[str, Any],
     buffers: Buffers | None = None,
     only_weights: bool = False,
+    new_momenta: bool = False,
 ) -> Progress:
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
-    optimizer's moments and this rank's random states keep their initial values.
+    optimizer's moments and this rank's random states keep their initial values. new_momenta: of AdamW's run, for one of
+    Muon, whose momenta begin at zero.
 
     Raises CheckpointError on every rank, with the model as it was: if the checkpoint is of another model, naming what
     differs; DamagedCheckpoint if a file or a piece is missing or not what was written.
@@ -238,10 +240,12 @@ def load(
     reader = raise_on_all_ranks(CheckpointReader, current, progress.metadata_sha256)
     sizes = {key: each.size for key, each in reader.stored.items() if not key.startswith((_RNG, _BUFFER))}
     stored = raise_on_all_ranks(pieces.Stored, sizes)
-    raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, only_weights=only_weights)
+    fits = {"only_weights": only_weights, "new_momenta": new_momenta}
+    raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, **fits)
     _check_size(current, stored, backend, groups)
     # Everything is read and checked before the model changes: an error leaves the model as it was.
-    held = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
+    every = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
+    held = [each for each in every if not (new_momenta and _begins(each[0], stored))]
     covering = raise_on_all_ranks(lambda: [stored.covering(piece) for piece, _, _ in held])
     states = {} if only_weights else _rng(groups)
     random = {key for key, now in states.items() if key in reader.stored and reader.stored[key].size == now.shape}
@@ -249,6 +253,8 @@ def load(
     keys |= raise_on_all_ranks(_buffer_keys, current, reader, buffers)
     raise_on_all_ranks(reader.check_files, keys)
     read = raise_on_all_ranks(reader.read, keys)
+    for _, tensor, _ in every if new_momenta else ():
+        tensor.zero_()
     for (piece, tensor, _), each in zip(held, covering, strict=True):
         for found, start, stop in each:
             pieces.copy(read[found.key], found, start, stop, piece, tensor)
@@ -258,6 +264,11 @@ def load(
     backend.adopt_state(0 if only_weights else progress.num_updates)
     rng.restore({key.rsplit("/", 1)[1]: read[key] for key in random})
     return progress
+
+
+def _begins(piece: pieces.Piece, stored: pieces.Stored) -> bool:
+    """Whether a momentum begins at zero: AdamW stepped its matrix in the checkpoint's run."""
+    return piece.kind == "momentum_buffer" and not stored.has(piece.name, piece.kind)
 
 
 def _check_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp: int) -> None:

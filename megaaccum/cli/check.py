@@ -18,7 +18,7 @@ from megaaccum.config.rules.model import cannot_pack
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ConfigError, DataError
-from megaaccum.lab.planner import auto_schedule, footprint, sync_mode
+from megaaccum.lab.planner import auto_schedule, footprint, matrices, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
@@ -335,6 +335,7 @@ def _sharding(plan: Plan) -> _Section:
         who[sharding.backend],
         f"sync {sharding.sync}: {when[sharding.sync]}",
         _precisions(sharding),
+        *_muon(plan),
         *_fp8(plan),
         *_policies(plan),
     ]
@@ -351,6 +352,20 @@ def _precisions(sharding: ShardingConfig) -> str:
     elif sharding.backend == "megatron":
         added = reduced = "fp32" if reduced == "fp32" else params  # type: ignore[assignment]
     return f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
+
+
+def _muon(plan: Plan) -> list[str]:
+    """Muon's work and traffic on the stage with the most of it; nothing with AdamW."""
+    if plan.config.optimizer.optimizer != "muon" or plan.layout.schedule not in SCHEDULES:
+        return []
+    at, found = plan.layout, matrices.forecast(plan)
+    return [
+        f"Muon: {found.count:,} matrices of a stage over {at.tp * at.cp * at.dp} owners"
+        f" (tp {at.tp} * cp {at.cp} * dp {at.dp}), the busiest with {found.balance:.2f} times the mean cost,"
+        f" {found.flops / 1e12:,.2f} TFLOP per step",
+        f"momenta live with the shards: {units.amount(found.to_owners)} to owners and {units.amount(found.back)} back"
+        f" per rank and step, {units.amount(found.saved)} of second moments less per stage",
+    ]
 
 
 def _fp8(plan: Plan) -> list[str]:

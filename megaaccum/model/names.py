@@ -133,6 +133,17 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     return bool(getattr(param, "sequence_parallel", False)) or of_heads
 
 
+def mark_matrix(param: torch.nn.Parameter, parts: tuple[Any, ...]) -> None:
+    """Let Muon step `param`. parts: the matrices that it consists of (optim/muon.Part)."""
+    marked: Any = param
+    marked.matrix_parts = parts
+
+
+def is_matrix(param: torch.nn.Parameter) -> bool:
+    """Whether Muon steps this parameter."""
+    return hasattr(param, "matrix_parts")
+
+
 def whole_shape(param: torch.nn.Parameter, groups: Groups) -> list[int]:
     """Shape of all tensor-parallel ranks' parts and all data-parallel ranks' shards together."""
     shape = list(getattr(param, "ds_shape", param.shape))  # of a parameter that ZeRO-3 has released nothing is left

@@ -1,4 +1,5 @@
-"""AdamW over a rank's parameters: fused where Transformer Engine, apex or torch has a fused one."""
+"""The optimizer over a rank's parameters: AdamW, fused where Transformer Engine, apex or torch has a fused one, or
+Muon."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
-from megaaccum.optim import lr_schedule
+from megaaccum.optim import lr_schedule, muon
 from megaaccum.platform import cpu
 
 if TYPE_CHECKING:
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
 
 
 def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
-    """AdamW over this rank's parameters, in two groups: with weight decay (matrices) and without (biases, norms).
+    """The optimizer over this rank's parameters, in groups with weight decay (matrices) and without (biases, norms).
 
-    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train.
+    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train, or muon nothing
+    to orthogonalise.
     """
     optimizer = plan.config.optimizer
-    groups = raise_on_all_ranks(_trained, plan, chunks)
+    matrices = muon.mark_matrices(plan, chunks) if optimizer.optimizer == "muon" else set()
+    groups = raise_on_all_ranks(_trained, plan, chunks, matrices)
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
+    if optimizer.optimizer == "muon":
+        options["fused"] = plan.config.sharding.reproducible != "layout"
+        return muon.Muon(groups, decoupled=optimizer.muon_weight_decay_method == "decoupled", **options)
     if plan.config.sharding.reproducible == "layout":
         # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
         # (torch 2.13, on a CPU), and a shard's end is not the parameter's.
@@ -37,7 +43,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.ParamGroup]:
+def _trained(plan: Plan, chunks: list[torch.nn.Module], matrices: set[str]) -> list[lr_schedule.ParamGroup]:
     """The groups; none of the backends starts on ranks without any."""
     named = list(names.named_parameters(chunks))
     groups = lr_schedule.param_groups(
@@ -46,6 +52,8 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module]) -> list[lr_schedule.Para
         decoupled=_decoupled(plan),
         hidden=_hidden(plan),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
+        matrices=matrices,
+        others=_others(plan),
     )
     if not groups:
         raise ConfigError(
@@ -65,6 +73,16 @@ def _decoupled(plan: Plan) -> dict[str, float] | None:
         "max_lr": keys.decoupled_lr,
         "min_lr": keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr,
     }
+
+
+def _others(plan: Plan) -> dict[str, float]:
+    """The schedule's ends, and the share of weight_decay, of what AdamW steps beside Muon, where they are its own."""
+    keys, found = plan.config.optimizer, {}
+    if keys.muon_scalar_lr is not None:
+        found = {"max_lr": keys.muon_scalar_lr, "min_lr": keys.min_lr * keys.muon_scalar_lr / keys.lr}
+    if keys.muon_scalar_weight_decay is not None and keys.weight_decay:
+        found["wd_mult"] = keys.muon_scalar_weight_decay / keys.weight_decay
+    return found
 
 
 def _hidden(plan: Plan) -> dict[str, float] | None:

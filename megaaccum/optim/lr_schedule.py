@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -228,6 +228,8 @@ def param_groups(
     decoupled: dict[str, float] | None = None,
     hidden: dict[str, float] | None = None,
     decay_qk_norms: bool = False,
+    matrices: Collection[str] = (),
+    others: dict[str, float] | None = None,
 ) -> list[ParamGroup]:
     """The optimizer's groups: what decays, then what does not; within each, dense parameters, then experts.
 
@@ -240,9 +242,13 @@ def param_groups(
 
     decoupled: max_lr and min_lr of the input embedding and the output head, which are groups of their own then. hidden:
     the same, and eps, of all other matrices (the maximal update parametrization).
-    decay_qk_norms: norms of queries and keys decay (apply_wd_to_qk_layernorm).
+    decay_qk_norms: norms of queries and keys decay (apply_wd_to_qk_layernorm). matrices: names of those that Muon
+    steps, which are groups with `matrices`; others: what all other groups have then, a share of weight_decay too.
     """
-    kinds: dict[str, dict[str, float]] = {"": {}, "ends": decoupled or {}, "hidden": hidden or {}}
+    rest = others or {}
+    kinds: dict[str, dict[str, float]] = {
+        "": rest, "ends": rest | (decoupled or {}), "hidden": rest | (hidden or {}), "matrices": {"matrices": True}
+    }  # fmt: skip
     members: dict[tuple[float, bool, str], list[tuple[str, torch.nn.Parameter]]] = {
         (wd_mult, is_expert, kind): [] for wd_mult in (1.0, 0.0) for is_expert in (False, True) for kind in kinds
     }
@@ -250,16 +256,16 @@ def param_groups(
         if param.requires_grad:
             is_expert = not getattr(param, "allreduce", True)
             decays = not never_decays(name, param) or (decay_qk_norms and _is_qk_norm(name))
-            kind = _kind(name, param, decoupled is not None, hidden is not None)
+            kind = "matrices" if name in matrices else _kind(name, param, decoupled is not None, hidden is not None)
             members[1.0 if decays else 0.0, is_expert, kind].append((name, param))
     return [
         {
             "params": [param for _, param in named],
             "param_names": [name for name, _ in named],
-            "weight_decay": weight_decay * wd_mult,
-            "wd_mult": wd_mult,
             "is_expert_parallel": is_expert,
             **kinds[kind],
+            "weight_decay": weight_decay * wd_mult * kinds[kind].get("wd_mult", 1.0),
+            "wd_mult": wd_mult * kinds[kind].get("wd_mult", 1.0),
         }
         for (wd_mult, is_expert, kind), named in members.items()
         if named

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megaaccum.errors import ConfigError
 from megaaccum.model.attention import prepare_latent_attention
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, measure_memory
+from megaaccum.sharding.ownership import MatrixUpdates
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ def build(
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
     prepare_latent_attention(chunks)
     backend = kind(plan, groups, chunks, optimizer)
+    if plan.config.optimizer.optimizer == "muon":
+        backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
     optimizer.register_step_pre_hook(lambda *_: measure_memory(backend))
     return backend

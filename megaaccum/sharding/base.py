@@ -20,6 +20,7 @@ from megaaccum.sharding.sum_tree import AnyOrder
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding.ownership import MatrixUpdates
 
 GradSync = Callable[..., Any] | list[Callable[..., Any]] | None
 """Megatron takes one function, one per chunk, or none."""
@@ -46,9 +47,9 @@ class StatePiece:
     """This rank's part of one parameter's training state.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
-    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of a frozen parameter {"param": weight};
-    writing to them and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same
-    piece, which one this is.
+    tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of Muon's matrices {"param",
+    "momentum_buffer"}, of a frozen parameter {"param": weight}; writing to them and then `adopt_state` changes the
+    model. replica: of the data-parallel ranks that hold the same piece, which one this is.
     """
 
     name: str
@@ -74,6 +75,9 @@ class ShardingBackend(Protocol):
 
     loss_scale: float
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
+
+    matrices: MatrixUpdates | None
+    """Muon's updates, which take the place of the gradients of matrices before `step`; None with another optimizer."""
 
     sums: AnyOrder
     """Sums of the micro-batches' gradients. Sums in one order track the running micro-batch and keep waiting sums."""
@@ -209,6 +213,7 @@ class UnshardedBackend:
     can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
+    matrices: MatrixUpdates | None = None
     sums: AnyOrder = AnyOrder()
     _groups: Groups
 

@@ -203,7 +203,8 @@ class DdpBackend(UnshardedBackend):
         for name, param in self._parameters:
             if param.requires_grad:
                 replica = names.dp_group(param, self._groups).rank()
-                yield StatePiece(name, param, 0, adam.adam_views(self._optimizer, param), replica)
+                views = adam.adam_views(self._optimizer, param, adam.moments(param))
+                yield StatePiece(name, param, 0, views, replica)
         yield from whole_frozen_pieces(self._chunks, self._groups)
 
     def adopt_state(self, num_steps: int) -> None:

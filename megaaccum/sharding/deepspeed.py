@@ -41,6 +41,7 @@ from megaaccum.upstream import adam, pytorch, zero, zero12
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding.ownership import MatrixUpdates
 
 
 class DeepSpeedBackend:
@@ -54,6 +55,7 @@ class DeepSpeedBackend:
     can_defer = True
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
+    matrices: MatrixUpdates | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         self.memory = HighWater()

@@ -32,6 +32,7 @@ from megaaccum.upstream import adam, fsdp2, pytorch
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding.ownership import MatrixUpdates
 
 
 class Fsdp2Backend:
@@ -44,6 +45,7 @@ class Fsdp2Backend:
     can_defer = False  # fully_shard reduces in a backward, or not at all
     loss_scale = 1.0
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
+    matrices: MatrixUpdates | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         _check_torch()
@@ -297,16 +299,11 @@ class Fsdp2Backend:
 
     def state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
-            tensors: dict[str, Any] = {"param": param} | (self._moments(param) if param.requires_grad else {})
+            tensors: dict[str, Any] = {"param": param}
+            if param.requires_grad:
+                tensors |= adam.state_of(self._optimizer, param, adam.moments(param))
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
             yield StatePiece(name, param, fsdp2.first_element(param), views, _replica(param))
-
-    def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The moments of a trained parameter; missing ones are made, as zeros."""
-        state: dict[str, Any] = self._optimizer.state[param]
-        if isinstance(self._optimizer, torch.optim.Adam):  # which adds nothing to a state that exists
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=param.device))
-        return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
 
     def adopt_state(self, num_steps: int) -> None:
         trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]

@@ -329,6 +329,8 @@ class TrainStep:
         grad_norm.scale_and_clip(self.backend, norm, self.plan.config.optimizer.clip_grad, factor=factor)
         if self.before_update is not None:
             self.before_update()
+        if self.backend.matrices is not None:
+            self.backend.matrices.orthogonalise()
         self.backend.step()
         router_state.update_bias(self.chunks, self.groups)
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 
-def views(adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count: int) -> dict[str, torch.Tensor]:
-    """Flat views {"param", "exp_avg", "exp_avg_sq"} of `count` elements of `flat` from `position`; moments that do not
-    exist yet are made, as zeros."""
+def moments(param: torch.nn.Parameter) -> tuple[str, ...]:
+    """Names of the optimizer's tensors for a trained parameter: Muon's of a matrix (optim/muon), or Adam's."""
+    return ("momentum_buffer",) if hasattr(param, "matrix_parts") else ("exp_avg", "exp_avg_sq")
+
+
+def views(
+    adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count: int, *, kinds: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Flat views of `count` elements of `flat` ("param") and of its state's `kinds` from `position`."""
+    found = {"param": flat} | state_of(adam, flat, kinds)
+    return {name: tensor.detach().view(-1).narrow(0, position, count) for name, tensor in found.items()}
+
+
+def state_of(adam: torch.optim.Optimizer, flat: torch.Tensor, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors of a parameter, by their `kinds`; those that do not exist yet are made, as zeros."""
     state = adam.state[flat]
-    for moment in ("exp_avg", "exp_avg_sq"):
-        if moment not in state:
-            state[moment] = torch.zeros_like(flat)
+    for kind in kinds:
+        if kind not in state:
+            state[kind] = torch.zeros_like(flat)
     if isinstance(adam, torch.optim.Adam) and "step" not in state:
         # torch does not add to a state that exists: a step after a checkpoint of a run that never stepped needs it.
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-    moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-    return {name: t.detach().view(-1).narrow(0, position, count) for name, t in ({"param": flat} | moments).items()}
+    return {kind: state[kind] for kind in kinds}
 
 
-def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Flat views of a whole parameter and its moments; those that do not exist yet are made, as zeros."""
-    return views(adam, param, 0, param.numel())
+def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Flat views of a whole parameter and its optimizer state."""
+    return views(adam, param, 0, param.numel(), kinds=kinds)
 
 
 def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

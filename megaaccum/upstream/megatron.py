@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megaaccum.upstream.adam import adam_views, optimizer_tensors, set_adam_step
+from megaaccum.upstream.adam import adam_views, moments, optimizer_tensors, set_adam_step
 from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
@@ -195,9 +195,10 @@ def share(optimizer: Any, param: torch.nn.Parameter) -> tuple[int, int]:
 
 
 def state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Flat views {"param": master weight, "exp_avg", "exp_avg_sq"} of this rank's share; moments are made as zeros."""
+    """Flat views of the master weight ("param") and the optimizer's tensors of this rank's share."""
     group, order = optimizer.model_param_group_index_map[param]
-    return adam_views(optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order])
+    share = optimizer.optimizer.param_groups[group]["params"][order]
+    return adam_views(optimizer.optimizer, share, moments(param))
 
 
 def tensors(optimizer: Any) -> dict[str, Iterable[torch.Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from megaaccum.upstream.adam import optimizer_tensors, set_adam_step, views
+from megaaccum.upstream.adam import moments, optimizer_tensors, set_adam_step, views
 from megaaccum.upstream.lookup import absent, unwritten
 
 _BOTH = (
@@ -384,7 +384,8 @@ class Zero3(ZeroDriver):
         for param in self.params:
             group, position, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
             start, count = self._own[id(param)]
-            yield param, start, views(self.optimizer.optimizer, self.masters[group], position, count)
+            master, adam = self.masters[group], self.optimizer.optimizer
+            yield param, start, views(adam, master, position, count, kinds=moments(param))
         for param in self._frozen:
             start, count = _own_part(param)
             yield param, start, {"param": partitioned(param).ds_tensor.detach().view(-1)[:count]}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megaaccum.upstream.adam import set_adam_step, views
+from megaaccum.upstream.adam import moments, set_adam_step, views
 from megaaccum.upstream.zero import EXPERTS, Zero3, ZeroDriver
 
 
@@ -147,7 +147,8 @@ class Zero12(ZeroDriver):
         """Zero3.state of the trained parameters; frozen ones are whole on every rank."""
         for group, flat in enumerate(self.masters):
             for param, start, position, count in self._owned(group):
-                yield param, start, views(self.optimizer.optimizer, flat, position, count)
+                kinds = moments(param)
+                yield param, start, views(self.optimizer.optimizer, flat, position, count, kinds=kinds)
 
     def adopt_state(self, num_steps: int) -> None:
         """Make the contents of the views of `state` the weights after `num_steps` optimizer steps, gathered over the

@@ -35,6 +35,7 @@ _ZERO3: Keys = {"backend": "deepspeed", "reduce_bucket_size": 5000}
 
 _INTERLEAVED: Keys = {"schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}
 _RECOMPUTE: Keys = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_MUON: Keys = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "muon_extra_scale_factor": 0.2}
 _DROPOUT: Keys = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "rng": "sample"}
 
 
@@ -97,6 +98,10 @@ CASES: dict[str, Case] = {
     "FSDP2": _case(_MODEL, _PP, {"backend": "fsdp2", "params_dtype": "fp64"}),
     "FSDP2, replicas": _case(_MODEL, _SPLIT, {"backend": "fsdp2", "params_dtype": "fp64", "data_parallel_replicas": 2}),
     "Megatron": _case(_MODEL, _PP, {"backend": "megatron"}),
+    "Muon, micro-batches": _case(_MODEL, _FP64, _SPLIT, _MUON, ranks=2),
+    "Muon, tensor parallel": _case(_MODEL, _FP64, _TP, _MUON),
+    "Muon, FSDP2": _case(_MODEL, _SPLIT, {"backend": "fsdp2", "params_dtype": "fp64"}, _MUON, ranks=2),
+    "Muon, FP16": _case(_MODEL, _PP, _ZERO3, _FP16, _MUON, {"muon_momentum": 0.5}, overflow=(1, 3)),
     "FP16": _case(_MODEL, _PP, _ZERO3, _FP16, overflow=(0, 3)),
     "FP16, no overflow": _case(_MODEL, _PP, _ZERO3, _FP16),
     "FP16, clipped": _case(_MODEL, _PP, _ZERO3, _FP16, _CLIP),

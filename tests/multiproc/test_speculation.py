@@ -141,6 +141,7 @@ CASES = [
     Case(4, ZBV + "--zero_stage 3 --rng megatron --nonfinite drop_microbatch", lane="bf16"),
     Case(4, ZBV + "--backend fsdp2"),
     Case(4, ZBV + "--backend megatron"),
+    Case(4, ZBV + "--zero_stage 3 --optimizer muon"),
 ]
 
 

@@ -28,6 +28,7 @@ LATE = {
     "megaaccum.distributed.preload": "imports the libraries themselves, at the moment that a rank asks for",
     "megaaccum.lab.verification.on_ranks": "ranks import what they run; the process that starts them needs no Megatron",
     "megaaccum.lab.verification.launched": "the CPU lane's stand-ins have to be there before Megatron is imported",
+    "megaaccum.lab.verification.subject": "emerging-optimizers is optional, and only Muon's reference needs it",
     "megaaccum.observe.traffic": "torch is loaded by then, and not by `megaaccum --help`",
 }
 """Modules outside cli/ and __init__.py that import ours inside functions, because those import a heavy library."""

@@ -74,3 +74,26 @@ def weight_decay(subject: Subject) -> Iterator[str]:
         )
     elif start is not None and end is not None and end < start:
         yield f"end_weight_decay {end} is less than start_weight_decay {start}, but it can only grow: swap them."
+
+
+def muon(subject: Subject) -> Iterator[str]:
+    """Muon's updates stand where gradients were, in FP32, and its matrices scale their updates by their own shape."""
+    optimizer, sharding, tp = subject.optimizer, subject.sharding, subject.parallel.tensor_model_parallel_size
+    if optimizer.optimizer != "muon":
+        return
+    for name in ("grad_accum_dtype", "optimizer_dtype"):
+        if getattr(sharding, name) != "fp32":
+            yield f"{name} {getattr(sharding, name)}: optimizer muon keeps momenta and updates in FP32: set it to fp32."
+    if subject.megatron.get("use_mup"):
+        yield "optimizer muon: use_mup gives matrices rates by their width, which muon_scale_mode does: leave one out."
+    if optimizer.muon_scalar_weight_decay and not optimizer.weight_decay:
+        yield (
+            f"muon_scalar_weight_decay {optimizer.muon_scalar_weight_decay:g} is a share of weight_decay, which is 0:"
+            " set weight_decay above 0."
+        )
+    groups = subject.model.num_query_groups
+    if optimizer.muon_split_qkv and groups is not None and groups % tp:
+        yield (
+            f"optimizer muon: tensor_model_parallel_size {tp} cuts through num_query_groups {groups}, so that ranks"
+            " have parts of keys and values: set it to a divisor, or muon_split_qkv to false."
+        )

@@ -46,10 +46,49 @@ class StepConfig:
     the bit. For schedules whose ranks end one after the other (zbv). Holds a copy of weights, moments and gradients."""
 
 
+_MUON = "optimizer muon"
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW and its schedule (Megatron's OptimizerParamScheduler)."""
+    """The optimizer and its schedule (Megatron's OptimizerParamScheduler)."""
 
+    optimizer: Literal["adam", "muon"] = "adam"
+    """adam: AdamW for every parameter. muon: Muon for the weight matrices of layers, each one whole on one rank, and
+    AdamW for all others (embeddings, head, norms, biases, routers)."""
+    muon_matrices: Annotated[list[str], Facts(needs=_MUON)] = field(default_factory=list)
+    """Patterns (`*`, `?`) of names that are matrices besides those of the rule, or with `!` before them are not; the
+    last that fits holds."""
+    muon_momentum: Annotated[float, Facts(at_least=0, below=1, needs=_MUON)] = 0.95
+    """Decay of the momentum, an average of gradients."""
+    muon_nesterov: Annotated[bool, Facts(needs=_MUON)] = False
+    """Orthogonalise the gradient moved towards the momentum, not the momentum."""
+    muon_split_qkv: Annotated[bool, Facts(needs=_MUON)] = True
+    """Queries, keys and values of a fused weight are a matrix each."""
+    muon_split_gated: Annotated[bool, Facts(needs=_MUON)] = True
+    """Gate and up projection of a fused weight are a matrix each. Megatron orthogonalises them as one (false)."""
+    muon_coefficient_type: Annotated[
+        Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"], Facts(needs=_MUON)
+    ] = "quintic"
+    """Coefficients of the Newton-Schulz iteration, by their names in emerging-optimizers: simple is Keller Jordan's,
+    quintic the five steps of that library."""
+    muon_num_ns_steps: Annotated[int, Facts(at_least=1, needs=_MUON)] = 5
+    """Steps of the iteration."""
+    muon_fp32_matmul_prec: Annotated[Literal["medium", "high", "highest"], Facts(needs=_MUON)] = "medium"
+    """Precision of its products: BF16 (medium), TF32 (high) or FP32."""
+    muon_scale_mode: Annotated[Literal["spectral", "unit_rms_norm", "shape_scaling"], Facts(needs=_MUON)] = "spectral"
+    """Scale of a matrix' update: sqrt(max(rows, columns)), sqrt(rows / columns), or sqrt(max(1, rows / columns))."""
+    muon_extra_scale_factor: Annotated[float, Facts(above=0, needs=_MUON)] = 1.0
+    """Another factor: with 0.2 and spectral an update is as large as AdamW's (Moonlight), and takes its lr."""
+    muon_weight_decay_method: Annotated[Literal["decoupled", "l2"], Facts(needs=_MUON)] = "decoupled"
+    """decoupled: matrices shrink by lr * weight_decay. l2: weight_decay * weights is added to their gradient."""
+    muon_bucket_size: Annotated[int, Facts(at_least=1, needs=_MUON)] = 50_000_000
+    """Elements of matrices that come to their owner in one exchange, while those of the one before are iterated; a
+    matrix is never cut."""
+    muon_scalar_lr: Annotated[float | None, Facts(above=0, needs=_MUON)] = None
+    """Peak learning rate of the parameters that AdamW steps; default lr. Their min_lr is in proportion."""
+    muon_scalar_weight_decay: Annotated[float | None, Facts(at_least=0, needs=_MUON)] = None
+    """Weight decay of the parameters that AdamW steps; default weight_decay."""
     lr: Annotated[float, Facts(required=True, above=0, lr_state="max_lr")] = 0.0
     """Peak learning rate. Required."""
     min_lr: Annotated[float, Facts(at_least=0, lr_state="min_lr")] = 0.0
@@ -223,7 +262,7 @@ class RunConfig:
     """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
-    override: list[Literal["lr_schedule", "batch", "data"]] = field(default_factory=list)
+    override: list[Literal["lr_schedule", "batch", "data", "optimizer"]] = field(default_factory=list)
     """Continue from a checkpoint of another learning-rate schedule, global batch or data; the log names what differs. A
     difference that is not asked for ends the start."""
     override_opt_param_scheduler: bool = False

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megaaccum.config.plan import Plan
-from megaaccum.lab.planner import footprint
+from megaaccum.lab.planner import footprint, matrices
 from megaaccum.lab.planner.hardware import entry_of, load_hardware
 from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
 from megaaccum.lab.planner.sync_mode import Forecast
@@ -70,6 +70,7 @@ def for_receipt(
     hardware = entry_of(device, device_bytes) if stages and device is not None else None
     return {
         "stages": [asdict(each) for each in stages],
+        "muon": asdict(matrices.forecast(plan)) if stages and plan.config.optimizer.optimizer == "muon" else None,
         "hardware": hardware,
         "seconds_per_step": None if hardware is None else seconds(plan, vocab, layers, hardware),
     }

@@ -14,6 +14,7 @@ from megaaccum.lab.planner.activations import Kernels
 from megaaccum.lab.planner.footprint import StateBytes, most_waiting, sums_of_runs
 from megaaccum.lab.planner.gather_units import Units, units_of
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
+from megaaccum.lab.planner.matrices import rank_matrices
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
 from megaaccum.model.sizes import padded_rows
@@ -91,6 +92,8 @@ class MemoryModel:
     """False where nothing is sharded, whatever dp is."""
     replicas: int = 1
     """Groups of data-parallel ranks that hold the whole sharded model each."""
+    second_moment: float = 0.0
+    """Bytes per element of a matrix that Muon does not keep beside its momentum."""
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
     flushes: int = 1
@@ -222,6 +225,9 @@ class MemoryModel:
             moving = per.unit_grad * units.grads + (self._partial_sums(at, per, params) if per.waits else 0.0)
             totals["gradients"] += here * per.gradients(whole, shard, moving)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
+        if self.second_moment:
+            matrices = rank_matrices(self.model, chunks, tp=at.tp, ep=at.ep, etp=at.etp)
+            totals["optimizer"] -= self.second_moment * self._shard(at, matrices)
         return totals
 
     def _partial_sums(self, at: Layouts, per: StateBytes, params: Elements) -> Any:

@@ -196,9 +196,18 @@ def memory_model(
         sharded_over_dp=first.is_sharded,
         replicas=first.replicas,
         flushes=flushes,
+        second_moment=_second_moment(config),
         live_elements=first.live,
         head_copy=sharding.reproducible == "layout",
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
         joined_units=first.backend == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),
     )
+
+
+def _second_moment(config: Config) -> float:
+    """Bytes per element of a matrix for which Muon has no second moment: none on this device if they are offloaded."""
+    sharding = config.sharding
+    if config.optimizer.optimizer != "muon" or sharding.offload_optimizer == "cpu":
+        return 0.0
+    return BYTES["fp64" if sharding.params_dtype == "fp64" else "fp32"]

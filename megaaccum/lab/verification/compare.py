@@ -162,10 +162,10 @@ class _Measure:
         moves = kind in ("param", MODEL)
         if moves:
             trues = _from(near, before, trues)
-        if self.true.skipped and not moves:
+        if self.true.skipped and kind == GRADIENT:
             return
         pieces = _by_part([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
-        if not pieces:
+        if not pieces or not trues:
             return
         total = _root_mean_square({n: each - near[n] for n, each in trues.items()} if moves else trues)
         for name, true in trues.items():

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from megaaccum.lab.verification.borders import Crossing
 
 GRADIENT, MODEL = "gradient", "model"
-KINDS = (GRADIENT, "param", "exp_avg", "exp_avg_sq", MODEL)
+KINDS = (GRADIENT, "param", "exp_avg", "exp_avg_sq", "momentum_buffer", MODEL)
 """Kinds of tensors: the gradient as the optimizer reads it (reduced, divided, unscaled, clipped); master weights and
-Adam's moments after the step; the weights that the next forward reads."""
+Adam's moments and Muon's momenta after the step; the weights that the next forward reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import borders, subject
 from megaaccum.lab.verification.case import Case, Lane
-from megaaccum.lab.verification.records import GRADIENT, MODEL, Reference, ReferenceStep
+from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Reference, ReferenceStep
 from megaaccum.model import names
 from megaaccum.step.seeds import SampleSeeds
 
@@ -379,7 +379,7 @@ class _Run:
         }
         for name, _ in self.loop.trained:
             for kind, value in self.loop.adam.state.get(self.loop.masters[name], {}).items():
-                if kind in ("exp_avg", "exp_avg_sq"):
+                if kind in KINDS:
                     state.setdefault(kind, {})[name] = value.double().clone()
         return state
 

@@ -15,7 +15,8 @@ from megaaccum.lab.verification.verdict import Verdict
 _NAMES = {"fp64": "float64", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16"}
 _KINDS = {
     "loss": "loss", "norm": "gradient norm", "gradient": "gradients", "exp_avg": "first moments",
-    "exp_avg_sq": "second moments", "param": "change of weights", "router": "router biases",
+    "exp_avg_sq": "second moments", "momentum_buffer": "momenta", "param": "change of weights",
+    "router": "router biases",
 }  # fmt: skip
 _MOST = 12
 """Lines of what failed."""

@@ -55,6 +55,15 @@ def subject_of(case: Case) -> Subject:
     return _Gpt(case) if case.user_model is None else _UserSubject(case, case.user_model)
 
 
+def optimizer_of(named: list[tuple[str, torch.Tensor]], plan: Plan) -> Any:
+    """The plan's optimizer over masters of parameters, in one process."""
+    if plan.config.optimizer.optimizer == "adam":
+        return adamw(named, plan)
+    from megaaccum.lab.verification.whole_muon import WholeMuon
+
+    return WholeMuon(named, plan, adamw)
+
+
 def adamw(named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
     """torch's AdamW over masters of parameters; norms and biases do not decay."""
     keys = plan.config.optimizer
@@ -121,7 +130,7 @@ class _Gpt:
         return gpt_loss(model, batch, means=plan.batch.loss_norm != "token")
 
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
-        return adamw(named, plan)
+        return optimizer_of(named, plan)  # type: ignore[no-any-return]
 
     def microbatches(self, step: int, count: int) -> list[Any]:
         made = [self._microbatch(step, index, step * count + index) for index in range(count)]

@@ -162,7 +162,7 @@ class Saver:
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
         if only_weights:
-            differing.pop("lr_schedule", None)  # it begins afresh
+            differing = {name: each for name, each in differing.items() if name not in ("lr_schedule", "optimizer")}
         notes = raise_on_all_ranks(resume.check_differences, checkpoint, differing, engine.override)
         save_load.load(
             checkpoint,
@@ -171,6 +171,7 @@ class Saver:
             shape=engine.shape,
             buffers=engine.buffers,
             only_weights=only_weights,
+            new_momenta="optimizer" in engine.override,
         )
         if afresh:
             engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")

@@ -52,6 +52,7 @@ RULED = frozenset(
         "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg",
         "no_load_lr_state", "checkpoint_activations", "moe_expert_parallel_size", "ds_sequence_parallel_size",
         "cpu_optimizer", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "num_key_value_heads",
+        "optimizer", "muon_tp_mode", "muon_scalar_optimizer",
         "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
     }
 )  # fmt: skip
@@ -122,6 +123,8 @@ def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
     theirs: dict[str, object] = {"loss_norm": "microbatch", "log_interval": args.log_interval, "nonfinite": "skip"}
     if not precision.KEYS & values.keys() and reading.deepspeed is None:
         theirs["params_dtype"] = "fp32"
+    if values.get("optimizer") == "muon":
+        theirs |= {"muon_momentum": args.muon_momentum, "muon_split_gated": False}
     if args.eval_interval is None:
         theirs["eval_interval"] = 0
     if reading.deepspeed is None and not args.loss_scale:

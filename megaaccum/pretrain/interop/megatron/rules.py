@@ -117,6 +117,29 @@ def _precision(given: ParsedFlags, reading: Reading) -> None:
             reading.notes.append(f"{given.written[name]}: {NO_EFFECT_ON_SCALE[given.args.fp16]}.")
 
 
+def _optimizer(given: ParsedFlags, reading: Reading) -> None:
+    """Set AdamW or Muon, of which only the mode that orthogonalises whole matrices is Muon in every layout."""
+    args, tp = given.args, given.args.tensor_model_parallel_size
+    if args.optimizer in ("adam", "muon", "dist_muon"):
+        if given.has("optimizer"):
+            reading.put("optimizer", args.optimizer.removeprefix("dist_"), given, "optimizer")
+    else:
+        reading.problems.append(f"{given.written['optimizer']}: write adam (AdamW) or muon.")
+    if args.optimizer not in ("muon", "dist_muon"):
+        return
+    if given.has("muon_tp_mode") and args.muon_tp_mode == "blockwise" and tp > 1:
+        reading.problems.append(
+            f"{given.written['muon_tp_mode']}: it orthogonalises each of {tp} blocks of a matrix, another optimizer for"
+            " each tensor-parallel size; write --muon-tp-mode duplicated, which is the whole matrix."
+        )
+    elif tp > 1 and args.muon_tp_mode == "blockwise":
+        reading.notes.append(
+            "--optimizer muon: whole matrices (--muon-tp-mode duplicated); Megatron's default cuts them into blocks."
+        )
+    if args.muon_scalar_optimizer != "adam":
+        reading.problems.append(f"{given.written['muon_scalar_optimizer']}: write adam, which steps the others here.")
+
+
 def _experts(given: ParsedFlags, reading: Reading) -> None:
     """Set the number of experts: --num-experts is Megatron-core's MoE, unless other flags show that DeepSpeed's is
     meant."""
@@ -349,7 +372,7 @@ def _lengths(given: ParsedFlags, reading: Reading) -> None:
 
 
 RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (
-    _shape, _uneven_stages, _lengths, _precision, _experts, _deepspeed, _sharding, _deterministic, _tokenizer,
-    _data, _hybrid, _starting_over, _overlap,
+    _shape, _uneven_stages, _lengths, _precision, _optimizer, _experts, _deepspeed, _sharding, _deterministic,
+    _tokenizer, _data, _hybrid, _starting_over, _overlap,
 )  # fmt: skip
 """The rules in the order in which they run: later ones read keys that earlier ones set."""

@@ -96,6 +96,17 @@ BROKEN: list[Case] = [
         dict(weight_decay_incr_style="cosine", start_weight_decay=0.2, end_weight_decay=0.1),
         ["end_weight_decay 0.1", "start_weight_decay 0.2"],
     ),
+    (
+        "muon", 1, dict(optimizer="muon", grad_accum_dtype="bf16", bf16=True),
+        ["grad_accum_dtype bf16", "set it to fp32"],
+    ),
+    ("muon", 1, dict(optimizer="muon", weight_decay=0, muon_scalar_weight_decay=0.1), ["share of weight_decay"]),
+    (
+        "muon", 4,
+        dict(optimizer="muon", tensor_model_parallel_size=4, num_attention_heads=4, num_query_groups=2),
+        ["tensor_model_parallel_size 4", "num_query_groups 2", "muon_split_qkv to false"],
+    ),
+    ("without_effect", 1, dict(muon_momentum=0.9), ["no effect with optimizer adam: set optimizer to muon"]),
     ("one_source", 1, dict(data_path=["a"], train_data_path=["b"]), ["data_path and train_data_path"]),
     ("one_source", 1, dict(split="1,1,1", train_data_path=["b"]), ["leave split out"]),
     ("one_source", 1, dict(valid_data_path=["b"]), ["train_data_path beside it"]),

@@ -114,7 +114,10 @@ def test_the_page_of_the_documentation_is_the_tables():
         ("--exit-interval 5 --exit-duration-in-mins 3", {"exit_interval": 5, "exit_duration_in_mins": 3.0}),
         ("--eval-iters 0", {"eval_iters": 0}),
         ("--fim-data --fim-rate 0.9 --fim-eod-token <e>", {"fim_data": True, "fim_rate": 0.9, "fim_eod_token": "<e>"}),
-        ("--optimizer adam --dataloader-type single --null-tokenizer-pad-id -1", {}),
+        ("--optimizer adam --dataloader-type single --null-tokenizer-pad-id -1", {"optimizer": "adam"}),
+        ("--optimizer dist_muon --muon-nesterov --muon-no-split-qkv --muon-scale-mode unit_rms_norm", {
+            "optimizer": "muon", "muon_nesterov": True, "muon_split_qkv": False, "muon_scale_mode": "unit_rms_norm",
+        }),
         ("--grad_accum_steps 8 --dbs 4 --no-save-at-end", {
             "grad_accum_steps": 8, "device_batch_size": 4, "save_at_end": False,
         }),
@@ -136,7 +139,9 @@ def test_a_flag_sets_its_key(text, expected):
         ("--cuda-graph-modules attention", ["--cuda-graph-modules attention", "attention"]),
         ("4 --bf16", ["unexpected 4", "--name value"]),
         ("--grad-accum-steps few", ["grad_accum_steps must be a whole number"]),
-        ("--optimizer muon", ["--optimizer muon", "AdamW"]),
+        ("--optimizer lion", ["--optimizer lion", "adam (AdamW) or muon"]),
+        ("--optimizer muon --muon-scalar-optimizer lion", ["--muon-scalar-optimizer lion", "adam"]),
+        ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", ["2 blocks", "duplicated"]),
         ("--num-query-groups 8", ["without --group-query-attention"]),
         ("--tokenizer-type NullTokenizer", ["needs --vocab-size"]),
         ("--tokenizer-type BertWordPieceCase", ["megaaccum reads GPT2BPETokenizer"]),
@@ -154,7 +159,7 @@ def test_a_flag_that_cannot_be_honoured_is_named_with_the_reason(text, parts):
 
 
 REFUSED = [name for row in lists() if row.verdict == "refuse" for name in row.names]
-VALUES = {"optimizer": "muon", "dataloader_type": "cyclic", "exit_signal": "SIGUSR1"}
+VALUES = {"dataloader_type": "cyclic", "exit_signal": "SIGUSR1"}
 
 
 def something_else(name: str) -> str:

@@ -1,0 +1,311 @@
+"""Muon under every sharding: each matrix is made whole on one rank, its owner, where Newton-Schulz runs once per step.
+
+The one thing that this asks of a backend is what it has anyway: `shards`, its parts of the reduced gradients, and
+`state`, its parts of momenta and weights. The momentum lives where the shard lives: its average is made element by
+element there, and a checkpoint finds it under the parameter's name. What the iteration needs, the momentum or
+(Nesterov) the gradient moved towards it, crosses to the owner by an all-to-all over the ranks of the stage
+(tp x cp x dp), parts of tensor parallelism and shards alike, and the update comes back in the same way, in place of the
+gradient. The backend's own step then applies it, and gathers weights as always.
+
+Exchanges are made in rounds: while an owner iterates, what it needs next arrives and what it made before goes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaaccum.model import names
+from megaaccum.optim import owners
+from megaaccum.optim.muon import Part
+from megaaccum.optim.owners import Matrix
+from megaaccum.platform import cpu
+from megaaccum.upstream import emerging
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.sharding.base import ShardingBackend
+
+Run = tuple[int, int, int]
+"""Elements of a shard that lie in one matrix: (first in the shard, first in this tp rank's part of the matrix, how
+many)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank's piece of a parameter.
+
+    rows, columns: of the tensor-parallel part. axis: along which `num_tp` ranks cut it. tp: which part this is.
+    start, numel: the piece's range in the flattened part; a rank may hold nothing of it.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    rows: int
+    columns: int
+    axis: int
+    num_tp: int
+    tp: int
+    start: int
+    numel: int
+
+    def matrices(self) -> list[Matrix]:
+        """The whole matrices of the parameter."""
+        down, across = (self.num_tp if self.axis == axis else 1 for axis in (0, 1))
+        return [
+            Matrix(self.name, number, self.rows // part.period * part.length * down, self.columns * across)
+            for number, part in enumerate(self.parts)
+        ]
+
+    def runs(self, number: int) -> list[Run]:
+        """The elements of the piece that lie in matrix `number`."""
+        part, stop, found = self.parts[number], self.start + self.numel, []
+        period, length = part.period * self.columns, part.length * self.columns
+        for group in range(self.start // period, -(-stop // period) if self.numel else 0):
+            begin = group * period + part.offset * self.columns
+            low, high = max(self.start, begin), min(stop, begin + length)
+            if low < high:
+                found.append((low - self.start, group * length + low - begin, high - low))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Elements that cross between a shard and the owner of a matrix. tp: the tensor-parallel part; run: where they lie
+    in the shard and in that part."""
+
+    matrix: Matrix
+    tp: int
+    run: Run
+
+    @property
+    def numel(self) -> int:
+        return self.run[2]
+
+
+Moves = list[list[Move]]
+"""By the rank of the stage that they come from or go to."""
+
+
+@dataclass(slots=True)
+class Round:
+    """The moves of one round on this rank: it `gives` to owners and `gets` as an owner of `mine`; then it `returns` to
+    all ranks that hold a piece, and gets `updates` of its own shards."""
+
+    mine: list[Matrix]
+    gives: Moves
+    gets: Moves
+    returns: Moves
+    updates: Moves
+
+
+@dataclass(slots=True)
+class Transfer:
+    """An all-to-all under way. sent: kept until it has arrived."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    work: Any
+    moves: list[Move]
+
+    def arrived(self) -> Iterator[tuple[Move, torch.Tensor]]:
+        """Wait, and give each move with its elements."""
+        self.work.wait()
+        yield from zip(self.moves, self.received.split([move.numel for move in self.moves]), strict=True)
+
+
+class MatrixUpdates:
+    """Puts Muon's updates in place of the gradients of the matrices that a backend holds.
+
+    owned: the matrices of each rank of the stage. num_calls: Newton-Schulz iterations that this rank has run. summary:
+    what Muon and AdamW step, for the start of a run. Construction is collective over the stage and the pipeline.
+    """
+
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend):
+        self._keys, self._backend = plan.config.optimizer, backend
+        self._dtype = names.DTYPES["fp64" if plan.config.sharding.params_dtype == "fp64" else "fp32"]
+        # A product in BF16 ends in BF16: its result crosses in that precision, and nothing is rounded.
+        in_bf16 = self._keys.muon_fp32_matmul_prec == "medium" and self._dtype is torch.float32
+        self._wire = torch.bfloat16 if in_bf16 else self._dtype
+        self._group = groups.collection.tp_dp_cp
+        everyone: list[tuple[list[Held], dict[str, str]]] = [([], {})] * self._group.size()
+        dist.all_gather_object(everyone, (_held(groups, chunks, backend), _others(chunks)), group=self._group)
+        held = [pieces for pieces, _ in everyone]
+        self._form = {matrix: each for pieces in held for each in pieces for matrix in each.matrices()}
+        self.owned = owners.assign(self._form, self._group.size())
+        holders = _Holders(held, self._group.rank())
+        members = owners.rounds(self.owned, self._keys.muon_bucket_size)
+        self._rounds = [holders.round(each) for each in members]
+        self.num_calls = 0
+        others = {name: kind for _, mine in everyone for name, kind in mine.items()}
+        self.summary = _summary(groups, self.owned, others)
+
+    @torch.no_grad()
+    def orthogonalise(self) -> None:
+        """Move the momenta on by the reduced gradients, and replace the gradients of matrices by their updates."""
+        grads = {shard.name: shard.grad for shard in self._backend.shards() if names.is_matrix(shard.param)}
+        inputs = self._with_momentum(grads)
+        coming = [self._send(self._rounds[0].gives, self._rounds[0].gets, self._read(inputs))] if self._rounds else []
+        going: list[Transfer] = []
+        for number, step in enumerate(self._rounds):
+            parts = self._parts(step.mine, coming.pop())
+            for later in self._rounds[number + 1 : number + 2]:
+                coming.append(self._send(later.gives, later.gets, self._read(inputs)))
+            results = {matrix: self.iterate(matrix, parts[matrix]) for matrix in step.mine}
+            going.append(self._send(step.returns, step.updates, self._cut(results), self._wire))
+            if number:
+                self._write(going.pop(0), grads)
+        for last in going:
+            self._write(last, grads)
+
+    def _with_momentum(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The averages that are to be orthogonalised: of each parameter this rank's shard."""
+        keys, inputs = self._keys, {}
+        decay = next((group["weight_decay"] for group in self._backend.param_groups if group.get("matrices")), 0.0)
+        for piece in self._backend.state():
+            if piece.name in grads:
+                grad, momentum = grads[piece.name], piece.tensors["momentum_buffer"]
+                if keys.muon_weight_decay_method == "l2" and decay:
+                    grad.add_(piece.tensors["param"] * decay)
+                momentum.lerp_(grad, 1 - keys.muon_momentum)
+                inputs[piece.name] = grad.lerp_(momentum, keys.muon_momentum) if keys.muon_nesterov else momentum
+        return inputs
+
+    def _send(
+        self, out: Moves, back: Moves, read: Callable[[Move], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> Transfer:
+        """Start to send what `read` gives of the moves `out`, and to receive `back`."""
+        dtype = dtype or self._dtype
+        pieces = [read(move).to(cpu.device(), dtype) for moves in out for move in moves]
+        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=cpu.device())
+        theirs, mine = ([sum(move.numel for move in moves) for moves in each] for each in (back, out))
+        received = sent.new_empty(sum(theirs))
+        work = dist.all_to_all_single(received, sent, theirs, mine, group=self._group, async_op=True)
+        self._backend.memory.note("buffers", sent.nbytes + received.nbytes)
+        return Transfer(received, sent, work, [move for moves in back for move in moves])
+
+    @staticmethod
+    def _read(inputs: dict[str, torch.Tensor]) -> Callable[[Move], torch.Tensor]:
+        """A function that reads a move's elements from this rank's shards."""
+        return lambda move: inputs[move.matrix.name].narrow(0, move.run[0], move.numel)
+
+    def _parts(self, mine: list[Matrix], transfer: Transfer) -> dict[Matrix, list[torch.Tensor]]:
+        """The tensor-parallel parts of this round's own matrices, whole and flat."""
+        parts: dict[Matrix, list[torch.Tensor]] = {}
+        for matrix in mine:
+            count = self._form[matrix].num_tp
+            parts[matrix] = list(transfer.received.new_empty(matrix.numel).chunk(count))
+        for move, elements in transfer.arrived():
+            parts[move.matrix][move.tp].narrow(0, move.run[1], move.numel).copy_(elements)
+        return parts
+
+    def iterate(self, matrix: Matrix, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Orthogonalise a whole matrix. Returns its tensor-parallel parts, flat."""
+        form = self._form[matrix]
+        columns = form.columns
+        self.num_calls += 1
+        found = emerging.newton_schulz(
+            torch.cat([part.view(-1, columns) for part in parts], dim=form.axis),
+            steps=self._keys.muon_num_ns_steps,
+            coefficients=self._keys.muon_coefficient_type,
+            precision=self._keys.muon_fp32_matmul_prec,
+        )
+        return [part.reshape(-1) for part in found.chunk(form.num_tp, dim=form.axis)]
+
+    @staticmethod
+    def _cut(results: dict[Matrix, list[torch.Tensor]]) -> Callable[[Move], torch.Tensor]:
+        """A function that reads a move's elements from the results."""
+        return lambda move: results[move.matrix][move.tp].narrow(0, move.run[1], move.numel)
+
+    def _write(self, transfer: Transfer, grads: dict[str, torch.Tensor]) -> None:
+        """Put the updates that have arrived, scaled, in place of the gradients."""
+        for move, elements in transfer.arrived():
+            scale = emerging.scale_factor(move.matrix.rows, move.matrix.columns, self._keys.muon_scale_mode)
+            target = grads[move.matrix.name].narrow(0, move.run[0], move.numel)
+            target.copy_(elements).mul_(scale * self._keys.muon_extra_scale_factor)
+
+
+class _Holders:
+    """Which ranks of the stage hold which piece of each parameter. me: this one."""
+
+    def __init__(self, held: list[list[Held]], me: int):
+        self._me, self._size = me, len(held)
+        self._pieces: dict[str, dict[Held, list[int]]] = {}
+        for rank, pieces in enumerate(held):
+            for each in pieces:
+                if each.numel:
+                    self._pieces.setdefault(each.name, {}).setdefault(each, []).append(rank)
+        self._own = {each.name: each for each in held[me] if each.numel}
+
+    def round(self, members: list[tuple[int, Matrix]]) -> Round:
+        """The moves of this rank in a round of (owner, matrix)."""
+        found = Round([matrix for owner, matrix in members if owner == self._me], *self._no_moves())
+        for owner, matrix in members:
+            own = self._own.get(matrix.name)
+            pieces = self._pieces[matrix.name] if owner == self._me else {own} if own else set()
+            for each in pieces:
+                ranks = self._pieces[matrix.name][each]
+                # Of equal pieces that of the owner needs no way; else owners ask different replicas.
+                sender = owner if owner in ranks else ranks[owner % len(ranks)]
+                for run in each.runs(matrix.part):
+                    move = Move(matrix, each.tp, run)
+                    if sender == self._me:
+                        found.gives[owner].append(move)
+                    if owner == self._me:
+                        found.gets[sender].append(move)
+                        for rank in ranks:
+                            found.returns[rank].append(move)
+                    if self._me in ranks:
+                        found.updates[owner].append(move)
+        return found
+
+    def _no_moves(self) -> Iterator[Moves]:
+        for _ in range(4):
+            yield [[] for _ in range(self._size)]
+
+
+def _held(groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend) -> list[Held]:
+    """This rank's pieces of matrices; of one of which it has nothing, an empty piece."""
+    ranges = {piece.name: (piece.start, piece.tensors["param"].numel()) for piece in backend.state()}
+    found = []
+    for name, param in names.named_parameters(chunks):
+        if names.is_matrix(param):
+            marked: Any = param
+            rows, columns = getattr(param, "ds_shape", param.shape)
+            is_cut = groups.tp.size() > 1 and names.is_sharded_over_tp(param)
+            axis, num_tp, tp = (marked.partition_dim, groups.tp.size(), groups.tp.rank()) if is_cut else (0, 1, 0)
+            parts = tuple(Part(*part) for part in marked.matrix_parts)
+            found.append(Held(name, parts, rows, columns, axis, num_tp, tp, *ranges.get(name, (0, 0))))
+    return found
+
+
+_KINDS = {"embedding": "embeddings", "output_layer": "heads", "norm": "norms", ".bias": "biases", "router": "routers"}
+
+
+def _others(chunks: list[torch.nn.Module]) -> dict[str, str]:
+    """{name: kind} of the trained parameters that are no matrices."""
+    return {
+        name: next((kind for word, kind in _KINDS.items() if word in name), "others")
+        for name, param in names.named_parameters(chunks)
+        if param.requires_grad and not names.is_matrix(param) and not names.is_tied_copy(param)
+    }
+
+
+def _summary(groups: Groups, owned: list[list[Matrix]], others: dict[str, str]) -> str:
+    """Counts of what Muon and AdamW step in the whole model, and the owners' balance. Collective over the pipeline."""
+    kinds = [*_KINDS.values(), "others"]
+    matrices = [matrix for each in owned for matrix in each]
+    counts = [len(matrices), sum(matrix.numel for matrix in matrices), *map([*others.values()].count, kinds)]
+    total = torch.tensor(counts, dtype=torch.int64, device=cpu.device())
+    dist.all_reduce(total, group=groups.pp)
+    number, numel, *rest = total.tolist()
+    shown = ", ".join(f"{count} {kind}" for count, kind in zip(rest, kinds, strict=True) if count)
+    return (
+        f"optimizer: muon {number} matrices ({numel:,} elements; the busiest owner of this stage has"
+        f" {owners.balance(owned):.2f} times the mean cost), adam {shown or 'nothing'}"
+    )

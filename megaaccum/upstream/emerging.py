@@ -1,0 +1,51 @@
+"""The Newton-Schulz iteration of emerging-optimizers (0.3). Its sets of coefficients are private: the float64 lane of
+the proofs needs them, because the library's own loop takes FP32 alone."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from megaaccum.upstream.lookup import absent
+
+
+def is_installed() -> bool:
+    """Whether the package can be imported."""
+    return importlib.util.find_spec("emerging_optimizers") is not None
+
+
+def check() -> list[str]:
+    """Names that the installed version lacks, as sentences; empty when all is well, or without the package."""
+    if not is_installed():
+        return []
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    return absent(muon_utils, ("newton_schulz", "newton_schulz_step", "get_coefficient_iterator", "_COEFFICIENT_SETS"))
+
+
+def newton_schulz(matrix: torch.Tensor, *, steps: int, coefficients: str, precision: str) -> torch.Tensor:
+    """The matrix orthogonalised: singular values near 1, in the matrix' precision (FP32 or float64).
+
+    coefficients: the name of a set. precision: of FP32 products, `medium` (BF16), `high` (TF32) or `highest`.
+    """
+    from emerging_optimizers import utils
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    if matrix.dtype is not torch.float64:
+        with utils.fp32_matmul_precision(precision):
+            found: torch.Tensor = muon_utils.newton_schulz(matrix, steps, coefficients)
+        return found
+    turned = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    found = torch.nn.functional.normalize(turned, p=2.0, dim=(0, 1), eps=1e-7)  # type: ignore[arg-type]
+    mode = "repeat_last" if coefficients in ("polar_express", "cans", "deepseekv4") else "cycle"
+    for a, b, c in muon_utils.get_coefficient_iterator(steps, muon_utils._COEFFICIENT_SETS[coefficients], mode):
+        found = muon_utils.newton_schulz_step(found, a, b, c)
+    return found.mT if turned is not matrix else found
+
+
+def scale_factor(rows: int, columns: int, mode: str) -> float:
+    """The scale of a matrix' update, by the library's name of the rule."""
+    from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
+
+    return float(get_muon_scale_factor(rows, columns, mode))

@@ -1,0 +1,289 @@
+"""Muon under sharding: cells of the table (tests/long has all of it), the transaction, checkpoints, and bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaaccum.errors import CheckpointError
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
+from tests.support.faults import Fault, differences, injected, state_of
+from tests.support.muon import BACKENDS, FLAGS, cell, problems, train, trained
+from tests.support.parity import Case, Rig
+
+CELLS = [
+    cell("ZeRO-1", "tied"),
+    cell("ZeRO-2", "clip"),
+    cell("ZeRO-3 resident", "ep 2"),
+    cell("ZeRO-3 streaming", "pp 2 V"),
+    cell("fsdp2", "tp 2"),
+    cell("HSDP", "dp 4"),
+    cell("megatron", "ga 4"),
+    cell("ddp", "frozen", "fp64"),
+]
+TWO_LAYERS = FLAGS.replace("--num_layers 4", "--num_layers 2")
+
+
+def test_one_cell_per_backend():
+    found = problems(CELLS)
+    assert not found, "\n".join(found)
+
+
+# --- the transaction --------------------------------------------------------------------------------------------------
+
+
+def with_a_bad_step(case: Case) -> tuple[bool, list[str], list[str], int]:
+    """(whether the third step is skipped; what differs after it; what differs after the fourth from a run that never
+    saw the third; Newton-Schulz iterations of the skipped step)."""
+    rig, clean = Rig.of(case), None
+    for step in range(2):
+        rig.train(step=step, first=8 * step)
+    before, calls = state_of(rig.backend), rig.backend.matrices.num_calls
+    with injected([Fault(1, 0)], rig.chunks):
+        skipped = rig.train(step=2, first=16).skipped
+    moved, calls = differences(before, state_of(rig.backend)), rig.backend.matrices.num_calls - calls
+    rig.train(step=3, first=24)
+    after = state_of(rig.backend)
+    clean = Rig.of(case)
+    for step in (0, 1, 3):
+        clean.train(step=step, first=8 * step)
+    return skipped, moved, differences(state_of(clean.backend), after), calls
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, "--zero_stage 3 --grad_accum_steps 4 --nonfinite skip", TWO_LAYERS),
+        Case(2, "--backend fsdp2 --grad_accum_steps 4 --nonfinite skip", TWO_LAYERS, "bf16"),
+        Case(2, "--zero_stage 1 --grad_accum_steps 4 --loss_scale 256 --nonfinite skip", TWO_LAYERS, "fp16"),
+    ],
+    ids=str,
+)
+def test_a_skipped_step_leaves_momenta_and_weights(case):
+    for found in run_ranks(with_a_bad_step, 2, case, timeout=120):
+        assert found == (True, [], [], 0)
+
+
+def test_one_digest_over_layouts():
+    """Loops, ranks and sharding differ; the bits of weights and momenta do not."""
+    same = "--reproducible layout --reduce_bucket_size 20000 "
+    layouts = [
+        Case(4, same + "--zero_stage 3 --grad_accum_steps 2", TWO_LAYERS),
+        Case(4, same + "--zero_stage 1 --pipeline_model_parallel_size 2 --pp_microbatches 4", TWO_LAYERS),
+        Case(4, "--reproducible layout --backend fsdp2 --sync streaming --grad_accum_steps 2", TWO_LAYERS),
+        Case(4, "--reproducible layout --backend ddp --grad_accum_steps 2", TWO_LAYERS),
+        Case(4, "--reproducible layout --backend megatron --grad_accum_steps 2", TWO_LAYERS),
+    ]
+    by_layout = list(zip(*run_ranks(train, 4, [(case, "") for case in layouts], timeout=200), strict=True))
+    whole = [{name: each for rank in ranks for name, each in rank.tensors.items()} for ranks in by_layout]
+    for case, found in zip(layouts[1:], whole[1:], strict=True):
+        assert not differences(whole[0], found), case
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def engine_of(case: Case, optimizer: str = "muon", override: str = ""):
+    """An engine of this layout, for checkpoints."""
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+    from megaaccum.model import gpt
+    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from tests.support.parity import VOCAB
+
+    flags = case.model if optimizer == "muon" else " ".join(ADAM.split())
+    plan = replace(case, model=f"{flags} {override}").plan()
+    groups.destroy()
+    built = groups.build(plan.layout, timeout_minutes=1)
+    chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
+    forward = GptForwardStep(built, plan.batch.loss_norm)
+    return initialize(plan, chunks, groups=built, forward_step_func=forward, reports=REPORTS)
+
+
+ADAM = "--normalization RMSNorm --no_add_bias_linear --swiglu --num_layers 2 --lr_decay_style constant --lr 2e-3"
+ADAM += " --num_query_groups 2 --weight_decay 0.1 --adam_eps 1e-4"
+
+
+def held_by(engine, case: Case) -> dict[str, torch.Tensor]:
+    """This tp rank's whole tensors, over all data-parallel ranks."""
+    backend = engine.backend
+    rig = Rig(case, engine.plan, engine.groups, engine.chunks, backend, engine.train_steps)
+    return trained(rig).tensors
+
+
+def take_steps(engine, count: int) -> None:
+    from tests.support.parity import microbatches
+
+    for _ in range(count):
+        first = engine.step * engine.plan.batch.global_batch_size
+        engine.train_step(microbatches(engine.plan, engine.groups.dp.rank(), first))
+
+
+def moved(folder: str, layouts: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """The state after two steps in the first layout, then as each layout loads it."""
+    engine = engine_of(layouts[0])
+    take_steps(engine, 2)
+    engine.save(folder)
+    found = [held_by(engine, layouts[0])]
+    for case in layouts:
+        other = engine_of(case)
+        assert other.load(folder)
+        found.append(held_by(other, case))
+        take_steps(other, 1)
+    return found
+
+
+def test_momenta_move_between_layouts_under_the_matrices_names(tmp_path):
+    layouts = [
+        Case(4, "--zero_stage 3 --grad_accum_steps 2", TWO_LAYERS),
+        Case(4, "--backend fsdp2 --data_parallel_replicas 2 --grad_accum_steps 2", TWO_LAYERS),
+        Case(4, "--zero_stage 1 --pipeline_model_parallel_size 2 --pp_microbatches 4", TWO_LAYERS),
+        Case(4, "--backend megatron --tensor_model_parallel_size 2 --grad_accum_steps 4", TWO_LAYERS),
+    ]
+    by_rank = run_ranks(moved, 4, str(tmp_path), layouts, timeout=200)
+    saved = by_rank[0][0]
+    assert any(name.endswith("linear_fc1.weight/momentum_buffer") for name in saved)
+    for number in range(1, len(layouts)):
+        found = {name: each for rank in by_rank for name, each in rank[number].items()}
+        assert not differences(saved, found), layouts[number - 1]
+    # Cut over tp: a tensor-parallel rank's rows of queries, keys and values.
+    name = "decoder.layers.0.self_attention.linear_qkv.weight/momentum_buffer"
+    halves = [by_rank[rank][4][name] for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves), saved[name])
+
+
+def switched(folder: str, case: Case) -> tuple[list[str], dict[str, float], bool]:
+    """(refusals; norms of the momenta after an override; whether AdamW's moments of embeddings came with it)."""
+    adam = engine_of(case, "adam")
+    take_steps(adam, 2)
+    adam.save(f"{folder}/adam")
+    moments = {piece.name: piece.tensors["exp_avg"].clone() for piece in adam.backend.state() if "embed" in piece.name}
+    refused = []
+    for optimizer, source, override in (("muon", "adam", ""), ("adam", "muon", ""), ("adam", "muon", "optimizer")):
+        engine = engine_of(case, optimizer, f"--override {override}" if override else "")
+        try:
+            engine.load(f"{folder}/{source}")
+        except CheckpointError as error:
+            refused.append(str(error))
+        if not override and source == "adam":
+            take_steps(engine, 1)
+            engine.save(f"{folder}/muon")
+    engine = engine_of(case, "muon", "--override optimizer")
+    engine.load(f"{folder}/adam")
+    pieces = list(engine.backend.state())
+    zero = {piece.name: float(piece.tensors.get("momentum_buffer", torch.zeros(1)).norm()) for piece in pieces}
+    same = all(torch.equal(piece.tensors["exp_avg"], moments[piece.name]) for piece in pieces if "embed" in piece.name)
+    take_steps(engine, 1)
+    return refused, zero, same
+
+
+def test_a_run_goes_from_adam_to_muon_by_an_override_and_not_back(tmp_path):
+    case = Case(2, "--backend ddp --grad_accum_steps 2", TWO_LAYERS)
+    for refused, zero, same in run_ranks(switched, 2, str(tmp_path), case, timeout=120):
+        assert len(refused) == 3
+        assert "optimizer: the checkpoint was made with adam, the configuration says muon; set it to adam" in refused[0]
+        assert "or set override to optimizer" in refused[0]
+        assert "made with muon, the configuration says adam" in refused[1]
+        assert "where another optimizer stepped it" in refused[2]
+        assert not any(zero.values())
+        assert same
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--muon_matrices *.linear_fc3.weight", ["*.linear_fc3.weight fits no trained parameter", "leave it out"]),
+        ("--muon_matrices *.input_layernorm.weight", ["asks for decoder.layers.0.input_layernorm.weight (32)"]),
+        ("--muon_matrices !*.weight", ["no trained parameter is a weight matrix", "set optimizer to adam"]),
+        ("--muon_matrices embedding.word*", ["which embedding and head share"]),
+    ],
+)
+def test_bad_patterns_end_the_start_on_every_rank(flags, parts):
+    case = Case(2, "--backend ddp --pipeline_model_parallel_size 2 --pp_microbatches 4", f"{TWO_LAYERS} {flags}")
+    for outcome in try_ranks(Rig.of, 2, case, timeout=60):
+        assert outcome.error is not None
+        text = outcome.error.text
+        assert all(part in text for part in parts), text
+
+
+def test_an_unknown_set_of_coefficients_is_named_with_those_that_exist():
+    from megaaccum.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        Case(1, "", f"{FLAGS} --muon_coefficient_type newton").plan()
+    assert "muon_coefficient_type" in str(caught.value)
+    assert "polar_express" in str(caught.value)
+
+
+def summary_of(case: Case) -> tuple[str, set[str]]:
+    """The line of the start, and the names of the matrices."""
+    rig = Rig.of(case)
+    return rig.backend.matrices.summary, {matrix.name for each in rig.backend.matrices.owned for matrix in each}
+
+
+def test_patterns_add_and_take_away_and_the_start_says_what_muon_steps():
+    flags = "--untie_embeddings_and_output_weights --muon_matrices output_layer.weight !*.linear_proj.weight"
+    case = Case(2, "--backend ddp --grad_accum_steps 2", f"{TWO_LAYERS} {flags}")
+    for text, names in run_ranks(summary_of, 2, case, timeout=60):
+        assert "output_layer.weight" in names
+        assert not any("linear_proj" in name for name in names)
+        assert text.startswith("optimizer: muon 13 matrices (")
+        assert "adam 2 embeddings, 5 norms, 2 others" in text
+
+
+def test_every_backend_of_the_table_is_one_that_can_be_chosen():
+    for layout in BACKENDS.values():
+        Case(4, f"--grad_accum_steps 2 {layout}", FLAGS).plan()
+    assert Path(__file__).parents[1].joinpath("long", "test_muon_table.py").exists()
+
+
+# --- bytes and memory -------------------------------------------------------------------------------------------------
+
+
+UNSPLIT = "--no_muon_split_qkv --no_muon_split_gated"
+
+
+def counted(case: Case) -> tuple[float, float, int, int]:
+    """(bytes that this rank received for Muon in a step, bytes of the optimizer's state, calls, matrices it owns)."""
+    rig = Rig.of(case)
+    size = rig.plan.batch.global_batch_size
+    result = [rig.train(step=step, first=step * size) for step in range(2)][-1]
+    lanes = {lane: count.num_bytes for lane, count in result.traffic.items()}
+    moved = sum(size for lane, size in lanes.items() if lane.startswith("all_to_all/tp_dp_cp/"))
+    held = {id(each): each.nbytes for each in rig.backend.tensors()["optimizer"]}
+    updates = rig.backend.matrices
+    return moved, float(sum(held.values())), updates.num_calls, len(updates.owned[rig.groups.dp.rank()])
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("--zero_stage 3 --grad_accum_steps 2", ""),
+        ("--zero_stage 3 --grad_accum_steps 2", UNSPLIT),
+        ("--backend fsdp2 --grad_accum_steps 2", f"--muon_fp32_matmul_prec medium {UNSPLIT}"),
+        ("--backend fsdp2 --data_parallel_replicas 2 --grad_accum_steps 2", ""),
+        ("--backend ddp --grad_accum_steps 2", "--muon_fp32_matmul_prec medium"),
+    ],
+)
+def test_bytes_and_memory_are_the_predicted_ones(layout, more):
+    from megaaccum.lab.planner import footprint, matrices
+    from megaaccum.lab.planner.sync_mode import Forecast
+    from tests.support.parity import VOCAB
+
+    case = Case(4, layout, f"{TWO_LAYERS} {more}")
+    by_rank, plan = run_ranks(counted, 4, case, timeout=60), case.plan()
+    found = matrices.forecast(plan)
+    moved, predicted = sum(moved for moved, *_ in by_rank), 4 * (found.to_owners + found.back)
+    if "zero_stage 3" in layout and UNSPLIT not in more:  # shards of fused weights are no shards of their matrices
+        assert predicted <= moved <= predicted * 4 / 3
+    else:
+        assert moved == pytest.approx(predicted, rel=1e-6)
+    held = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory["optimizer"]
+    assert max(size for _, size, *_ in by_rank) == pytest.approx(held, rel=0.02)
+    assert all(calls == 2 * owned for *_, calls, owned in by_rank)

@@ -1,0 +1,218 @@
+"""Steps of Muon in a layout and in one process, for tests that run on ranks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from tests.support.parity import Case, Cut, Gradient, Reference, Rig, named, one_process, plain_loop, stack
+
+STEPS = 10
+KINDS = ("param", "momentum_buffer", "exp_avg", "exp_avg_sq")
+FLAGS = (
+    "--optimizer muon --muon_fp32_matmul_prec highest --muon_extra_scale_factor 0.2 --lr 2e-3 --weight_decay 0.1"
+    " --adam_eps 1e-4 --normalization RMSNorm --no_add_bias_linear --swiglu --num_layers 4 --lr_decay_style constant"
+    " --num_query_groups 2"
+)
+"""A large adam_eps: a gradient that is zero but for rounding would else be as large as others after Adam."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """{name/kind: this tp rank's part} of weights and the optimizer's tensors after `STEPS` steps, and what was counted
+    on this rank."""
+
+    tensors: dict[str, torch.Tensor]
+    num_calls: int
+    tp_rank: int = 0
+    summary: str = ""
+
+
+@contextmanager
+def frozen(pattern: str) -> Iterator[None]:
+    """Context in which models are built with the parameters frozen whose names have `pattern`."""
+    from megaaccum.model import gpt, names
+
+    build = gpt.build_chunks
+
+    def built(*args, **kwargs):
+        chunks = build(*args, **kwargs)
+        for name, param in names.named_parameters(chunks):
+            if pattern and re.search(pattern, name):
+                param.requires_grad_(False)
+        return chunks
+
+    with patch.object(gpt, "build_chunks", built):
+        yield
+
+
+def train(cells: list[tuple[Case, str]]) -> list[Trained]:
+    """STEPS steps of each (case, frozen parameters) on this rank."""
+    return [train_one(case, freeze) for case, freeze in cells]
+
+
+def train_one(case: Case, freeze: str = "", steps: int = STEPS) -> Trained:
+    with frozen(freeze):
+        rig = Rig.of(case)
+    size = rig.plan.batch.global_batch_size
+    for step in range(steps):
+        rig.train(step=step, first=step * size)
+    return trained(rig)
+
+
+def trained(rig: Rig) -> Trained:
+    """The tensors that `rig` holds now."""
+    tensors: dict[str, torch.Tensor] = {}
+    pieces = list(rig.backend.state())
+    for kind in KINDS:
+        parts = [(p.name, p.param, p.start, p.tensors[kind]) for p in pieces if kind in p.tensors]
+        whole = rig.whole(parts)
+        tensors |= {f"{name}/{kind}": each for name, each in whole.items() if not each.isnan().any()}
+    updates = rig.backend.matrices
+    return Trained(tensors, updates.num_calls, rig.groups.tp.rank(), updates.summary)
+
+
+def train_in_one_process(model: str, global_batch: int, dtype: str, freeze: str) -> tuple[Reference, int]:
+    """The same steps by emerging-optimizers on whole matrices, on the full batch, and the number of these matrices."""
+    from megaaccum.lab.verification.reference import add, clip_factor, norm_of
+    from megaaccum.lab.verification.subject import optimizer_of
+    from tests.support.parity import microbatches_of
+
+    with frozen(freeze):
+        chunk, plan = one_process(model, dtype)
+    loop = plain_loop(chunk, plan, optimizer=lambda named: optimizer_of(named, plan))
+    for step in range(STEPS):
+        batch = stack(range(step * global_batch, (step + 1) * global_batch))
+        parts, grads = microbatches_of(plan, batch), {}
+        for part in parts:
+            add(grads, loop.backward(part, float(batch["loss_mask"].sum()), len(parts))[1])
+        factor = clip_factor(norm_of(grads), plan.config.optimizer.clip_grad)
+        loop.update({name: grad * factor for name, grad in grads.items()})
+    tensors = {f"{name}/param": master.detach().double() for name, master in loop.masters.items()}
+    for name, _ in loop.trained:
+        state = loop.adam.state.get(loop.masters[name], {})
+        tensors |= {f"{name}/{kind}": each.double() for kind, each in state.items() if kind in KINDS}
+    gated = bool(chunk.config.gated_linear_unit)
+    cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
+    every = {f"{n}/{k}": cut for n, cut in cuts.items() for k in KINDS}
+    names = [name for name in tensors if name.endswith("momentum_buffer")]
+    number = sum(3 if "linear_qkv" in name else 2 if gated and "linear_fc1" in name else 1 for name in names)
+    return Reference(Gradient(tensors, 0.0, 0.0, 0), every), number
+
+
+def distance(ranks: list[Trained], exact: Reference) -> dict[str, float]:
+    """By kind of tensor: the relative L2 distance to one process, of the rank that is farthest off."""
+    from tests.support.distance import own_part
+
+    found: dict[str, float] = {}
+    for rank in ranks:
+        squares: dict[str, list[float]] = {}
+        for key, part in rank.tensors.items():
+            true = own_part(key, part, Gradient({}, 0.0, 0.0, 0, rank.tp_rank), exact)
+            off = squares.setdefault(key.rpartition("/")[2], [0.0, 0.0])
+            off[0] += float((part - true).square().sum())
+            off[1] += float(true.square().sum())
+        for kind, (error, size) in squares.items():
+            value = (error / size) ** 0.5
+            found[kind] = value if not value <= found.get(kind, 0.0) else found[kind]
+    return found
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+BACKENDS = {
+    "ZeRO-1": "--zero_stage 1",
+    "ZeRO-2": "--zero_stage 2",
+    "ZeRO-3 resident": "--zero_stage 3 --sync resident",
+    "ZeRO-3 streaming": "--zero_stage 3 --sync streaming",
+    "fsdp2": "--backend fsdp2 --sync resident",
+    "HSDP": "--backend fsdp2 --data_parallel_replicas 2",
+    "megatron": "--backend megatron",
+    "ddp": "--backend ddp",
+}
+PIPELINE = "--pipeline_model_parallel_size 2 --pp_microbatches 4"
+MOE = "--num_experts 4 --moe_router_topk 2 --moe_aux_loss_coeff 0"
+VARIANTS = {
+    # name: (layout, model, frozen). A small bucket makes several rounds of exchanges.
+    "dp 4": ("--grad_accum_steps 2", "--muon_bucket_size 2000", ""),
+    "tp 2": ("--tensor_model_parallel_size 2 --sequence_parallel --grad_accum_steps 2", "--muon_nesterov", ""),
+    "pp 2 V": (f"{PIPELINE} --schedule dualpipev", "--untie_embeddings_and_output_weights", ""),
+    "ga 4": (f"{PIPELINE} --grad_accum_steps 4", "--muon_weight_decay_method l2", ""),
+    "clip": ("--grad_accum_steps 2", "--clip_grad 0.1 --muon_coefficient_type polar_express", ""),
+    "tied": (f"{PIPELINE} --tensor_model_parallel_size 2", "--muon_scale_mode unit_rms_norm", ""),
+    "frozen": ("--grad_accum_steps 2", "", r"layers\.(0\.self_attention\.linear_qkv|2\.)"),
+    "ep 2": ("--expert_model_parallel_size 2 --grad_accum_steps 2", MOE, ""),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the table: a layout, the parameters frozen in it, and how close it has to come."""
+
+    name: str
+    case: Case
+    frozen: str
+    tolerance: float
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def cell(backend: str, variant: str, lane: str = "fp32") -> Cell:
+    layout, model, freeze = VARIANTS[variant]
+    in_lane = "--params_dtype fp64" if lane == "fp64" else ""
+    case = Case(4, f"{layout} {BACKENDS[backend]} {in_lane}", f"{FLAGS} {model}")
+    return Cell(f"{backend}, {variant}, {lane}", case, freeze, 1e-11 if lane == "fp64" else 1e-6)
+
+
+def cells() -> list[Cell]:
+    """The whole table. Experts are spread where a backend has it; HSDP has no second replica at one data-parallel
+    rank; float64 is what two backends take."""
+    found = [
+        cell(backend, variant)
+        for backend in BACKENDS
+        for variant in VARIANTS
+        if variant != "ep 2" or backend == "ZeRO-3 resident"
+        if (backend, variant) != ("HSDP", "tied")
+    ]
+    exact = itertools.product(("fsdp2", "ddp"), VARIANTS)
+    return found + [cell(backend, variant, "fp64") for backend, variant in exact if variant != "ep 2"]
+
+
+def problems(chosen: list[Cell]) -> list[str]:
+    """Differences of these cells from one process, as sentences."""
+    from megaaccum.lab.verification.testing import run_ranks
+
+    by_rank = run_ranks(train, 4, [(each.case, each.frozen) for each in chosen], timeout=400)
+    keys = {each: reference_of(each) for each in chosen}
+    wanted = list(dict.fromkeys(keys.values()))
+    exact = dict(zip(wanted, run_ranks(references, 1, wanted, timeout=200)[0], strict=True))
+    found = []
+    for each, ranks in zip(chosen, zip(*by_rank, strict=True), strict=True):
+        reference, number = exact[keys[each]]
+        names = {name for rank in ranks for name in rank.tensors}
+        if missing := reference.gradient.parts.keys() - names:
+            found.append(f"{each}: nothing of {sorted(missing)[:3]}")
+        for kind, error in distance(list(ranks), reference).items():
+            if not error <= each.tolerance:
+                found.append(f"{each}: {kind} is {error:.1e} from one process")
+        calls = sum(rank.num_calls for rank in ranks)
+        if calls != number * STEPS:
+            found.append(f"{each}: {calls} iterations of {number} matrices in {STEPS} steps")
+    return found
+
+
+def reference_of(each: Cell) -> tuple[str, int, str, str]:
+    """Model, global batch, precision and frozen parameters of a cell's one process."""
+    dtype = "fp64" if "fp64" in each.case.layout else "fp32"
+    return each.case.model, each.case.plan().batch.global_batch_size, dtype, each.frozen
+
+
+def references(wanted: list[tuple[str, int, str, str]]) -> list[tuple[Reference, int]]:
+    return [train_in_one_process(*each) for each in wanted]

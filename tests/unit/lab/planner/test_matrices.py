@@ -1,0 +1,78 @@
+"""Muon's matrices in closed form: every weight of a layer but norms, biases and routers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.cli import check
+from megaaccum.config import resolve
+from megaaccum.lab.planner import footprint, matrices
+from megaaccum.lab.planner.stages import chunks_of_rank, stages_of
+from megaaccum.lab.planner.sync_mode import Forecast
+from megaaccum.optim.owners import assign, balance
+from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics.param_count import layer_parameters
+from tests.support.parity import merged
+
+BASE = (
+    "--num_layers 4 --hidden_size 64 --num_attention_heads 4 --seq_length 16 --vocab_size 61 --train_iters 4 --lr 1e-3"
+    " --micro_batch_size 1 --data_path none --no_add_bias_linear --normalization RMSNorm --optimizer muon"
+)
+GQA = "--num_query_groups 2 --swiglu"
+MOE = "--num_experts 8 --moe_router_topk 2 --moe_ffn_hidden_size 32 --moe_shared_expert_intermediate_size 48"
+MLA = "--multi_latent_attention --q_lora_rank 24 --kv_lora_rank 16 --qk_head_dim 16 --qk_pos_emb_head_dim 8"
+MLA += " --v_head_dim 16"
+
+
+def plan(flags: str, world_size: int = 1):
+    return resolve(load(None, merged(BASE, flags)), world_size=world_size)
+
+
+@pytest.mark.parametrize("flags", ["", GQA, f"{GQA} {MOE}", f"{MLA} --position_embedding_type rope"])
+def test_they_are_all_weights_but_norms_and_routers(flags):
+    config = plan(flags).config
+    chunks = chunks_of_rank(stages_of(config), 0, pp=1, schedule="none")
+    found = list(matrices.stage_matrices(config.model, chunks))
+    moe = config.model.num_experts is not None
+    router = 64 * (config.model.num_experts or 0)
+    wanted = 4 * (layer_parameters(config.model, moe=moe) - 2 * 64 - router)
+    assert sum(matrix.numel for matrix in found) == wanted
+    assert matrices.rank_matrices(config.model, chunks, tp=1).total == wanted
+    assert len(set(found)) == len(found)
+
+
+def test_one_momentum_in_place_of_two_moments():
+    adam = resolve(load(None, merged(BASE, f"{GQA} --grad_accum_steps 2 --optimizer adam")), world_size=4)
+    with_muon = plan(f"{GQA} --grad_accum_steps 2", 4)
+    for mode in footprint.every(with_muon):
+        held = [Forecast(each, 61).predict(mode).memory["optimizer"] for each in (adam, with_muon)]
+        chunks = chunks_of_rank(stages_of(with_muon.config), 0, pp=1, schedule="none")
+        numel = matrices.rank_matrices(with_muon.config.model, chunks, tp=1).total
+        ranks = 1 if mode.backend == "ddp" else 4 // mode.replicas
+        assert held[0] - held[1] == pytest.approx(4 * numel / ranks)
+
+
+LLAMA_3_8B = (
+    "--num_layers 32 --hidden_size 4096 --ffn_hidden_size 14336 --num_attention_heads 32 --num_query_groups 8 --swiglu"
+    " --seq_length 8192 --vocab_size 128256 --bf16 --untie_embeddings_and_output_weights --grad_accum_steps 2"
+)
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_owners_of_llama_3_8b_are_even(world_size):
+    assert matrices.forecast(plan(LLAMA_3_8B, world_size)).balance <= 1.10
+
+
+def test_check_says_what_muon_costs():
+    text = check.run(None, merged(BASE, LLAMA_3_8B), world_size=8)
+    assert "Muon: 224 matrices of a stage over 8 owners (tp 1 * cp 1 * dp 8), the busiest with 1.00 times" in text
+    assert "to owners and" in text
+
+
+def test_the_forecast_is_the_assignment_of_the_stage_with_the_most_work():
+    made = plan(f"{LLAMA_3_8B} --pipeline_model_parallel_size 2 --pp_microbatches 4", 16)
+    found = matrices.forecast(made)
+    chunks = chunks_of_rank(stages_of(made.config), 0, pp=2, schedule=made.layout.schedule)
+    assert found.balance == balance(assign(matrices.stage_matrices(made.config.model, chunks), 8))
+    numel = sum(matrix.numel for matrix in matrices.stage_matrices(made.config.model, chunks))
+    assert (found.to_owners, found.back) == (numel * 4 * 7 / 64, numel * 2 * 7 / 64)
