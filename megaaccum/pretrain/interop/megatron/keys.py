@@ -78,7 +78,7 @@ def read_flags(
     """The keys that a list of Megatron flags sets, with notes and problems. Arguments as those of `parser.parse`."""
     given = parse(argv, locate=locate, world_size=world_size, whole=whole)
     sort_into_lists(given)
-    reading = Reading(notes=given.notes, problems=given.problems + given.own.problems)
+    reading = Reading(whole=whole, notes=given.notes, problems=given.problems + given.own.problems)
     reading.problems += [unknown.problem() for unknown in given.own.unknown]
     for key, value in given.own.values.items():
         _put_own(key, value, given, reading)

@@ -293,6 +293,7 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
         expert_ranks = (args.expert_tensor_parallel_size or layout[0]) * args.expert_model_parallel_size * layout[1]
         smallest = max(smallest, expert_ranks)
     args.yaml_cfg = None  # its keys are among the arguments already
+    args.optimizer_cpu_offload = False  # DeepSpeed's, which needs no precision-aware optimizer of Megatron's
     args.rank, args.world_size = 0, world_size or smallest
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     if given.has("train_tokens") and not (args.train_iters or args.train_samples):
