@@ -44,7 +44,7 @@ def ranges(subject: Subject) -> Iterator[str]:
     for name in names_where(lambda facts: facts.range and not facts.required):
         # A value derived from a missing key would only repeat that it is missing.
         number, facts = value(subject, name) if subject.given(name) else None, all_keys()[name].facts
-        if number is not None and not facts.allow(number):
+        if number is not None and not all(map(facts.allow, number if isinstance(number, list) else [number])):
             yield f"{name} is {number}: it must be {facts.range}."
 
 

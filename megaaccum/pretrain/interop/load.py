@@ -164,7 +164,8 @@ def _read_words(
     world_size: int | None = None,
 ) -> None:
     """Read a list of flags and the command line after it as one list: the last of two equal flags holds."""
-    reading = read_flags([*words, *overrides], locate=locate, world_size=world_size)
+    own = read_command_line(overrides).values
+    reading = read_flags([*words, *overrides], locate=locate, world_size=world_size, outranking=own.keys())
     file, line = Source(name), Source(COMMAND_LINE)
     again = read_flags(overrides, locate=locate, whole=False).values if overrides else {}
     for key in again.keys() & reading.values.keys():

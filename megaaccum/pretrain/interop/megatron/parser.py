@@ -166,9 +166,30 @@ def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list
         else:
             given.problems.append(f"unexpected {word}: flags are written --name value.")
     for flag, values in groups:
-        flag = _spellings().get(_dashed(flag), flag)
+        flag = _as_megatrons(flag, values)
         for today in _in_todays_names(flag.replace("_", "-"), values):
             yield today or (flag, values)
+
+
+RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "encoder_seq_length": "seq_length",
+    "fp8": "fp8_format",
+}
+"""Arguments with the meaning of a key of another name."""
+_OWN_NAMES = {key: name for name, key in RENAMED.items()}
+
+
+def _as_megatrons(flag: str, values: list[str]) -> str:
+    """Megatron's spelling of a flag, also of one that is a key's name or alias, such as --tp, and takes values as
+    Megatron's does."""
+    if _dashed(flag) in _spellings():
+        return _spellings()[_dashed(flag)]
+    key = canonical(flag.removeprefix("--")) or ""
+    name = key if key in defaults() else _OWN_NAMES.get(key)
+    actions = [action for action in parser()._actions if action.dest == name and action.nargs != 0]
+    return actions[0].option_strings[0] if actions and values else flag
 
 
 _RENAMED = {

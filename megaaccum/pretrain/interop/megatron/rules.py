@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Reading:
     """Fields of Megatron's model configuration without a key."""
     deepspeed: dict[str, object] | None = None
     """The JSON of --deepspeed_config."""
+    outranking: Collection[str] = ()
+    """Keys of the command line, which hold against flags of a file or script."""
     whole: bool = True
     """Whether it is a whole run, not a few flags beside a configuration file."""
     notes: list[str] = field(default_factory=list)
@@ -54,6 +56,9 @@ class Reading:
             return
         if key in self.values and self.values[key] != value:
             other = self.writers[key]
+            if key in self.outranking:
+                self.notes.append(f"{writer} is set aside: the command line gives {other}.")
+                return
             self.problems.append(f"{other} makes {key} {self.values[key]} and {writer} makes it {value}: keep one.")
             return
         self.values[key], self.writers[key] = value, writer

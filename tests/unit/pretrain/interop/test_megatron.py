@@ -315,6 +315,13 @@ def test_states_of_a_precision_aware_optimizer_that_are_not_fp32_are_refused():
     assert "--exp-avg-dtype bf16: masters and moments are FP32" in problem
 
 
+def test_two_balancing_losses():
+    text = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss seq_aux_loss"
+    model = whole(f"{text} --moe-aux-loss-coeff 0.1 0.3").config.model
+    assert model.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"]
+    assert model.moe_aux_loss_coeff == [0.1, 0.3]
+
+
 @pytest.mark.parametrize("flag", ["--cpu-optimizer", "--optimizer-cpu-offload"])
 def test_the_optimizer_in_host_memory_is_deepspeeds(flag):
     sharding = whole(f"{flag} --bf16").config.sharding
