@@ -28,6 +28,7 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
+    "keys": set(),
     "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture"},
     "plan": {
         "gpus",

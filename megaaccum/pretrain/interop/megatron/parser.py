@@ -27,7 +27,7 @@ import yaml
 
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.megatron_arguments import fork_flags, listed
-from megaaccum.config.source import Source, read_command_line
+from megaaccum.config.source import Source, meant, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
 
@@ -299,7 +299,8 @@ def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
 
 def _nearest(flag: str) -> str:
     known = [option for action in parser()._actions for option in action.option_strings]
-    return did_you_mean(flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], cutoff=0.7)
+    keys = ("--" + key.replace("_", "-") for key in all_keys())
+    return meant(flag) or did_you_mean(flag, [*known, *keys], cutoff=0.7)
 
 
 # --- Megatron's own check ------------------------------------------------------------------------------------------
