@@ -15,13 +15,14 @@ BY_NAME = (
     "layouts",
     "fuzz",
     "restarts",
+    "kills",
     "tune",
     "tune_faults",
     "verify",
     "libraries",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, tune_faults, verify,
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, kills, tune_faults, verify,
 libraries and megatron_train measure no speed."""
 
 

@@ -88,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, arguments = find(argv)
     except MegaaccumError as error:
         return complain(error, 2)
+    from megaaccum.config import slurm
+
+    slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
     try:
         return importlib.import_module(command.module).main(arguments) or 0
     except (MegaaccumError, KeyboardInterrupt) as error:

@@ -114,12 +114,6 @@ def has_spread_experts(args: Any) -> bool:
 
 
 ORDER_OF_COLLECTIVES = (
-    "--deterministic-mode: with spread experts, and at ZeRO-1 and -2, sums over ranks are in the order of the"
-    " collectives, so a run repeats up to rounding."
+    "--deterministic-mode: with spread experts, sums over ranks are in the order of the collectives, so a run repeats"
+    " up to rounding."
 )
-
-
-def repeats_to_the_bit(args: Any, backend: object, zero_stage: object) -> bool:
-    """Whether the key `deterministic` holds with this backend and layout; otherwise ORDER_OF_COLLECTIVES is the
-    note."""
-    return not has_spread_experts(args) and (backend != "deepspeed" or zero_stage == 3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megaaccum.config import slurm
 from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
@@ -214,4 +215,5 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
 
 
 def _world_size(given: int | None) -> int:
+    slurm.adopt()
     return int(os.environ.get("WORLD_SIZE", "1")) if given is None else given

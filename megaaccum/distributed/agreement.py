@@ -66,7 +66,7 @@ def _all_ranks_have(text: str) -> bool:
     """Whether every rank has the same `text`: the sum of all digests is then a multiple of this rank's. If texts
     differ, a rank finds them equal with probability 2^-44. Collective over the world."""
     own = _digest(text) >> 16  # the sum of 2^19 of these fits
-    total = torch.tensor(own, dtype=torch.int64).to(cpu.device())
+    total = torch.full((), own, dtype=torch.int64, device=cpu.device())  # filled there: a copy from the host would wait
     dist.all_reduce(total)
     return int(total) == own * dist.get_world_size()
 

@@ -19,7 +19,6 @@ from megaaccum.config.megatron_arguments import (
     has_spread_experts,
     lists_in_loop,
     loss_scale_keys,
-    repeats_to_the_bit,
 )
 from megaaccum.distributed.agreement import printed_once
 from megaaccum.engine import groups_of
@@ -139,11 +138,10 @@ def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], no
         values |= chosen
         notes += [f"--use-distributed-optimizer: {note}"] if note else []
     if args.deterministic_mode:
-        given = {"backend": "deepspeed", "zero_stage": 3} | values | dict(keys)
-        if repeats_to_the_bit(args, given["backend"], given["zero_stage"]):
-            values["deterministic"] = True
-        else:
+        if has_spread_experts(args):
             notes.append(ORDER_OF_COLLECTIVES)
+        else:
+            values["deterministic"] = True
     return values
 
 

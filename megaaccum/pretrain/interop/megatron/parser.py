@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import io
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,7 @@ RENAMED = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "encoder_seq_length": "seq_length",
     "fp8": "fp8_format",
+    "ckpt_step": "load_step",
 }
 """Arguments with the meaning of a key of another name."""
 _OWN_NAMES = {key: name for name, key in RENAMED.items()}
@@ -328,7 +330,12 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
     try:
         with _as_on_a_gpu({"CUDA_DEVICE_MAX_CONNECTIONS": "32" if fsdp else "1", "NVTE_CPU_OFFLOAD_V1": "1"}):
             _arguments().validate_args(args, {})
-    except (AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SystemExit) as error:
+    except ZeroDivisionError:
+        zeros = [name for name in given.written if vars(args).get(name) == 0 and re.search("size|heads|stage", name)]
+        given.problems.append(f"Megatron refuses this list: {given.shown(*zeros)}: a size is at least 1.")
+    except (
+        AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SystemExit,
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         given.problems.append(f"Megatron refuses this list: {(reason or type(error).__name__).rstrip('.')}.")
     else:

@@ -17,7 +17,6 @@ from megaaccum.config.megatron_arguments import (
     distributed_optimizer,
     has_spread_experts,
     loss_scale_keys,
-    repeats_to_the_bit,
 )
 from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.errors import ConfigError
@@ -204,8 +203,7 @@ def _sharding(given: ParsedFlags, reading: Reading) -> None:
 def _deterministic(given: ParsedFlags, reading: Reading) -> None:
     if not given.args.deterministic_mode:
         return
-    values = reading.values
-    if repeats_to_the_bit(given.args, values.get("backend", "deepspeed"), values.get("zero_stage", 3)):
+    if not has_spread_experts(given.args):
         reading.put("deterministic", True, given, "deterministic_mode")
     else:
         reading.notes.append(ORDER_OF_COLLECTIVES)
