@@ -12,6 +12,7 @@ from megaaccum import units
 from megaaccum.cli.arguments import LoadedConfig, Source, command_parser, read_source, smallest_world
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch_keys import ranks_told
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.plan import Plan
 from megaaccum.config.rules.model import cannot_pack
@@ -85,7 +86,8 @@ def describe(
     """The plan as text. Starts no process group; imports torch only where Megatron's flags are to be read.
 
     The world size is `world_size`, else the slots of `hostfile`, else a recorded launcher's, else the environment's
-    WORLD_SIZE, else nproc_per_node, else the smallest that the layout allows.
+    WORLD_SIZE, else nproc_per_node, else what the batch of the DeepSpeed JSON tells, else the smallest that the layout
+    allows.
 
     Raises:
         ConfigError: every error of reading and of resolving, together.
@@ -135,6 +137,11 @@ def _world_size(
     if config.run.nproc_per_node is not None:
         return config.run.nproc_per_node, "nproc_per_node"
     smallest = smallest_world(config)
+    if (told := ranks_told(config)) > 1:
+        return (
+            smallest * told,
+            f"dp {told} by the batch of the DeepSpeed JSON; --world-size or --hostfile say otherwise",
+        )
     return smallest, "the smallest for this layout; --world-size or --hostfile say otherwise"
 
 

@@ -74,6 +74,17 @@ def keys_that_need(other: str) -> tuple[str, ...]:
     return names_where(lambda facts: facts.needs == other)
 
 
+def unmet_need(name: str, setting: Callable[[str], object]) -> str:
+    """The first thing that the key `name` needs, directly or not, and that is off; empty if nothing is. setting: the
+    value of a key."""
+    needed = all_keys()[name].facts.needs
+    key, _, word = needed.partition(" ")
+    if not needed or (unmet := unmet_need(key, setting)):
+        return unmet if needed else ""
+    found = setting(key)
+    return "" if (found == word if word else found not in (None, False, "none", "off")) else needed
+
+
 def value(config: schema.Config, name: str) -> Any:
     """The value of a key in `config`."""
     return getattr(getattr(config, all_keys()[name].section), name)

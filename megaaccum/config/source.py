@@ -91,6 +91,10 @@ class Source:
         name = canonical(written)
         if name is None:
             self.put_unknown(Unknown(written, value, place, section))
+        elif name in self.values and self.name == COMMAND_LINE and place.startswith("--"):
+            if self.values[name] != value:
+                self.notes.append(f"{self.places[name]} {self.values[name]} and {place} {value}: the last one holds.")
+            self.values[name], self.places[name] = value, place
         elif name in self.values:
             first = self.places[name]
             also = "" if name == written.replace("-", "_") else f" (another name of {name})"

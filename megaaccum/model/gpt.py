@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
 from megaaccum.config.keys import all_keys, keys_that_need, value
+from megaaccum.config.rules import moe
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
 from megaaccum.model import layer_specs, names, recompute
@@ -74,9 +75,10 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     assert keys.keys() <= known, f"not keys of megatron-core's {kind.__name__}: {sorted(keys.keys() - known)}"
     keys |= _fusions(plan, made_of, on_gpu)
     keys |= {name: each for name, each in plan.config.megatron.items() if name in known}
-    if model.moe_router_load_balancing_type == "global_aux_loss":
-        # Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by dp once more.
-        keys["moe_aux_loss_coeff"] = model.moe_aux_loss_coeff * layout.dp
+    # Of a global loss, Megatron divides a rank's probabilities by the tokens of all ranks, and the mean over ranks by
+    # dp once more.
+    weights = [weight * (layout.dp if kind == "global_aux_loss" else 1) for kind, weight in moe.balancing_losses(model)]
+    keys["moe_aux_loss_coeff"] = weights if isinstance(model.moe_aux_loss_coeff, list) else weights[0]
     try:
         built = kind(**{name: value for name, value in keys.items() if value is not None})
     except (ValueError, AssertionError) as error:

@@ -12,7 +12,7 @@ import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
-from tests.support.distance import cells, one_process_reference, problems, problems_with
+from tests.support.distance import cells, one_process_reference, problems, problems_with, relative_error
 from tests.support.faults import Fault
 from tests.support.parity import Case, Rig, gradients
 
@@ -29,7 +29,27 @@ LAYOUTS = [
 ]
 
 
-@cells(*(Case(2, layout, MOE) for layout in LAYOUTS), *(Case(2, layout, MOE, "fp64") for layout in LAYOUTS[1:]))
+TWO = MOE.replace(
+    "--moe_aux_loss_coeff 0.1",
+    "--moe_router_load_balancing_type aux_loss seq_aux_loss --moe_aux_loss_coeff 0.1 0.3",
+)
+
+
+def test_two_balancing_losses_are_two():
+    """Leaving one of them out is another gradient."""
+    plan, alone = (Case(1, "", flags).plan().config.model for flags in (TWO, MOE))
+    assert (plan.moe_router_load_balancing_type, plan.moe_aux_loss_coeff) == (["aux_loss", "seq_aux_loss"], [0.1, 0.3])
+    both, one = (one_process_reference(flags, 1, "fp64").gradient for flags in (TWO, MOE))
+    assert alone.moe_aux_loss_coeff == 0.1
+    name = next(name for name in one.parts if "router" in name)
+    assert relative_error(both.parts[name], one.parts[name]) > 1e-3
+
+
+@cells(
+    *(Case(2, layout, MOE) for layout in LAYOUTS),
+    *(Case(2, layout, MOE, "fp64") for layout in LAYOUTS[1:]),
+    *(Case(2, layout, TWO, "fp64") for layout in LAYOUTS[2:]),
+)
 def test_experts_on_two_ranks(case, parity):
     parity(case)
 

@@ -59,10 +59,7 @@ def bf16_ends(subject: Subject) -> Iterator[str]:
     """Layers in BF16 leave FP8 inside a micro-batch, which delayed scaling takes for its end. Megatron-core counts them
     within one stage."""
     keys = subject.quantization
-    ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     if not keys.first_last_layers_bf16:
-        if names := subject.given(*ends):
-            yield f"{', '.join(names)} without first_last_layers_bf16: set it to true, or leave {them(names)} out."
         return
     if keys.fp8_format and keys.fp8_recipe == "delayed":
         yield (
@@ -70,7 +67,7 @@ def bf16_ends(subject: Subject) -> Iterator[str]:
             " fp8_recipe to tensorwise, or leave first_last_layers_bf16 out."
         )
     most = subject.model.num_layers // max(subject.parallel.pipeline_model_parallel_size, 1)
-    for name in ends:
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if getattr(keys, name) > most > 0:
             yield (
                 f"{name} {getattr(keys, name)} is more than the {most} layers of a pipeline rank (num_layers"

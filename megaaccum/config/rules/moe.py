@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
+from megaaccum.config.schema import ModelConfig
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+
+
+def balancing_losses(model: ModelConfig) -> list[tuple[str, float]]:
+    """(type, weight) of each balancing loss."""
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    return list(zip(listed, weights if isinstance(weights, list) else [weights], strict=False))
 
 
 def layer_pattern(subject: Subject) -> Iterator[str]:
@@ -30,10 +38,14 @@ def router(subject: Subject) -> Iterator[str]:
         return
     if model.moe_router_topk > experts:
         yield f"moe_router_topk {model.moe_router_topk} is more than num_experts {experts}: set it to {experts}."
-    if model.moe_router_load_balancing_type not in BALANCING:
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    known = BALANCING[:3] if isinstance(kinds, list) else BALANCING
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in known:
+            yield f"moe_router_load_balancing_type is {kind!r}: it must be one of {', '.join(known)}."
+    if len(kinds if isinstance(kinds, list) else "1") != len(weights if isinstance(weights, list) else "1"):
         yield (
-            f"moe_router_load_balancing_type is {model.moe_router_load_balancing_type!r}: it must be one of"
-            f" {', '.join(BALANCING)}."
+            f"moe_router_load_balancing_type {kinds} and moe_aux_loss_coeff {weights}: give one weight for each loss."
         )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield "moe_router_enable_expert_bias needs moe_router_score_function sigmoid, not softmax: set it to sigmoid."
@@ -47,11 +59,11 @@ def router(subject: Subject) -> Iterator[str]:
 
 def balancing_coefficient(subject: Subject) -> Iterator[str]:
     """A coefficient needs the loss it multiplies."""
-    model = subject.model
-    if model.num_experts and model.moe_aux_loss_coeff > 0 and "aux_loss" not in model.moe_router_load_balancing_type:
+    idle = [(kind, weight) for kind, weight in balancing_losses(subject.model) if weight > 0 and "aux_loss" not in kind]
+    for kind, weight in idle if subject.model.num_experts else ():
         yield (
-            f"moe_aux_loss_coeff {model.moe_aux_loss_coeff} has no effect with moe_router_load_balancing_type"
-            f" {model.moe_router_load_balancing_type}: set that to aux_loss or seq_aux_loss, or the coefficient to 0."
+            f"moe_aux_loss_coeff {weight} has no effect with moe_router_load_balancing_type {kind}: set that to"
+            " aux_loss or seq_aux_loss, or the coefficient to 0."
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from megaaccum.config.keys import all_keys, names_where, value
+from megaaccum.config.keys import all_keys, names_where, unmet_need, value
 from megaaccum.config.load import UNREADABLE
 from megaaccum.config.rules.subject import Subject, them
 
@@ -14,6 +15,7 @@ NEEDED = {
     "recompute_granularity": "without recompute_granularity: set it to full or selective",
     "fp8_format": "without FP8: set fp8_format to hybrid",
     "fp8_recipe delayed": "with fp8_recipe {}, which keeps no history: set fp8_recipe to delayed",
+    "first_last_layers_bf16": "without first_last_layers_bf16: set it to true",
     "fp16": "without fp16, as gradients do not underflow in the range of FP32 and BF16: set fp16 to true",
     "grad_norm_guard": "without a guard: set grad_norm_guard to warn, skip or stop",
     "lr_scaling": "with lr_scaling {}: set lr_scaling to linear or sqrt",
@@ -44,7 +46,7 @@ def ranges(subject: Subject) -> Iterator[str]:
     for name in names_where(lambda facts: facts.range and not facts.required):
         # A value derived from a missing key would only repeat that it is missing.
         number, facts = value(subject, name) if subject.given(name) else None, all_keys()[name].facts
-        if number is not None and not facts.allow(number):
+        if number is not None and not all(map(facts.allow, number if isinstance(number, list) else [number])):
             yield f"{name} is {number}: it must be {facts.range}."
 
 
@@ -53,21 +55,11 @@ def without_effect(subject: Subject) -> Iterator[str]:
     unused: dict[str, list[str]] = {}
     for name in subject.given(*names_where(lambda facts: facts.needs)):
         # A size of 1, which launch scripts spell out, says nothing about experts.
-        if (off := _missing(subject, name)) in NEEDED and getattr(subject.parallel, name, None) != 1:
+        if (off := unmet_need(name, partial(value, subject))) in NEEDED and getattr(subject.parallel, name, None) != 1:
             unused.setdefault(off, []).append(name)
     for off, names in unused.items():
         text = NEEDED[off].format(value(subject, off.split()[0]))
         yield f"{', '.join(names)}: no effect {text}, or leave {them(names)} out."
-
-
-def _missing(subject: Subject, name: str) -> str:
-    """The first thing that the key `name` needs, directly or not, and that is off; empty if nothing is."""
-    needed = all_keys()[name].facts.needs
-    key, _, word = needed.partition(" ")
-    if not needed or (missing := _missing(subject, key)):
-        return missing if needed else ""
-    setting = value(subject, key)
-    return "" if (setting == word if word else setting not in (None, False, "none", "off")) else needed
 
 
 def world_size(subject: Subject) -> Iterator[str]:

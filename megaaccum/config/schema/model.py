@@ -89,8 +89,8 @@ class ModelConfig:
     """Total width of the shared experts; None for none."""
     moe_router_topk: Annotated[int, Facts(at_least=1, needs="num_experts", core=True)] = 2
     """Experts per token."""
-    moe_router_load_balancing_type: Annotated[str, Facts(core=True)] = "aux_loss"
-    """aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none."""
+    moe_router_load_balancing_type: Annotated[str | list[str], Facts(core=True)] = "aux_loss"
+    """aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none; or a list of several losses."""
     moe_router_score_function: Annotated[Literal["softmax", "sigmoid"], Facts(core=True)] = "softmax"
     """Scores of the router."""
     moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, Facts(needs="num_experts", core=True)] = None
@@ -105,8 +105,8 @@ class ModelConfig:
     """Aux-loss-free balancing by a bias per expert."""
     moe_router_pre_softmax: Annotated[bool, Facts(needs="num_experts", core=True)] = False
     """Softmax before the top-k selection."""
-    moe_aux_loss_coeff: Annotated[float, Facts(at_least=0, needs="num_experts", core=True)] = 0.0
-    """Weight of the load-balancing loss."""
+    moe_aux_loss_coeff: Annotated[float | list[float], Facts(at_least=0, needs="num_experts", core=True)] = 0.0
+    """Weight of the load-balancing loss, or a list with the weight of each."""
     moe_z_loss_coeff: Annotated[float | None, Facts(at_least=0, needs="num_experts", core=True)] = None
     """Weight of the router z-loss."""
     moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], Facts(core=True)] = "alltoall"

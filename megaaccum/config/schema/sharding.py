@@ -82,7 +82,7 @@ class QuantizationConfig:
     """Delayed scaling: which value of the history makes the scale."""
     first_last_layers_bf16: Annotated[bool, Facts(needs="fp8_format", core=True)] = False
     """Leave the first and the last layers in BF16 (not with delayed scaling)."""
-    num_layers_at_start_in_bf16: Annotated[int, Facts(at_least=0, core=True)] = 1
+    num_layers_at_start_in_bf16: Annotated[int, Facts(at_least=0, needs="first_last_layers_bf16", core=True)] = 1
     """How many first layers that are."""
-    num_layers_at_end_in_bf16: Annotated[int, Facts(at_least=0, core=True)] = 1
+    num_layers_at_end_in_bf16: Annotated[int, Facts(at_least=0, needs="first_last_layers_bf16", core=True)] = 1
     """How many last layers that are."""

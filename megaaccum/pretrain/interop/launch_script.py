@@ -52,7 +52,7 @@ class Launch:
 SECONDS = 10
 """The time limit of a script; one that starts training takes less."""
 
-LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate")
+LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate", "msrun")
 """Commands whose words are recorded."""
 
 WRAPPERS = (
@@ -62,16 +62,35 @@ WRAPPERS = (
 
 SILENT = (
     "sleep", "wget", "curl", "pip", "pip3", "conda", "nvidia-smi", "scontrol", "ssh", "scp", "rsync", "ds_ssh", "ray",
+    "module", "ml",
 )  # fmt: skip
 """Commands of the cluster or the network that succeed and do nothing."""
 
 _RECORDER = """#!/bin/sh
-case "$1" in -c|-V|--version|-) [ -x /usr/bin/python3 ] && exec /usr/bin/python3 "$@" ;; esac
+case "$1" in -c|-V|--version|-) if [ -x /usr/bin/python3 ]; then
+    errors=$(mktemp)
+    /usr/bin/python3 "$@" 2> "$errors"
+    status=$?
+    cat "$errors" >&2
+    grep -q ModuleNotFoundError "$errors" && exit 0  # a module that training has, such as torch
+    exit $status
+fi ;; esac
 out=$(mktemp "$MEGAACCUM_RECORD/$(date +%s%N).XXXXXX")
 { printf '%s\\0' "$PWD" "${0##*/}" "$@"; } > "$out"
 """
 
+_PREPARED = r"""
+mkdir -p "$HOME"
+for name in .bashrc .bash_profile .profile; do [ -e "$HOME/$name" ] || : > "$HOME/$name"; done
+tools=${PATH%%:*}
+for name in $(ls "$tools"); do set -- "BASH_FUNC_$name%%=() { $tools/$name \"\$@\"; }" "$@"; done
+exec env "$@"
+"""
+"""Shell code that runs a command in the jail. Scripts source files of the home folder, which is hidden, and
+/etc/profile, which sets another PATH: the tools are functions of bash too."""
+
 _WRAPPER = """#!/bin/sh
+PATH=${0%/*}:$PATH
 while [ $# -gt 0 ]; do
     case "$1" in
         -*) shift; continue ;;
@@ -142,7 +161,12 @@ def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
         _write_recorders(tools)
         if jail:
             places = {"ROOT": str(root), "TOP": str(top), "WRITTEN": str(written), "WORK": str(work)}
-            output = _run(_in_jail(command), places, tools="/megaaccum-tools", records="/megaaccum-record")
+            output = _run(
+                _in_jail(["/bin/sh", "-c", _PREPARED, "sh", *command]),
+                places,
+                tools="/megaaccum-tools",
+                records="/megaaccum-record",
+            )
             shown: _Places = ((top, written), (Path("/"), root))
         else:
             output = _run(list(command), {}, tools=str(tools), records=str(records))
@@ -234,7 +258,7 @@ _OF_TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-c
 
 
 def _the_launch(records: list[_Record], script: Path, shown: _Places, output: str) -> Launch:
-    launches = [record for record in records if _OF_TRAINING & {word.split("=")[0] for word in record.words}]
+    launches = [record for record in records if _OF_TRAINING & set(map(_flag, record.words))]
     distinct = {tuple(record.words): record for record in launches}
     if len(distinct) == 1:
         return _as_launch(next(iter(distinct.values())), script, shown)
@@ -245,7 +269,14 @@ def _the_launch(records: list[_Record], script: Path, shown: _Places, output: st
         )
     others = f" It started {', '.join(sorted({' '.join(r.words[:3]) for r in records}))}." if records else ""
     last = f" It ended with: {output.splitlines()[-1]}" if output else ""
-    raise ConfigError(f"--record: {script.name} starts no training that could be recorded.{others}{last}")
+    hidden = f" It sees the system's programs and {_top(script)}: data elsewhere and the home folder are hidden."
+    told = f"{others}{last}{hidden if shown else ''}"
+    raise ConfigError(f"--record: {script.name} starts no training that could be recorded.{told}")
+
+
+def _flag(word: str) -> str:
+    """The flag of a word such as --num_layers=4, with dashes."""
+    return word.split("=")[0].replace("_", "-")
 
 
 def _as_launch(record: _Record, script: Path, shown: _Places) -> Launch:
@@ -265,6 +296,8 @@ def world_size(words: Sequence[str]) -> int | None:
         match = re.search(rf"--?(?:{'|'.join(names)}) (\d+)(?: |$)", text)
         return int(match[1]) if match else None
 
+    if total := number("worker_num"):  # msrun
+        return total
     local = number("nproc[_-]per[_-]node", "num_gpus", "num-gpus")
     nodes = number("nnodes", "num_nodes", "num-nodes")
     return local * (nodes or 1) if local else None

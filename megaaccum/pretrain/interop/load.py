@@ -38,7 +38,7 @@ def read(
     path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), *, launch: Launch | None = None
 ) -> tuple[Config, list[str]]:
     """The configuration as `load` returns it, and its problems, which are not raised. Raises ConfigError only if the
-    file cannot be opened."""
+    file cannot be opened or is another program's."""
     contents = _Contents()
     if launch is not None:
         contents.sources += _of_another_program(launch)
@@ -55,8 +55,8 @@ def read(
     config, problems = assemble(contents.sources)
     config.megatron = contents.megatron
     if contents.blocks:
-        block, origin = contents.blocks[-1]
-        problems += reconcile(config, block, origin)
+        block, origin, by_flags = contents.blocks[-1]
+        problems += reconcile(config, block, origin, by_flags=by_flags)
     return config, problems
 
 
@@ -102,19 +102,29 @@ class _Contents:
     """The contents of one configuration's sources."""
 
     sources: list[Source] = field(default_factory=list)
-    blocks: list[tuple[dict[str, object], str]] = field(default_factory=list)
-    """DeepSpeed blocks, with the source's name; the last one holds."""
+    blocks: list[tuple[dict[str, object], str, bool]] = field(default_factory=list)
+    """DeepSpeed blocks, with the source's name and whether that is a whole list of flags; the last one holds."""
     megatron: dict[str, object] = field(default_factory=dict)
+
+
+_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
+"""Keys that only a DeepSpeed configuration has at its top."""
 
 
 def _read_keys(text: str, path: Path, contents: _Contents) -> None:
     """Read a YAML file: keys, a DeepSpeed block, fields of Megatron's model configuration, and flags without dashes."""
     source = read_yaml(text, path.name)
     left, words = [], []
+    if _DEEPSPEED & {unknown.written for unknown in source.unknown}:
+        raise ConfigError(
+            f"{path.name} is a DeepSpeed configuration, which names no model: write a YAML file beside it with"
+            f" `deepspeed: {path.name}` and the run's keys (num_layers, hidden_size, num_attention_heads, seq_length,"
+            " lr, train_iters)."
+        )
     for unknown in source.unknown:
         if unknown.written == "deepspeed":
             block = _deepspeed_block(unknown, path.parent, source.problems)
-            contents.blocks += [] if block is None else [(block, source.name)]
+            contents.blocks += [] if block is None else [(block, source.name, False)]
         elif unknown.written in SECTIONS:
             left.append(unknown)
         elif accept_model_field(unknown, contents.megatron, source.problems):
@@ -154,7 +164,8 @@ def _read_words(
     world_size: int | None = None,
 ) -> None:
     """Read a list of flags and the command line after it as one list: the last of two equal flags holds."""
-    reading = read_flags([*words, *overrides], locate=locate, world_size=world_size)
+    own = read_command_line(overrides).values
+    reading = read_flags([*words, *overrides], locate=locate, world_size=world_size, outranking=own.keys())
     file, line = Source(name), Source(COMMAND_LINE)
     again = read_flags(overrides, locate=locate, whole=False).values if overrides else {}
     for key in again.keys() & reading.values.keys():
@@ -168,7 +179,7 @@ def _put(reading: Reading, source: Source, contents: _Contents) -> None:
     source.notes += reading.notes
     contents.megatron |= reading.megatron
     if reading.deepspeed is not None:
-        contents.blocks.append((reading.deepspeed, source.name))
+        contents.blocks.append((reading.deepspeed, source.name, reading.whole))
     for key, value in reading.values.items():
         source.put(key, value, source.name)
 

@@ -132,9 +132,10 @@ def test_a_repeated_key_is_told_with_both_places(tmp_path: Path, text: str) -> N
     assert "was already given at run.yaml:" in problem
 
 
-def test_a_repeated_flag_is_told() -> None:
-    (text,) = problems(None, ["--dbs", "4", "--device-batch-size", "8"])
-    assert text == "--device-batch-size: device-batch-size was already given at --dbs; give it once."
+def test_the_last_of_two_flags_of_one_key_holds_with_a_note() -> None:
+    config = load(None, ["--dbs", "4", "--device-batch-size", "8"])
+    assert config.batch.device_batch_size == 8
+    assert config.notes == ["--dbs 4 and --device-batch-size 8: the last one holds."]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ class Reconciler:
             if keys.is_on(value):
                 self.refuse(path, value, refused[name])
         elif name in dropped:
+            if not keys.is_on(value):
+                return
             self.notes.append(f"deepspeed.{path} is left out: {dropped[name]}.")
         elif name not in known:
             near = did_you_mean(name, sorted(known))
@@ -106,9 +108,10 @@ def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> 
     return block
 
 
-def reconcile(config: Config, block: dict[str, object], origin: str) -> list[str]:
+def reconcile(config: Config, block: dict[str, object], origin: str, *, by_flags: bool = False) -> list[str]:
     """Make `block` the DeepSpeed block of `config`, and set, in place, the keys that it gives and that were not
-    written. Adds notes to the configuration's.
+    written. Adds notes to the configuration's. by_flags: it is the JSON of a list of Megatron-DeepSpeed's flags, which
+    builds optimizer and scheduler by its flags, whatever the JSON says.
 
     Returns one text per key that disagrees with one of megaaccum's, is unknown, or is not supported. Batch sizes given
     by both are compared once the batch is solved (`megaaccum.config.batch_keys.deepspeed_problems`).
@@ -116,8 +119,11 @@ def reconcile(config: Config, block: dict[str, object], origin: str) -> list[str
     config.deepspeed = block
     config.origin["deepspeed"] = origin
     reconciler = Reconciler(config, config.notes, [])
-    for name, value in block.items():
-        if handler := _HANDLERS.get(name):
+    # A scheduler's shares are of the optimizer's learning rate.
+    for name, value in sorted(block.items(), key=lambda item: item[0] == "scheduler"):
+        if by_flags and name in ("optimizer", "scheduler"):
+            config.notes.append(f"deepspeed.{name} is set aside: the flags are Megatron's, which build their own.")
+        elif handler := _HANDLERS.get(name):
             handler(reconciler, name, value)
         else:
             reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
@@ -173,13 +179,18 @@ _LOSS_SCALE_KEYS = {
 
 
 def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
-    """Set the keys of the loss scale. DeepSpeed's loss_scale 0 is a dynamic scale that starts at a power of two."""
+    """Set the keys of the loss scale. DeepSpeed's loss_scale 0 is a dynamic scale that starts at a power of two; keys
+    that would move a fixed scale have no effect, as in DeepSpeed."""
     if block.get("loss_scale") not in (None, "auto", 0):
         reconciler.same("fp16.loss_scale", block["loss_scale"], "loss_scale")
-    power = block.get("initial_scale_power")
-    if isinstance(power, int):
+    power, fixed = block.get("initial_scale_power"), reconciler.config.step.loss_scale
+    moving = [name for name in ("loss_scale", "initial_scale_power", *_LOSS_SCALE_KEYS) if name in block]
+    moving = [name for name in moving if name != "loss_scale" or not block[name]]
+    if fixed and moving:
+        reconciler.notes.append(f"deepspeed.fp16.{', '.join(moving)}: no effect beside loss_scale {fixed:g}.")
+    elif isinstance(power, int):
         reconciler.same("fp16.initial_scale_power", 2.0**power, "initial_loss_scale")
-    for inner, key in _LOSS_SCALE_KEYS.items():
+    for inner, key in _LOSS_SCALE_KEYS.items() if not fixed else ():
         reconciler.same(f"fp16.{inner}", block.get(inner), key)
     for inner, instead in (
         ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
@@ -195,7 +206,7 @@ def _zero(reconciler: Reconciler, name: str, value: object) -> None:
     for inner, item in block.items():
         reconciler.sort(f"{name}.{inner}", item, keys.ZERO_REFUSED, keys.ZERO_DROPPED, keys.ZERO)
     if block.get("stage") == 0:
-        reconciler.refuse(f"{name}.stage", 0, "set it to 1, 2 or 3, or leave the JSON out and write backend: ddp")
+        reconciler.same(f"{name}.stage (0 there, and 1 is the least here: the step is the same)", 1, "zero_stage")
     else:
         reconciler.same(f"{name}.stage", block.get("stage"), "zero_stage")
     reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")
@@ -274,6 +285,11 @@ _SCHEDULER_KEYS = {
     "warmup_num_steps": "lr_warmup_iters",
     "total_num_steps": "lr_decay_iters",
 }
+_SHARES = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}
+"""Parameters that are shares of lr."""
+_SCHEDULER_DEFAULTS = {"warmup_num_steps": 1000}
+_COSINE_DEFAULTS = {"cos_min_ratio": 0.0001}
+"""DeepSpeed's defaults where megaaccum's differ."""
 _OPTIMIZER_KEYS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 _ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
 _IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_states", "set_grad_none"})
@@ -321,26 +337,38 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         )
         return
     reconciler.same("scheduler.type", style, "lr_decay_style")
-    params = block.get("params") or {}
-    if params.get("warmup_type", "log") not in ("linear", "auto"):
-        reconciler.refuse(
-            "scheduler.params.warmup_type",
-            params.get("warmup_type", "log (its default)"),
-            "Megatron's warm-up is linear; set it to linear",
-        )
-    for name, value in params.items():
-        __scheduler_param(reconciler, name, value)
+    params = dict(block.get("params") or {})
+    shape = params.pop("warmup_type", None)
+    if shape is None:
+        reconciler.notes.append(_LINEAR)
+    elif shape not in ("linear", "auto"):
+        reconciler.refuse("scheduler.params.warmup_type", shape, "Megatron's warm-up is linear; set it to linear")
+    theirs = _SCHEDULER_DEFAULTS | (_COSINE_DEFAULTS if style == "cosine" else {})
+    known = _SCHEDULER_KEYS | _SHARES
+    rivals = {"lr_warmup_iters": "lr_warmup_fraction"}
+    left_out = {
+        name: value
+        for name, value in theirs.items()
+        if not any(given(reconciler.config, key) for key in (known[name], rivals.get(known[name], known[name])))
+    }
+    for name, value in (left_out | params).items():
+        _scheduler_param(reconciler, name, value)
 
 
-def __scheduler_param(reconciler: Reconciler, name: str, value: object) -> None:
-    path = f"scheduler.params.{name}"
+_LINEAR = (
+    "deepspeed.scheduler: the warm-up is linear, while DeepSpeed's own default is logarithmic, so learning rates differ"
+    " during the warm-up; write warmup_type: linear to confirm."
+)
+
+
+def _scheduler_param(reconciler: Reconciler, name: str, value: object) -> None:
+    path, lr = f"scheduler.params.{name}", reconciler.config.optimizer.lr
     if name in _SCHEDULER_KEYS:
         reconciler.same(path, value, _SCHEDULER_KEYS[name])
-    elif name in ("cos_min_ratio", "warmup_min_ratio"):
-        if value not in (0, "auto"):
-            key = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}[name]
-            reconciler.refuse(path, value, f"it is a share of lr; write {key} as a learning rate instead")
-    elif name != "warmup_type":
+    elif name in _SHARES:
+        if isinstance(value, int | float) and lr:
+            reconciler.same(f"{path} {value:g} * lr {lr:g}", value * lr, _SHARES[name])
+    else:
         reconciler.refuse(path, value, _NO_SCHEDULER)
 
 

@@ -3,14 +3,22 @@ not one key each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
 from megaaccum.config.megatron_arguments import listed, loss_scale_keys
-from megaaccum.pretrain.interop.megatron.parser import ParsedFlags, built_fields, model_fields, parse, sort_into_lists
+from megaaccum.pretrain.interop.megatron.parser import (
+    RENAMED,
+    ParsedFlags,
+    built_fields,
+    model_fields,
+    parse,
+    sort_into_lists,
+)
 from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
 
 LEFT_TO_RULES = frozenset(
@@ -20,15 +28,6 @@ LEFT_TO_RULES = frozenset(
     }
 )  # fmt: skip
 """Keys that Megatron has under the same name and that a rule sets."""
-
-RENAMED = {
-    "layernorm_epsilon": "norm_epsilon",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "encoder_seq_length": "seq_length",
-    "fp8": "fp8_format",
-    "ckpt_step": "load_step",
-}
-"""Arguments with the meaning of a key of another name."""
 
 CONSTANTS: dict[str, tuple[str, object]] = {
     "calculate_per_token_loss": ("loss_norm", "token"),
@@ -75,12 +74,19 @@ ALONE = {
 
 
 def read_flags(
-    argv: Sequence[str], *, locate: Callable[[str], Path] = Path, world_size: int | None = None, whole: bool = True
+    argv: Sequence[str],
+    *,
+    locate: Callable[[str], Path] = Path,
+    world_size: int | None = None,
+    whole: bool = True,
+    outranking: Collection[str] = (),
 ) -> Reading:
-    """The keys that a list of Megatron flags sets, with notes and problems. Arguments as those of `parser.parse`."""
+    """The keys that a list of Megatron flags sets, with notes and problems. Arguments as those of `parser.parse`.
+    outranking: keys among them, under their own names, that hold against Megatron's flags."""
     given = parse(argv, locate=locate, world_size=world_size, whole=whole)
     sort_into_lists(given)
-    reading = Reading(notes=given.notes, problems=given.problems + given.own.problems)
+    problems = given.problems + given.own.problems
+    reading = Reading(whole=whole, outranking=outranking, notes=given.notes + given.own.notes, problems=problems)
     reading.problems += [unknown.problem() for unknown in given.own.unknown]
     for key, value in given.own.values.items():
         _put_own(key, value, given, reading)
@@ -111,7 +117,9 @@ def _put_same_names(given: ParsedFlags, reading: Reading) -> None:
         elif isinstance(value, Enum) and name in all_keys():
             reading.put(name, value.name, given, name)
         elif name in all_keys():
-            one = isinstance(value, list) and len(value) == 1 and "list[" not in str(all_keys()[name].annotation)
+            annotation = all_keys()[name].annotation
+            scalar = "list[" not in str(annotation) or {str, float} & {*typing.get_args(annotation)}
+            one = isinstance(value, list) and len(value) == 1 and scalar
             reading.put(name, value[0] if one else value, given, name)
         elif name in RENAMED:
             reading.put(RENAMED[name], value, given, name)

@@ -167,9 +167,31 @@ def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list
         else:
             given.problems.append(f"unexpected {word}: flags are written --name value.")
     for flag, values in groups:
-        flag = _spellings().get(_dashed(flag), flag)
+        flag = _as_megatrons(flag, values)
         for today in _in_todays_names(flag.replace("_", "-"), values):
             yield today or (flag, values)
+
+
+RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "encoder_seq_length": "seq_length",
+    "fp8": "fp8_format",
+    "ckpt_step": "load_step",
+}
+"""Arguments with the meaning of a key of another name."""
+_OWN_NAMES = {key: name for name, key in RENAMED.items()}
+
+
+def _as_megatrons(flag: str, values: list[str]) -> str:
+    """Megatron's spelling of a flag, also of one that is a key's name or alias, such as --tp, and takes values as
+    Megatron's does."""
+    if _dashed(flag) in _spellings():
+        return _spellings()[_dashed(flag)]
+    key = canonical(flag.removeprefix("--")) or ""
+    name = key if key in defaults() else _OWN_NAMES.get(key)
+    actions = [action for action in parser()._actions if action.dest == name and action.nargs != 0]
+    return actions[0].option_strings[0] if actions and values else flag
 
 
 _RENAMED = {
@@ -295,6 +317,7 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
         expert_ranks = (args.expert_tensor_parallel_size or layout[0]) * args.expert_model_parallel_size * layout[1]
         smallest = max(smallest, expert_ranks)
     args.yaml_cfg = None  # its keys are among the arguments already
+    args.optimizer_cpu_offload = False  # DeepSpeed's, which needs no precision-aware optimizer of Megatron's
     args.rank, args.world_size = 0, world_size or smallest
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     if given.has("train_tokens") and not (args.train_iters or args.train_samples):

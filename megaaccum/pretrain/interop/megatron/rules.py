@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from megaaccum.config.batch_ramp import BatchRamp, parse_schedule, requested_intervals
 from megaaccum.config.coerce import NotOfType, coerce
-from megaaccum.config.keys import all_keys
+from megaaccum.config.keys import all_keys, unmet_need, value
 from megaaccum.config.megatron_arguments import (
     LOSS_SCALE,
     NO_EFFECT_ON_SCALE,
@@ -18,7 +18,7 @@ from megaaccum.config.megatron_arguments import (
     loss_scale_keys,
     repeats_to_the_bit,
 )
-from megaaccum.config.schema import BatchConfig
+from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
 from megaaccum.pretrain.interop.megatron.parser import ParsedFlags
@@ -38,6 +38,10 @@ class Reading:
     """Fields of Megatron's model configuration without a key."""
     deepspeed: dict[str, object] | None = None
     """The JSON of --deepspeed_config."""
+    outranking: Collection[str] = ()
+    """Keys of the command line, which hold against flags of a file or script."""
+    whole: bool = True
+    """Whether it is a whole run, not a few flags beside a configuration file."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -51,6 +55,9 @@ class Reading:
             return
         if key in self.values and self.values[key] != value:
             other = self.writers[key]
+            if key in self.outranking:
+                self.notes.append(f"{writer} is set aside: the command line gives {other}.")
+                return
             self.problems.append(f"{other} makes {key} {self.values[key]} and {writer} makes it {value}: keep one.")
             return
         self.values[key], self.writers[key] = value, writer
@@ -67,10 +74,7 @@ def _shape(given: ParsedFlags, reading: Reading) -> None:
     if args.group_query_attention:
         reading.put("num_query_groups", args.num_query_groups, given, "num_query_groups")
     elif given.has("num_query_groups"):
-        reading.problems.append(
-            f"{given.shown('num_query_groups')} does nothing in Megatron-LM without --group-query-attention: add that"
-            " flag, or leave this one out."
-        )
+        reading.notes.append(f"{given.shown('num_query_groups')}: no effect without --group-query-attention.")
     if given.has("add_position_embedding") and args.position_embedding_type not in ("rope", "yarn"):
         if not args.use_rotary_position_embeddings:
             reading.problems.append("--no-position-embedding needs --position-embedding-type rope, or none instead.")
@@ -176,9 +180,9 @@ def _deepspeed(given: ParsedFlags, reading: Reading) -> None:
     if given.has("deepspeed_config"):
         path = given.locate(args.deepspeed_config)
         reading.deepspeed = read_json(path, given.written["deepspeed_config"], reading.problems)
-    if given.has("zero_stage") and args.zero_stage == 0 and (args.fp16 or args.bf16):
+    if given.has("zero_stage") and args.zero_stage == 0 and (args.fp16 or args.bf16 or reading.deepspeed is not None):
         reading.put("zero_stage", 1, given, "zero_stage")
-        reading.notes.append("--zero-stage 0: ZeRO-1, which shards the FP32 master weights of 16-bit parameters.")
+        reading.notes.append("--zero-stage 0: ZeRO-1, which shards the optimizer state; the step is the same.")
     elif given.has("zero_stage") and args.zero_stage == 0:
         reading.put("backend", "ddp", given, "zero_stage")
         reading.notes.append("--zero-stage 0: torch DistributedDataParallel, with nothing sharded.")
@@ -306,6 +310,28 @@ def _starting_over(given: ParsedFlags, reading: Reading) -> None:
         )
 
 
+def _without_effect(given: ParsedFlags, reading: Reading) -> None:
+    """Drop, with a note, flags of a whole list that do nothing without another one: Megatron ignores them."""
+    values = reading.values
+    if not reading.whole:
+        return
+    if "fp8_format" in values and not (given.args.bf16 or given.args.fp16 or reading.deepspeed):
+        del values["fp8_format"]
+        reading.notes.append(
+            f"{given.shown('fp8')}: no effect without --bf16: FP8 quantizes BF16, and these parameters are FP32."
+        )
+    if "aux_loss" not in str(values.get("moe_router_load_balancing_type", "aux_loss")) and given.args.num_experts:
+        if values.pop("moe_aux_loss_coeff", None):
+            reading.notes.append(f"{given.shown('moe_aux_loss_coeff')}: no effect without a balancing loss.")
+    needs: dict[str, list[str]] = {}
+    for key, name in reading.sources.items():
+        need = unmet_need(key, lambda other: values.get(other, value(Config(), other))) if key in values else ""
+        if need and all_keys()[key].section != "parallel":
+            needs.setdefault(need, []).append(name)
+            del values[key]
+    reading.notes += [f"{given.shown(*names)}: no effect without {need}." for need, names in needs.items()]
+
+
 def _overlap(given: ParsedFlags, reading: Reading) -> None:
     """Switch off overlapped communication where it is not supported; only time changes."""
     if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
@@ -373,6 +399,6 @@ def _lengths(given: ParsedFlags, reading: Reading) -> None:
 
 RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (
     _shape, _uneven_stages, _lengths, _precision, _optimizer, _experts, _deepspeed, _sharding, _deterministic,
-    _tokenizer, _data, _hybrid, _starting_over, _overlap,
+    _tokenizer, _data, _hybrid, _starting_over, _without_effect, _overlap,
 )  # fmt: skip
 """The rules in the order in which they run: later ones read keys that earlier ones set."""

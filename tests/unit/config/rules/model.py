@@ -118,6 +118,16 @@ BROKEN: list[Case] = [
     ("layer_pattern", 1, EXPERTS | dict(moe_layer_freq=0), ["moe_layer_freq is 0"]),
     ("router", 1, EXPERTS | dict(moe_router_topk=9), ["moe_router_topk 9", "num_experts 8"]),
     ("router", 1, EXPERTS | dict(moe_router_load_balancing_type="auxloss"), ["'auxloss'", "seq_aux_loss"]),
+    (
+        "router", 1,
+        EXPERTS | dict(moe_router_load_balancing_type=["aux_loss", "sinkhorn"], moe_aux_loss_coeff=[0.1, 0.1]),
+        ["'sinkhorn'", "one of aux_loss, seq_aux_loss, global_aux_loss."],
+    ),
+    (
+        "router", 1,
+        EXPERTS | dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=0.1),
+        ["give one weight for each loss"],
+    ),
     ("router", 1, EXPERTS | dict(moe_router_enable_expert_bias=True), ["sigmoid"]),
     ("router", 1, EXPERTS | dict(moe_router_topk=1), ["moe_router_topk 1", "moe_router_pre_softmax to true"]),
     (

@@ -25,7 +25,7 @@ BROKEN: list[Case] = [
     ("fp8_precision", 1, FP8 | dict(backend="ddp"), ["backend ddp has not been checked", "deepspeed"]),
     ("fp8_precision", 1, FP8 | dict(backend="fsdp2"), ["backend fsdp2", "every forward", "deepspeed"]),
     ("fp8_weights", 1, FP8 | dict(sync="streaming"), ["FP8 copies", "sync to resident"]),
-    ("bf16_ends", 1, FP8 | dict(num_layers_at_end_in_bf16=2), ["num_layers_at_end_in_bf16", "set it to true"]),
+    ("without_effect", 1, FP8 | dict(num_layers_at_end_in_bf16=2), ["num_layers_at_end_in_bf16", "set it to true"]),
     ("bf16_ends", 1, FP8 | dict(first_last_layers_bf16=True), ["fp8_recipe delayed", "tensorwise"]),
     (
         "bf16_ends",

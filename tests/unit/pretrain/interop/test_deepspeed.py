@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megaaccum.cli.check import run
 from megaaccum.config import resolve
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.keys import all_keys
@@ -31,7 +32,7 @@ def adam(**params: object) -> dict[str, object]:
 
 
 def scheduler(kind: str, **params: object) -> dict[str, object]:
-    return {"scheduler": {"type": kind, "params": {"warmup_type": "linear"} | params}}
+    return {"scheduler": {"type": kind, "params": {"warmup_type": "linear", "warmup_num_steps": 7} | params}}
 
 
 AGREEING: list[tuple[dict[str, object], str, object, object]] = [
@@ -53,6 +54,8 @@ AGREEING: list[tuple[dict[str, object], str, object, object]] = [
     (scheduler("WarmupCosineLR", warmup_num_steps=5), "lr_warmup_iters", 5, 6),
     (scheduler("WarmupLR", warmup_min_lr=1e-5), "lr_warmup_init", 1e-5, 0.0),
     (scheduler("WarmupLR", warmup_max_lr=2e-3), "lr", 2e-3, 1e-3),
+    (scheduler("WarmupCosineLR", cos_min_ratio=0.5), "min_lr", 5e-4, 1e-4),
+    (scheduler("WarmupCosineLR", warmup_min_ratio=0.5), "lr_warmup_init", 5e-4, 1e-4),
     ({"tensorboard": {"enabled": True, "output_path": "t"}}, "tensorboard_dir", "t", "u"),
     ({"csv_monitor": {"enabled": True, "output_path": "t"}}, "csv_dir", "t", "u"),
     ({"wandb": {"enabled": True, "project": "p"}}, "wandb_project", "p", "q"),
@@ -189,7 +192,6 @@ def test_what_is_not_supported_of_zero(name: str) -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"zero_optimization": {"stage": 0}}, "backend: ddp"),
         ({"zero_optimization": {"stage": 4}}, "zero_stage, which must be one of 1, 2, 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer: cpu"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload"),
@@ -201,7 +203,6 @@ def test_what_is_not_supported_of_zero(name: str) -> None:
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "until the scale doubles"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "master weights"),
         ({"data_types": {"param_dtype": "bf16"}}, "params_dtype"),
-        ({"prescale_gradients": True}, "divided once"),
         ({"gradient_predivide_factor": 2.0}, "divided once"),
         ({"gradient_allreduce_op": "sum"}, "divided once"),
         ({"managed_gradient_accumulation": False}, "divided once"),
@@ -213,8 +214,8 @@ def test_what_is_not_supported_of_zero(name: str) -> None:
         (adam(momentum=0.9), "momentum 0.9"),
         (adam(betas=0.9), "two numbers"),
         ({"scheduler": {"type": "OneCycle"}}, "lr_decay_style"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "set it to linear"),
-        (scheduler("WarmupCosineLR", cos_min_ratio=0.1), "min_lr"),
+        (scheduler("WarmupLR", warmup_type="log"), "set it to linear"),
+        ({"scheduler": {"type": "WarmupLR"}}, "lr_warmup_iters 1000 leaves nothing"),  # DeepSpeed's default
         (scheduler("WarmupLR", cycle=1), "cycle 1"),
         ({"tensorboard": {"enabled": True}}, "write tensorboard_dir"),
         ({"gradient_clipping": "much"}, "clip_grad, which must be a number"),
@@ -235,6 +236,94 @@ def test_what_has_no_effect_is_told_and_left_out() -> None:
     written = deepspeed_config(settled)
     assert "checkpoint" not in written
     assert "stage3_prefetch_bucket_size" not in written["zero_optimization"]
+
+
+# --- as DeepSpeed's own examples have it -----------------------------------------------------------------------------
+
+
+def test_stage_0_is_the_least_stage_there_is() -> None:
+    settled = plan(2, deepspeed={"zero_optimization": {"stage": 0}})
+    assert settled.config.sharding.zero_stage == 1
+    assert any(
+        "zero_stage 1 is taken from deepspeed.zero_optimization.stage (0 there" in note for note in settled.notes
+    )
+    assert deepspeed_config(settled)["zero_optimization"]["stage"] == 1
+    (text,) = problems({"zero_optimization": {"stage": 0}}, zero_stage=2)
+    assert "zero_stage is 2: make them equal" in text
+
+
+@pytest.mark.parametrize(
+    ("block", "note"),
+    [
+        ({"prescale_gradients": True}, "deepspeed.prescale_gradients is left out: the loss is divided once"),
+        ({"flops_profiler": {"enabled": True}}, "deepspeed.flops_profiler is left out: the log shows FLOP/s"),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}}, "default is logarithmic"),
+    ],
+)
+def test_what_changes_no_weights_or_is_a_default_is_a_note(block: dict, note: str) -> None:
+    assert any(note in each for each in plan(2, deepspeed=block).notes)
+    off = {name: False for name in block if name != "scheduler"}
+    assert plan(2, deepspeed=off).notes == plan(2, deepspeed={"steps_per_print": 1} if off else {}).notes
+
+
+def test_a_cosine_ends_where_deepspeeds_does() -> None:
+    block = {**adam(lr=2e-3), **scheduler("WarmupCosineLR", total_num_steps=50)}
+    optimizer = plan(2, deepspeed=dict(reversed(block.items())), lr=None).config.optimizer
+    assert (optimizer.min_lr, optimizer.lr_decay_style) == (2e-3 * 0.0001, "cosine")
+    assert plan(2, deepspeed=block, lr=2e-3, min_lr=1e-5).config.optimizer.min_lr == 1e-5
+
+
+DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "initial_scale_power": 11}
+
+
+def test_keys_that_move_the_scale_have_no_effect_beside_a_fixed_one() -> None:
+    settled = plan(2, deepspeed={"fp16": DYNAMIC}, fp16=True, loss_scale=512.0)
+    assert settled.config.step.loss_scale == 512.0
+    (note,) = [each for each in settled.notes if "no effect beside loss_scale 512" in each]
+    assert note.startswith("deepspeed.fp16.loss_scale, initial_scale_power, loss_scale_window, hysteresis: ")
+    assert plan(2, deepspeed={"fp16": DYNAMIC | {"loss_scale": 128}}).config.step.loss_scale == 128.0
+    moving = plan(2, deepspeed={"fp16": DYNAMIC}).config.step
+    assert (moving.loss_scale, moving.initial_loss_scale, moving.hysteresis) == (None, 2048.0, 3)
+
+
+def test_optimizer_and_scheduler_beside_megatrons_flags_are_set_aside(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed builds its own by the flags, and DeepSpeed takes those."""
+    import json
+
+    block = {**adam(lr=1.5e-4, max_grad_norm=1.0), "scheduler": {"type": "OneCycle"}, "steps_per_print": 5}
+    (tmp_path / "ds.json").write_text(json.dumps(block))
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
+        " --tokenizer-type NullTokenizer --deepspeed --deepspeed_config ds.json --zero-stage 0"
+    )
+    (tmp_path / "flags.txt").write_text(flags)
+    config = load(tmp_path / "flags.txt")
+    assert config.optimizer.lr == 1e-3
+    assert len([note for note in config.notes if "is set aside: the flags are Megatron's" in note]) == 2
+    assert resolve(config, world_size=1).config.sharding.zero_stage == 1
+
+
+def test_a_batch_that_tells_the_ranks(tmp_path: Path) -> None:
+    import json
+
+    block = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}
+    path = tmp_path / "run.json"
+    keys = {name: value for name, value in SMALL.items() if name not in ("micro_batch_size", "pp_microbatches")}
+    path.write_text(json.dumps(keys | {"tensor_model_parallel_size": 2, "deepspeed": block}))
+    assert "world_size 8 (dp 4 by the batch of the DeepSpeed JSON" in run(path)
+    with pytest.raises(ConfigError, match="train_batch_size 48"):
+        run(path, world_size=16)
+
+
+def test_a_deepspeed_json_alone_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "fp16": {"enabled": true}}')
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    (text,) = caught.value.problems
+    assert text.startswith("ds.json is a DeepSpeed configuration, which names no model: write a YAML file")
+    assert "`deepspeed: ds.json`" in text
 
 
 # --- what DeepSpeed is given -----------------------------------------------------------------------------------------

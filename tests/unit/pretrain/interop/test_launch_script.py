@@ -195,3 +195,35 @@ def test_a_recorded_script_and_its_conversion_make_the_same_plan(script, tmp_pat
     again = resolve(load(tmp_path / "run.yaml"), world_size=4)
     assert again.facts() == first.facts()
     assert os.listdir(tmp_path) and again.config.megatron == {"rope_scaling": True}
+
+
+# --- habits of clusters ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["source /etc/profile", "source ~/.bashrc", ". ~/.bash_profile", "module purge; module load cuda/12.4",
+     'python -c "import no_such_module_here"', 'N=$(python -c "print(4)"); [ $N = 4 ]'],
+)  # fmt: skip
+def test_a_script_that_prepares_its_environment_goes_on(script, line):
+    with script(f"set -e\n{line}\n{LAUNCH}") as launch:
+        assert launch.world_size == 4
+
+
+def test_a_program_that_fails_for_another_reason_fails(script):
+    assert "starts no training" in refusal(script(f'set -e\npython -c "raise SystemExit(3)"\n{LAUNCH}'))
+
+
+def test_flags_with_underscores_are_training(script):
+    with script("python a.py --num_layers 4 --hidden_size=64") as launch:
+        assert launch.argv == ["--num_layers", "4", "--hidden_size=64"]
+
+
+def test_msrun_says_how_many_ranks(script):
+    with script("msrun --worker_num 8 --local_worker_num 4 pretrain_gpt.py --num-layers 4") as launch:
+        assert (launch.program, launch.world_size) == ("pretrain_gpt.py", 8)
+
+
+def test_what_is_hidden_from_a_script_is_said(script, tmp_path):
+    told = refusal(script(f"set -e\nls /data/corpus\n{LAUNCH}"))
+    assert f"It sees the system's programs and {tmp_path}: data elsewhere and the home folder are hidden." in told

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.pretrain.interop.load import load
+from megaaccum.config.keys import value
+from megaaccum.pretrain.interop.launch_script import Launch
+from megaaccum.pretrain.interop.load import load, read
 from tests.support.configs import problems_of, write
 
 
@@ -50,6 +52,40 @@ def test_megatrons_own_flags_are_read_everywhere(tmp_path: Path) -> None:
     for config in (by_flag, by_yaml):
         assert not config.model.add_bias_linear
     assert load(write(tmp_path, "disable_bias_linear: false\n")).model.add_bias_linear
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "key", "expected", "note"),
+    [
+        ("--tensor-model-parallel-size 2", "--tp 4", "tensor_model_parallel_size", 4, "the last one holds"),
+        ("--num-experts 4 --disable-bias-linear", "--num_moe_experts 8", "num_experts", 8, "the last one holds"),
+        ("--norm-epsilon 1e-5", "--norm_epsilon=1e-6", "norm_epsilon", 1e-6, "the last one holds"),
+        ("--disable-bias-linear", "--add_bias_linear true", "add_bias_linear", True, "is set aside: the command line"),
+        ("--calculate-per-token-loss", "--loss-norm microbatch", "loss_norm", "microbatch", "is set aside"),
+        ("--backend ddp", "--backend fsdp2", "backend", "fsdp2", "and --backend fsdp2: the last one holds"),
+        ("--zero-stage 2", "--zero_stage 3 --zero_stage 1", "zero_stage", 1, "--zero-stage 1: the last one holds"),
+        ("--bf16", "--params_dtype fp32", "params_dtype", "fp32", "bf16 of the file is set aside"),
+    ],
+)  # fmt: skip
+def test_the_command_line_outranks_a_script_under_every_spelling(tmp_path, written, line, key, expected, note) -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
+        " --tokenizer-type NullTokenizer "
+    )
+    launch = Launch("pretrain_gpt.py", (flags + written).split(), "s.sh", tmp_path, 8)
+    config, problems = read(launch=launch, overrides=line.split())
+    assert problems == []
+    assert value(config, key) == expected
+    assert any(note in each for each in config.notes), config.notes
+
+
+def test_the_last_of_two_equal_keys_holds_on_a_command_line(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "lr: 1\n"), ["--backend", "ddp", "--dbs", "4", "--backend=fsdp2", "--dbs", "4"])
+    assert (config.sharding.backend, config.batch.device_batch_size, config.optimizer.lr) == ("fsdp2", 4, 1)
+    assert [note for note in config.notes if "holds" in note] == [
+        "--backend ddp and --backend fsdp2: the last one holds."
+    ]
 
 
 def test_a_megatron_flag_and_the_key_it_stands_for_are_one_key_given_twice(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaaccum.config import resolve
-from megaaccum.config.keys import all_keys
+from megaaccum.config.keys import all_keys, value
 from megaaccum.config.megatron_arguments import listed, lists
 from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
@@ -298,6 +298,53 @@ def test_a_layer_pattern_alone_makes_a_hybrid_model():
 def test_other_samples_than_megatrons_order_gives_are_refused(flag):
     (problem,) = some(flag).problems
     assert problem.startswith(f"{flag}: samples are drawn in Megatron's own seeded order")
+
+
+@pytest.mark.parametrize(
+    ("text", "note", "key", "expected"),
+    [
+        ("--moe-aux-loss-coeff 0.01 --moe-grouped-gemm", "0.01, --moe-grouped-gemm: no effect without num_experts",
+         "moe_aux_loss_coeff", 0.0),
+        ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+         "--moe-aux-loss-coeff 0.01: no effect without a balancing loss", "moe_aux_loss_coeff", 0.0),
+        ("--lr-decay-style cosine --lr-wsd-decay-style linear", "--lr-wsd-decay-style linear: no effect without"
+         " lr_decay_style WSD", "lr_decay_style", "cosine"),
+        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 1", "--first-last-layers-bf16, --num-layers-at-start"
+         "-in-bf16 1: no effect without fp8_format", "first_last_layers_bf16", False),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --num-layers-at-end-in-bf16 1",
+         "--num-layers-at-end-in-bf16 1: no effect without first_last_layers_bf16", "fp8_format", "hybrid"),
+        ("--fp8-format hybrid --fp8-margin 2", "--fp8-format hybrid: no effect without --bf16: FP8 quantizes BF16",
+         "fp8_format", None),
+        ("--num-query-groups 2", "--num-query-groups 2: no effect without --group-query-attention",
+         "num_query_groups", None),
+        ("--use-precision-aware-optimizer --use-distributed-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32",
+         "--use-precision-aware-optimizer: masters, moments and sums of gradients are FP32", "backend", "megatron"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_does_nothing_in_this_run_is_a_note(text, note, key, expected):
+    config = config_of(text)
+    assert any(note in each for each in config.notes), config.notes
+    assert value(config, key) == expected
+    plan = whole(text)
+    assert any(note in each for each in plan.notes)
+
+
+def test_states_of_a_precision_aware_optimizer_that_are_not_fp32_are_refused():
+    (problem,) = refusals("--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16")
+    assert "--exp-avg-dtype bf16: masters and moments are FP32" in problem
+
+
+def test_two_balancing_losses():
+    text = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss seq_aux_loss"
+    model = whole(f"{text} --moe-aux-loss-coeff 0.1 0.3").config.model
+    assert model.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"]
+    assert model.moe_aux_loss_coeff == [0.1, 0.3]
+
+
+@pytest.mark.parametrize("flag", ["--cpu-optimizer", "--optimizer-cpu-offload"])
+def test_the_optimizer_in_host_memory_is_deepspeeds(flag):
+    sharding = whole(f"{flag} --bf16").config.sharding
+    assert (sharding.backend, sharding.offload_optimizer) == ("deepspeed", "cpu")
 
 
 def test_latent_attention_rotates_as_megatron_does_unless_a_file_says_otherwise(tmp_path):

@@ -144,7 +144,7 @@ def test_the_optimizer_is_configured_as_megatrons(text, facts):
         ("--loss-scale 512", "--loss-scale 512.0: only FP16"),
         ("--fp16 --loss-scale 512 --hysteresis 4", "--hysteresis 4: no effect beside --loss-scale"),
         ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer: masters, moments"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce: parameters are gathered once per step"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce: backend and sync decide"),
     ],
 )
 def test_what_acts_otherwise_is_noted(text, note):
