@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import replace_text, sync
+from megaaccum.texts import parse_json, read_text
 
 FORMAT = 2
 
@@ -82,7 +83,7 @@ def read_progress(current: Path) -> Progress:
     CheckpointError if it has another format."""
     path = current / "state.json"
     try:
-        state = json.loads(path.read_text())
+        state = parse_json(read_text(path))
         seal = state.pop("sha256", "")
         if seal != _seal(state) and (seal or state["format"] == FORMAT):
             raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")

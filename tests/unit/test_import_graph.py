@@ -15,8 +15,8 @@ import megaaccum
 ROOT = Path(megaaccum.__file__).parent
 
 FOLDERS = (
-    "units errors schedule config platform upstream distributed model observe optim executor sharding checkpoint step"
-    " engine loop pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.training lab.search"
+    "units errors texts schedule config platform upstream distributed model observe optim executor sharding checkpoint"
+    " step engine loop pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.training lab.search"
     " lab.planner lab.verification lab cli train"
 ).split()
 """From the lowest: a folder imports those before it. docs/concepts/design.md has the reasons."""

@@ -27,6 +27,7 @@ from typing import Any
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.simulate import Costs
+from megaaccum.texts import parse_json, read_text
 
 EMBEDDING, DENSE, EXPERTS, PREDICTION, HEAD = "E", "T", "X", "P", "L"
 """Kinds of layers: the embedding, first; with an MLP; with experts; multi-token prediction; final norm, head and loss,
@@ -139,7 +140,7 @@ def even_cut(profile: Profile, num_stages: int) -> Cut:
 def read_profile(path: str | Path) -> Profile:
     """The profile in a JSON file. Raises ScheduleError, with the file, if it is none."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = parse_json(read_text(path))
     except OSError as error:
         raise ScheduleError(f"profile {path}: the file cannot be read: {error.strerror or error}") from error
     except ValueError as error:

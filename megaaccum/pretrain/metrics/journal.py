@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.errors import MegaaccumError
+from megaaccum.texts import parse_json
 
 Record = dict[str, Any]
 
@@ -135,7 +136,7 @@ def _parse(line: bytes) -> Record | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     is_record = isinstance(record, dict) and record.get("kind") in KINDS + _FORMER_KINDS

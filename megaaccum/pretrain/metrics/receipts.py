@@ -28,6 +28,7 @@ from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.metrics.journal import Record, set_aside, unwritable
+from megaaccum.texts import parse_json, read_text
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -136,7 +137,7 @@ class Receipt:
 def read(path: Path) -> Record:
     """Read one receipt. Raises MegaaccumError if the file is none, or is of a later version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise MegaaccumError(f"{path} cannot be read as a receipt: {error}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or not isinstance(content.get("version"), int):
