@@ -14,6 +14,7 @@ BY_NAME = (
     "sync_modes",
     "layouts",
     "fuzz",
+    "hostile",
     "restarts",
     "tune",
     "tune_faults",
@@ -21,7 +22,7 @@ BY_NAME = (
     "libraries",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, restarts, tune_faults, verify,
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, hostile, restarts, tune_faults, verify,
 libraries and megatron_train measure no speed."""
 
 

@@ -36,8 +36,8 @@ def shortened(text: str, most: int = 2000) -> str:
 class ConfigError(MegaaccumError, ValueError):
     """One or more keys of the configuration cannot be honoured.
 
-    `problems` holds one text per mistake, so that a user sees all of them at once; beyond `MOST_SHOWN`, the error says
-    how many more there are.
+    `problems` holds one text per mistake, so that a user sees all of them at once. `shown` has those for a terminal;
+    beyond `MOST_SHOWN` it says how many more there are.
     """
 
     MOST_SHOWN = 50
@@ -45,8 +45,9 @@ class ConfigError(MegaaccumError, ValueError):
     def __init__(self, problems: str | Sequence[str]):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
         more = len(self.problems) - self.MOST_SHOWN
-        shown = [*map(shortened, self.problems[: self.MOST_SHOWN]), *([f"... and {more} more."] if more > 0 else [])]
-        super().__init__("\n".join(shown))
+        self.shown = [printable(shortened(problem)) for problem in self.problems[: self.MOST_SHOWN]]
+        self.shown += [f"... and {more} more."] if more > 0 else []
+        super().__init__("\n".join(self.shown))
 
 
 class DataError(MegaaccumError):

@@ -45,7 +45,7 @@ def _read_gpt2(path: Path) -> Vocabulary:
     try:
         ids = parse_json(read_text(path))
         return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=_digest(path))
-    except (ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"vocab_file {path} is not GPT-2's vocab.json, a JSON object of tokens and ids: {error}"
         ) from error
@@ -78,7 +78,7 @@ def _read_tiktoken(path: Path) -> Vocabulary:
         for entry in entries[:1]:
             base64.b64decode(entry["token_bytes"], validate=True)
         return Vocabulary(size=TIKTOKEN_SIZE, eod=TIKTOKEN_EOD, digest=_digest(path))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"tokenizer {path} is no tiktoken vocabulary in JSON (rank, token_bytes): {error}") from error
 
 
