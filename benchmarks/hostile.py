@@ -5,8 +5,8 @@
 Input I of a seed is the same on every machine: a file or a command line of one of the kinds that megaaccum reads, some
 of its bytes, numbers or values replaced, or the file replaced by a pipe, a link to /dev/zero or a folder. A process of
 its own reads it, with an empty home folder. What counts as broken: a traceback, a control character in a message, more
-than 10 seconds, more than 2 GB, or a file outside of the folders that the command writes to. Each broken input is
-printed with the --first that repeats it.
+than 10 seconds of a processor or 60 in all, more than 2 GB, or a file outside of the folders that the command writes
+to. Each broken input is printed with the --first that repeats it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,8 @@ from unittest.mock import patch
 import numpy as np
 
 SECONDS, MEMORY = 10.0, 2 << 30
+WALL = 60.0
+"""Seconds after which a reader hangs: its own processor time is held against SECONDS."""
 Read = Callable[[Path], object]
 """Reads the input at a path, as a user's command would."""
 
@@ -159,6 +162,7 @@ _FLAGS = (
 KINDS = (
     Kind("YAML", "run.yaml", _command("check", "FILE", "--world-size", "4")),
     Kind("keys", "keys.txt", _command("check", "run.yaml", "LINES"), is_file=False),
+    Kind("numbers", "keys.txt", _command("check", "run.yaml", "--world-size", "4", "LINES"), is_file=False),
     Kind("flags", "flags.txt", _command("check", "LINES"), is_file=False),
     Kind("argument file", "run.args", _command("check", "FILE")),
     Kind("Megatron's YAML", "megatron.yml", _command("check", "--yaml-cfg", "FILE", "--micro-batch-size", "1")),
@@ -345,10 +349,20 @@ _MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 )  # fmt: skip
 
 
-def _write_input(path: Path, content: bytes, draw: random.Random, *, is_file: bool) -> None:
+@cache
+def _numeric_keys() -> list[str]:
+    from megaaccum.config.keys import all_keys
+
+    return [key.name for key in all_keys().values() if re.search(r"\b(int|float)\b", str(key.annotation))]
+
+
+def _write_input(path: Path, content: bytes, draw: random.Random, kind: Kind) -> None:
     """Put a mutated input, or rarely another thing than a file, at `path`."""
     path.unlink()
-    other = draw.random() if is_file else draw.uniform(0.03, 1)
+    if kind.name == "numbers":
+        path.write_text("\n".join(f"--{draw.choice(_numeric_keys())}={draw.choice(NUMBERS)}" for _ in range(2)))
+        return
+    other = draw.random() if kind.is_file else draw.uniform(0.03, 1)
     if other < 0.01:
         os.mkfifo(path)
     elif other < 0.02:
@@ -374,7 +388,7 @@ def attempt(number: int, seed: int, kinds: tuple[Kind, ...], good: Path, scratch
     shutil.copytree(good, here)
     home.mkdir()
     path = here / kind.file
-    _write_input(path, path.read_bytes(), draw, is_file=kind.is_file)
+    _write_input(path, path.read_bytes(), draw, kind)
     before = {each.name for each in scratch.iterdir()}
     start, ours, theirs = time.monotonic(), *os.pipe()
     pid = os.fork()
@@ -383,23 +397,25 @@ def attempt(number: int, seed: int, kinds: tuple[Kind, ...], good: Path, scratch
         _child(kind, path, here, home, theirs)
     os.close(theirs)
     broken, told = "", b""
-    while time.monotonic() - start < SECONDS:
+    while time.monotonic() - start < WALL:
         if select.select([ours], [], [], 0.1)[0]:
             part = os.read(ours, 1 << 16)
             told += part
             if not part:
                 break
     else:
-        broken = f"no end within {SECONDS:.0f} seconds"
+        broken = f"no end within {WALL:.0f} seconds"
         os.kill(pid, signal.SIGKILL)
     os.close(ours)
     _, status, used = os.wait4(pid, 0)
-    taken = time.monotonic() - start
     outside = {each.name for each in scratch.iterdir()} - before | {each.name for each in home.iterdir()}
     if not broken and status:
         broken = f"ended with status {status}"
     if told:
         broken = told.decode(errors="replace")
+    taken = used.ru_utime + used.ru_stime
+    if not broken and (taken > SECONDS or used.ru_maxrss << 10 > MEMORY):
+        broken = f"took {taken:.1f} s and {used.ru_maxrss >> 10} MB"
     if outside:
         broken += f" wrote {', '.join(sorted(outside))} outside"
     shutil.rmtree(here)

@@ -231,8 +231,7 @@ def _pairs(loader: yaml.SafeLoader, node: yaml.MappingNode, source: Source) -> I
     for key_node, value_node in node.value:
         place = f"{source.name}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            source.problems.append(f"{place}: a key is a name, not a list or a mapping.")
-            continue
+            raise ConfigError(f"{place}: a key is a name, not a list or a mapping.")
         name = str(key_node.value)
         if name in seen:
             source.problems.append(f"{place}: {name} was already given at {seen[name]}; give it once.")

@@ -114,8 +114,8 @@ def _problems(profile: Profile) -> Iterator[str]:
     for kind, cost in profile.kinds.items():
         for name in _SECONDS + _BYTES:
             value = getattr(cost, name)
-            if not math.isfinite(value) or value < 0:
-                yield f"profile: {name} of kind {kind} is {value}: give a finite number that is not negative"
+            if not 0 <= value <= 1e15:
+                yield f"profile: {name} of kind {kind} is {value}: give a number from 0 to 1e15"
         if not cost.seconds > 0:
             yield f"profile: kind {kind} takes no time at all: give forward, input_grad or weight_grad above 0"
 

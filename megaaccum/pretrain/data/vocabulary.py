@@ -19,7 +19,8 @@ _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2
 
 def null_vocabulary(size: int | None) -> Vocabulary:
     """Megatron's NullTokenizer: `size` ids, and one more that ends a document."""
-    assert size is not None, "a rule asks for vocab_size"
+    if size is None:
+        raise DataError("tokenizer_type NullTokenizer needs vocab_size, the number of tokens")
     return Vocabulary(size=size, eod=size - 1, digest=f"null {size}")
 
 

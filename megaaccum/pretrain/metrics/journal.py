@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.errors import MegaaccumError
-from megaaccum.texts import parse_json
+from megaaccum.texts import parse_json, regular_file
 
 Record = dict[str, Any]
 
@@ -88,7 +88,7 @@ def lines(path: Path) -> list[Record]:
     does."""
     records: list[Record] = []
     unreadable: tuple[int, bytes] | None = None
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file) as file:
         for number, line in enumerate(file, start=1):
             record = _parse(line)
             if record is None:
@@ -123,7 +123,7 @@ def _cut_torn_end(path: Path) -> None:
     """Truncate the file after its last good line."""
     lines(path)  # raises where it is damaged in the middle
     end = position = 0
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file) as file:
         for line in file:
             position += len(line)
             end = position if _parse(line) is not None else end
